@@ -54,9 +54,10 @@ from kvstore.config import (
     parse_writes,
 )
 from kvstore.core.levels import WRITES
+from kvstore.core.namespaces import DROP_SECONDS
 from kvstore.core.rows.below import Lower
-from kvstore.core.rows.index import IndexRetentionHints, PrefixIndex
-from kvstore.core.store import DROP_SECONDS, Store
+from kvstore.core.rows.index import PrefixIndex
+from kvstore.core.store import Store
 from kvstore.core.table import BlockTable
 from kvstore.core.usage import StoreUsage
 from kvstore.insight.counting_tier import CountingTier
@@ -515,7 +516,7 @@ def build_store(
 
     def policies(make: PolicyMaker) -> EvictionPolicy:
         made = [make(index.names, secrets.randbelow(1 << 31)) for _ in range(len(groups) if groups is not None else 1)]
-        return ByGroup(made, index.group_of) if groups is not None else made[0]
+        return ByGroup(made, index.group) if groups is not None else made[0]
 
     residency = Residency(policies(parts.dram_policy), pins)
     lower = None
@@ -526,14 +527,13 @@ def build_store(
         lower = Lower(tier, Residency(policies(LeafFirstLru), pins), chooses, queue, parts.gone)
     first = partial(_first_generation, session)
     blocks = BlockTable(index, residency, dram, ring, lower, first, clock.monotonic_seconds)
-    wishes = IndexRetentionHints(index, blocks.spaces)
     fractions = groups.parts() if groups is not None else [1.0]
     for here, budget_bytes in (
         (residency, dram.budget_bytes),
         *([(lower.residency, lower.tier.budget_bytes)] if lower is not None else []),
     ):
         budgets = [int(part * limits.retained_fraction * budget_bytes) for part in fractions]
-        here.retention = Retention(wishes, here.is_listed, clock.wall_seconds, budgets)
+        here.retention = Retention(index, here.is_listed, clock.wall_seconds, budgets)
     numbers = Numbers(numbers_key, LEASE_BITS)
     return Store(blocks, clock, limits, parts.scrub_limits, numbers, new_uid(), node)
 

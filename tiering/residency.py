@@ -209,7 +209,7 @@ class Residency:
         self.policy.inserted(row)
         if self._children[row]:
             self.policy.became_inner(row)
-        if self.retention is not None and self.retention.hints.is_any:
+        if self.retention is not None and self.retention.hints.has_hints:
             self.retention.came(row)
 
     def left(self, row: int, parent: int) -> list[int]:

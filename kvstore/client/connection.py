@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from math import isfinite
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 import msgspec
@@ -23,7 +24,7 @@ import msgspec
 from kvstore.block.account import MissReason
 from kvstore.block.errors import StoreError, Unreachable
 from kvstore.client.breaker import Breaker
-from kvstore.client.framing import AnsweredCall, Backpressure, FramedSocket, TimedOut, TooLong
+from kvstore.client.framing import AnsweredCall, Backpressure, FramedSocket, TimedOut, TooLong, drained
 from kvstore.client.pending import BLOCK_SECONDS, MAX_QUEUED_SECONDS, SHORT_BLOCKS
 from kvstore.protocol import messages as m
 from kvstore.protocol.notify_pipe import NotifyPipeEnd
@@ -113,7 +114,7 @@ class SidecarConnection:
 
     def settle(self) -> None:
         """Send the releases and aborts that undo late answers. Does not block."""
-        for undo in self.wire.too_late():
+        for undo in drained(self.wire.too_late):
             if not isinstance(undo, m.Release):
                 self.post(undo)
                 continue
@@ -148,11 +149,11 @@ class SidecarConnection:
         self.check()
         asked_at = self._clock.monotonic_seconds()
         try:
-            answered = _named(lambda: self.wire.call(verb, seconds, partial(self._look, asked_at)))
-        except Unavailable as away:
-            if away.reason is MissReason.DEADLINE:
+            answered = self.wire.call(verb, seconds, partial(self._look, asked_at))
+        except _WIRE_FAULTS as error:
+            if isinstance(error, TimedOut):
                 self.was_late(asked_at, is_quick=is_quick(verb) and seconds >= QUICK_SECONDS)
-            raise
+            raise _named(error) from None
         return self.believed(verb, answered)
 
     def _look(self, asked_at: float) -> None:
@@ -226,20 +227,23 @@ class SidecarConnection:
             self._held[lease] = self._held.get(lease, 0) + 1
             number: int | None = None
             try:
-                number = _named(lambda: self.wire.submit(m.Attach([lease])))
+                number = self.wire.submit(m.Attach([lease]))
+            except _WIRE_FAULTS as error:
+                raise _named(error) from None
             finally:
                 if number is None:
                     self._count_down(lease)
         try:
-            answered = _named(lambda: self.wire.wait(number, seconds))
+            answered = self.wire.wait(number, seconds)
             is_held = lease in taken(answered, m.Attached).leases
             if is_held:
                 self.walk(self.mapping(places, writable=False), map_seconds, lambda: map_seconds)
         except BaseException as error:
             self.let_go(lease)
-            if isinstance(error, Unavailable) and error.reason is MissReason.DEADLINE:
+            away = _named(error) if isinstance(error, _WIRE_FAULTS) else error
+            if isinstance(away, Unavailable) and away.reason is MissReason.DEADLINE:
                 self.was_late(asked_at, is_quick=True)
-            raise
+            raise away from None
         if not is_held:
             self.let_go(lease)
         return is_held
@@ -329,7 +333,7 @@ class PendingCall(Generic[R]):
         """The result once its answers are there; a miss after the deadline."""
         try:
             while True:
-                answered = _named(lambda: self._run.wire.poll(self._number))
+                answered = self._run.wire.poll(self._number)
                 if answered is None:
                     if self._clock.monotonic_seconds() < self._deadline:
                         return None
@@ -341,8 +345,9 @@ class PendingCall(Generic[R]):
         except StopIteration as done:
             result: R = done.value
             return result
-        except Unavailable as away:
+        except (Unavailable, *_WIRE_FAULTS) as error:
             self.cancel()
+            away = error if isinstance(error, Unavailable) else _named(error)
             return self._missed(away.reason, away.detail)
 
     def is_ready(self) -> bool:
@@ -363,7 +368,10 @@ class PendingCall(Generic[R]):
     def _submit(self, verb: m.Verb) -> int:
         self._run.check()
         self._asked_at, self._is_quick, self._verb = self._clock.monotonic_seconds(), is_quick(verb), verb
-        return _named(lambda: self._run.wire.submit(verb))
+        try:
+            return self._run.wire.submit(verb)
+        except _WIRE_FAULTS as error:
+            raise _named(error) from None
 
 
 def is_quick(verb: m.Verb) -> bool:
@@ -398,17 +406,18 @@ def spans(table: Mapping[int, tuple[MappedExtent, int]], places: Sequence[int]) 
     return found
 
 
-def _named(ask: Callable[[], R]) -> R:
-    try:
-        return ask()
-    except TimedOut:
-        raise Unavailable(MissReason.DEADLINE, "the sidecar did not answer in time") from None
-    except TooLong as error:
-        raise Unavailable(MissReason.UNSUPPORTED, f"a message of {error} bytes, which is too long") from None
-    except Backpressure:
-        raise Unavailable(MissReason.BUSY, "the sidecar has not read yet what was asked before") from None
-    except Unreachable as error:
-        raise Unavailable(MissReason.UNREACHABLE, str(error)) from None
+_WIRE_FAULTS = (TimedOut, TooLong, Backpressure, Unreachable)
+
+
+def _named(error: BaseException) -> Unavailable:
+    match error:
+        case TimedOut():
+            return Unavailable(MissReason.DEADLINE, "the sidecar did not answer in time")
+        case TooLong():
+            return Unavailable(MissReason.UNSUPPORTED, f"a message of {error} bytes, which is too long")
+        case Backpressure():
+            return Unavailable(MissReason.BUSY, "the sidecar has not read yet what was asked before")
+    return Unavailable(MissReason.UNREACHABLE, str(error))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -445,15 +454,11 @@ class VerbTime:
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         self._clock = clock
-        self._ends_at = clock.monotonic_seconds() + seconds
-
-    def extend(self, seconds: float) -> None:
-        """Give the verb more time, as for a long chain."""
-        self._ends_at += seconds
+        self.ends_at = clock.monotonic_seconds() + seconds
 
     def left(self) -> float:
         """Seconds left, at least 0."""
-        return max(0.0, self._ends_at - self._clock.monotonic_seconds())
+        return max(0.0, self.ends_at - self._clock.monotonic_seconds())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -542,9 +547,10 @@ def check_numbers(value: object) -> None:
 
 
 def _check_match(reply: MatchReply, asked: int) -> None:
+    counts = [*map(itemgetter(1), reply.tiers)]
     _hold(0 <= reply.blocks <= asked, "more blocks than were asked for")
-    _hold(all(count >= 0 for _, count in reply.tiers), "fewer than no blocks")
-    _hold(sum(count for _, count in reply.tiers) == reply.blocks, "tiers that do not add up")
+    _hold(min(counts, default=0) >= 0, "fewer than no blocks")
+    _hold(sum(counts) == reply.blocks, "tiers that do not add up")
     _hold(reply.reason is not None or reply.blocks == asked, "fewer blocks, and no reason")
 
 

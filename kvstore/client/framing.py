@@ -18,6 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NoReturn, TypeVar, Union
 
 import msgspec
@@ -45,14 +46,12 @@ class TimedOut(Exception):
     """No answer before the deadline. The connection is unaffected."""
 
 
+@dataclass(slots=True)
 class AnsweredCall:
     """An answer, and the descriptors that came with it, which the caller closes."""
 
-    __slots__ = ("answer", "descriptors")
-
-    def __init__(self, answer: m.Answer, descriptors: list[int]) -> None:
-        self.answer = answer
-        self.descriptors = descriptors
+    answer: m.Answer
+    descriptors: list[int]
 
 
 class Backpressure(Exception):
@@ -66,27 +65,18 @@ class Silent(Unreachable):
 HANGS = "the sidecar hangs, or has no time; see its log, and kvstore doctor"
 
 
-class _KeptAnswer:
-    """An undecoded answer; the thread that asked decodes it, so the thread that reads for all does not pay."""
-
-    __slots__ = ("answer", "descriptors")
-
-    def __init__(self, answer: msgspec.Raw, descriptors: list[int]) -> None:
-        self.answer = answer
-        self.descriptors = descriptors
+_KeptAnswer = tuple[msgspec.Raw, list[int]]
+"""An undecoded answer, and its descriptors; the thread that asked decodes it, so the one that reads for all does not
+pay."""
 
 
+@dataclass(eq=False, slots=True)
 class _OutgoingFrame:
-    """rest: what the socket has not taken."""
+    """number: of its request. rest: what the socket has not taken."""
 
-    __slots__ = ("rest", "size")
-
-    def __init__(self, number: int, verb: m.Verb) -> None:
-        """Raises `TooLong`."""
-        self.rest = memoryview(m.pack(m.Request(number, verb)))
-        self.size = len(self.rest)
-        if self.size > m.LENGTH_BYTES + m.MAX_BODY_BYTES:
-            raise TooLong(self.size)
+    number: int
+    rest: memoryview
+    size: int
 
 
 class FramedSocket:
@@ -115,7 +105,8 @@ class FramedSocket:
         self._read = bytearray()
         self._descriptors: deque[int] = deque()
         self._retired: list[int] = []
-        self._too_late: deque[m.Verb] = deque()
+        self.too_late: deque[m.Verb] = deque()
+        """Requests that undo the answers which came too late; the caller posts them."""
         self.closed = False
         self.heard_at = clock.monotonic_seconds()
         """When the last bytes arrived."""
@@ -153,8 +144,8 @@ class FramedSocket:
         """Send a request and wait for its answer. look: called every `LOOK_SECONDS` meanwhile; what it raises ends the
         wait. Raises `TimedOut`."""
         deadline = self._clock.monotonic_seconds() + seconds
-        number = self._new_number()
-        frame = _OutgoingFrame(number, verb)
+        frame = self._new_frame(verb)
+        number = frame.number
         with self._state:
             self._asked[number] = None
         try:
@@ -175,8 +166,8 @@ class FramedSocket:
 
     def submit(self, verb: m.Verb) -> int:
         """Queue a request without blocking; returns the number for `poll` or `wait`. Raises `Backpressure`."""
-        number = self._new_number()
-        frame = _OutgoingFrame(number, verb)
+        frame = self._new_frame(verb)
+        number = frame.number
         with self._state:
             self._asked[number] = None
         try:
@@ -233,7 +224,7 @@ class FramedSocket:
         with self._state:
             kept = self._asked.pop(number, None)
         if kept is not None:
-            self._undo(outline_of(kept.answer), kept.descriptors)
+            self._undo(outline_of(kept[0]), kept[1])
 
     def discard_answer(self, answered: AnsweredCall) -> None:
         """Undo an answer that failed its caller's check."""
@@ -242,14 +233,14 @@ class FramedSocket:
     def post(self, verb: m.Verb) -> None:
         """Queue a request without wanting an answer. Does not block."""
         try:
-            self._submit(_OutgoingFrame(self._new_number(), verb))
+            self._submit(self._new_frame(verb))
         except Backpressure:
             self._hang_up()  # a lost release would leak its lease; the connection's end releases all
 
     def post_later(self, verb: m.Verb) -> None:
         """Queue a request without wanting an answer, to be sent with the next request of any kind: a send of its own
         would wake the sidecar, which may take the core that this thread runs on. Dropped if much waits already."""
-        frame = _OutgoingFrame(self._new_number(), verb)
+        frame = self._new_frame(verb)
         with self._state:
             if self.closed:
                 raise Unreachable("the connection is closed")
@@ -264,10 +255,6 @@ class FramedSocket:
         with self._state:
             retired, self._retired = self._retired, []
             return retired
-
-    def too_late(self) -> list[m.Verb]:
-        """Requests that undo the answers which came too late; the caller posts them."""
-        return list(drained(self._too_late))
 
     def close(self) -> None:
         """Hang up, after what was posted for later. Threads that wait for answers raise `Unreachable`."""
@@ -298,11 +285,15 @@ class FramedSocket:
 
     # Out -----------------------------------------------------------------------------------------------------------
 
-    def _new_number(self) -> int:
+    def _new_frame(self, verb: m.Verb) -> _OutgoingFrame:
+        """Under a number of its own. Raises `TooLong`."""
         with self._state:
             number = self._next_number
             self._next_number += 1
-            return number
+        packed = memoryview(m.pack(m.Request(number, verb)))
+        if len(packed) > m.LENGTH_BYTES + m.MAX_BODY_BYTES:
+            raise TooLong(len(packed))
+        return _OutgoingFrame(number, packed, len(packed))
 
     def _submit(self, frame: _OutgoingFrame) -> None:
         with self._state:
@@ -410,10 +401,11 @@ class FramedSocket:
         return kept
 
     def _decoded(self, kept: _KeptAnswer) -> AnsweredCall:
+        answer, descriptors = kept
         try:
-            return AnsweredCall(m.unpack_answer(kept.answer), kept.descriptors)
+            return AnsweredCall(m.unpack_answer(answer), descriptors)
         except ValueError as error:
-            for descriptor in kept.descriptors:
+            for descriptor in descriptors:
                 os.close(descriptor)
             self._break(error)
 
@@ -438,7 +430,7 @@ class FramedSocket:
         return True
 
     def _receive_piece(self) -> bytes:
-        """One piece; descriptors are queued. (`socket.recv_fds` drops the flags that it is given.)"""
+        """Descriptors are queued. (`socket.recv_fds` drops the flags that it is given.)"""
         room = socket.CMSG_SPACE(m.MAX_EXTENTS * _DESCRIPTOR.size)
         piece, beside, _, _ = self._socket.recvmsg(_READ_BYTES, room, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in beside:
@@ -457,37 +449,35 @@ class FramedSocket:
                 return
             reply, answer = unpack_outline(bytes(memoryview(read)[m.LENGTH_BYTES : m.LENGTH_BYTES + length]))
             del read[: m.LENGTH_BYTES + length]
-            self._take(reply, answer)
-
-    def _take(self, reply: Outline, answer: object) -> None:
-        descriptors: list[int] = []
-        if isinstance(answer, m.ExtentsReply):
-            if len(self._descriptors) < len(answer.extents):
-                raise ValueError("descriptors are missing")
-            descriptors = [self._descriptors.popleft() for _ in answer.extents]
-        elif isinstance(answer, m.NotifyPipeReply) and self._descriptors:  # else the process may have none left
-            descriptors = [self._descriptors.popleft()]
-            if not stat.S_ISFIFO(os.fstat(descriptors[0]).st_mode):
-                os.close(descriptors[0])
-                raise ValueError("a descriptor of something else")
-        with self._state:
-            self._retired += reply.retired
-            if reply.number in self._asked:
-                self._asked[reply.number] = _KeptAnswer(reply.answer, descriptors)
-                return
-        if reply.number == m.NO_NUMBER and isinstance(answer, m.Failed):  # the sidecar disconnects after it
-            raise ConnectionRefusedError(answer.text)
-        self._undo(answer, descriptors)
+            descriptors: list[int] = []
+            if isinstance(answer, m.ExtentsReply):
+                if len(self._descriptors) < len(answer.extents):
+                    raise ValueError("descriptors are missing")
+                descriptors = [self._descriptors.popleft() for _ in answer.extents]
+            elif isinstance(answer, m.NotifyPipeReply) and self._descriptors:  # else the process may have none left
+                descriptors = [self._descriptors.popleft()]
+                if not stat.S_ISFIFO(os.fstat(descriptors[0]).st_mode):
+                    os.close(descriptors[0])
+                    raise ValueError("a descriptor of something else")
+            with self._state:
+                self._retired += reply.retired
+                is_asked = reply.number in self._asked
+                if is_asked:
+                    self._asked[reply.number] = reply.answer, descriptors
+            if reply.number == m.NO_NUMBER and isinstance(answer, m.Failed):  # the sidecar disconnects after it
+                raise ConnectionRefusedError(answer.text)
+            if not is_asked:
+                self._undo(answer, descriptors)
 
     def _undo(self, answer: object, descriptors: list[int]) -> None:
         for descriptor in descriptors:
             os.close(descriptor)
         if isinstance(answer, LeasedOutline | m.Leased) and answer.reply.lease:
-            self._too_late.append(m.Release([answer.reply.lease]))
+            self.too_late.append(m.Release([answer.reply.lease]))
         elif isinstance(answer, m.Attached) and answer.leases:
-            self._too_late.append(m.Release(answer.leases))
+            self.too_late.append(m.Release(answer.leases))
         elif isinstance(answer, ReservedOutline | m.Reserved) and answer.reply.reservation:
-            self._too_late.append(m.Abort(answer.reply.reservation))
+            self.too_late.append(m.Abort(answer.reply.reservation))
 
     def _wait(self, event: int, deadline: float) -> bool:
         poll = select.poll()

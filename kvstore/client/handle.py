@@ -378,7 +378,8 @@ class NamespaceHandle(HandOffVerbs):
         stored: set[int] = set()
         present = len(keys)
         # All processes of a collective put must use the same windows, regardless of what is stored when each reserves.
-        for window in range(_first_window(first_block, len(keys)), len(keys), WINDOW_BLOCKS):
+        first_window = min(first_block, max(len(keys) - 1, 0)) // WINDOW_BLOCKS * WINDOW_BLOCKS
+        for window in range(first_window, len(keys), WINDOW_BLOCKS):
             stop = min(window + WINDOW_BLOCKS, len(keys))
             wanted = min(max(complete, window) if collective else complete, stop)
             reserve = m.Reserve(
@@ -573,11 +574,6 @@ class NamespaceHandle(HandOffVerbs):
         is_whole = isinstance(priority, Integral) and not isinstance(priority, bool)
         if not is_whole or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise BadInput(f"priority={priority!r}; give a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}")
-
-
-def _first_window(first_block: int, blocks: int) -> int:
-    """The first block of the window in which a collective put begins."""
-    return min(first_block, max(blocks - 1, 0)) // WINDOW_BLOCKS * WINDOW_BLOCKS
 
 
 def _check_kind(name: str, value: object, kind: type, wanted: str) -> None:

@@ -132,7 +132,8 @@ class SocketDoor:
             case m.ReportFrame():
                 answer = self._report(request)
             case _:
-                time = self._time(self._usual_seconds(request), seconds)
+                usual = self._usual_seconds(request)
+                time = VerbTime(self.clock, usual if seconds is None else min(usual, seconds))
                 try:
                     answer = self._ask(request, time)
                 except Unavailable as away:
@@ -172,7 +173,8 @@ class SocketDoor:
             if isinstance(request, PlainVerb):
                 most, steps = seconds, cast(Exchange[A], self._plain(run, request, number))
             else:
-                most = min(seconds, MAX_DEADLINE_MS / 1000) + self._allowance(run, request.keys)
+                most = min(seconds, MAX_DEADLINE_MS / 1000)
+                most += run.allowance(len(request.keys), self.clock.monotonic_seconds())
                 most += self._limits.lease if isinstance(request, m.LeasePrefix) else 0.0
                 # A lease may still have to map its memory, which is done once per extent.
                 steps = cast(Exchange[A], self._exchange(run, request, number))
@@ -220,7 +222,7 @@ class SocketDoor:
             case AttachLease():
                 return self._attach(run, request, time)
             case m.MatchPrefix() | m.LeasePrefix():
-                time.extend(self._allowance(run, request.keys))
+                time.ends_at += run.allowance(len(request.keys), self.clock.monotonic_seconds())
                 steps = self._exchange(run, request, self._number(run, request.namespace, time))
                 return run.walk(steps, time.left(), lambda: self._limits.mapping)
             case m.Reserve():
@@ -342,7 +344,7 @@ class SocketDoor:
 
     def _open_here(self, request: m.OpenNamespace) -> Grant:
         """Raises `Unreachable`, and the sidecar's refusal."""
-        time = self._time(self._limits.open)
+        time = VerbTime(self.clock, self._limits.open)
         run = None
         try:
             run = self._running(time, waits=True)
@@ -392,9 +394,6 @@ class SocketDoor:
 
     # Inside --------------------------------------------------------------------------------------------------------
 
-    def _time(self, most: float, given: float | None = None) -> VerbTime:
-        return VerbTime(self.clock, most if given is None else min(most, given))
-
     def _running(self, time: VerbTime, *, waits: bool = False) -> SidecarConnection:
         """The connection; connects if there is none. Raises `Unavailable`."""
         if not time.left() and not waits:
@@ -412,13 +411,11 @@ class SocketDoor:
 
     def _settle(self, run: SidecarConnection) -> None:
         """Release what finalizers left, and undo late answers. Does not block."""
-        self._release(drained(self.forgotten))
+        if self.forgotten:
+            self._release(drained(self.forgotten))
         for asked in drained(self._forsaken):
             asked.cancel()
         run.settle()
-
-    def _allowance(self, run: SidecarConnection, keys: Sequence[bytes]) -> float:
-        return run.allowance(len(keys), self.clock.monotonic_seconds())
 
     def _hold(self, run: SidecarConnection, reply: LeaseReply) -> NamedLease:
         """A lease of the connection, renamed to a number of this client's."""
@@ -569,7 +566,7 @@ class SocketDoor:
             for number in range(len(self._opened) if run is not None else 0):
                 assert run is not None
                 try:
-                    self._number(run, number, self._time(self._limits.connect))
+                    self._number(run, number, VerbTime(self.clock, self._limits.connect))
                 except Unavailable as away:
                     if away.reason not in (MissReason.UNSUPPORTED, MissReason.KEY_MISMATCH):
                         raise

@@ -19,7 +19,8 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from kvstore.core.shared import GIVE_WAY_SECONDS, LeaseRecord, Shared
+from kvstore.core.shared import GIVE_WAY_SECONDS, Shared
+from kvstore.core.table import LeaseRecord
 from tiering.tier import NO_PLACE
 
 ENDED_PLACES = 8192

@@ -179,7 +179,7 @@ class Leasing:
         """How many leading ones of these rows may be pinned, and which limit stops it there. Under the lock."""
         if not wanted:
             return 0, ""
-        limits, mine = self._limits, self._leases.count_of(self._blocks.spaces[number].tenant)
+        limits, mine = self._limits, self._leases.counts[self._blocks.spaces[number].tenant]
         if len(self._leases) >= limits.leases:
             return 0, f"there are as many leases as limits.leases allows ({limits.leases})"
         if mine >= limits.most_leases:

@@ -23,17 +23,23 @@ from kvstore.core.leases import Leasing
 from kvstore.core.levels import Levels
 from kvstore.core.reservations import ABORTED_PLACES, Reservations
 from kvstore.core.room import Room
-from kvstore.core.rows.index import OpenedNamespace
-from kvstore.core.scrub import Retirement
+from kvstore.core.rows.index import OpenedNamespace, RowState
 from kvstore.core.shared import GIVE_WAY_SECONDS, Shared
 from kvstore.core.usage import check_fits
 from kvstore.protocol.replies import Grant
 from tiering.counts.awaits import AwaitEnd
-from tiering.errors import TierUnavailable
-from tiering.tier import Column
+from tiering.errors import TierError, TierUnavailable
+from tiering.files import private_pages
+from tiering.frame import HEADER_BYTES, epoch_in
+from tiering.tier import NO_PLACE, Column, TierMiss
 
+DROP_SECONDS = 30.0
+"""Default timeout of a drop or a purge."""
 DROP_LOOKS_SECONDS = 0.1
 """Interval at which a drop checks whether moves of its namespace have ended."""
+RETIRED_AT_ONCE, RETIRED_IN_ALL = 256, 1 << 16
+"""Rows whose epochs are checked under one hold of the lock, about a millisecond; and in one call, some seconds of a
+disk."""
 SCANNED_ROWS = 1 << 20
 """Rows scanned for those of one namespace under one hold of the lock, at a nanosecond a row."""
 
@@ -57,7 +63,6 @@ class NamespaceVerbs:
         self._leases, self._endings, self._leasing = shared.leases, endings, leasing
         self._reservations, self._room = reservations, room
         self._levels, self._recovery = levels, recovery
-        self._retirement = Retirement(shared, levels)
         self._under_way: set[int] = set()
         self.unfound: set[int] = set()
         """Namespaces whose blocks matches no longer find, some being gone already."""
@@ -90,8 +95,12 @@ class NamespaceVerbs:
             spaces = self._blocks.spaces
             return sum(space.tenant == spaces[number].tenant for space in spaces[:number])
 
-    def drop(self, number: int, seconds: float) -> int:
-        """As `Store.drop`."""
+    def drop(self, number: int, seconds: float = DROP_SECONDS) -> int:
+        """Forget every block of a namespace; returns how many were readable. Readers finish what they hold.
+
+        Waits until recovery from disk is over. Raises `TierUnavailable` if it does not end in time, or if the disk does
+        not forget; the message contains how far it came, and the drop may be repeated.
+        """
         deadline = self._clock.monotonic_seconds() + seconds
         with self._shared.lock:
             self._shared.check_open()
@@ -104,8 +113,9 @@ class NamespaceVerbs:
             with self._shared.lock:
                 self._serve_again([number])
 
-    def purge(self, tenant: bytes, seconds: float) -> int:
-        """As `Store.purge`."""
+    def purge(self, tenant: bytes, seconds: float = DROP_SECONDS) -> int:
+        """Void every block of a tenant durably, give back its slabs, and serve it no more under these keys; returns how
+        many blocks were readable. Raises `TierUnavailable` as `drop` does; the tenant is then still served."""
         deadline = self._clock.monotonic_seconds() + seconds
         with self._shared.lock:
             self._shared.check_open()
@@ -141,7 +151,7 @@ class NamespaceVerbs:
         an earlier call returned them; None for all. Returns rows in use, to pass again later."""
         numbers = [space.number for space in list(self._blocks.spaces) if space.tenant == tenant]
         found = {one: self._rows_of(one).tolist() for one in numbers} if rows is None else rows
-        left = {number: self._retirement.take_out(number, mine, epochs) for number, mine in found.items()}
+        left = {number: self._take_out(number, mine, epochs) for number, mine in found.items()}
         return {number: some for number, some in left.items() if some}
 
     def _find_space(self, tenant: bytes, wanted: bytes) -> OpenedNamespace | None:
@@ -243,3 +253,64 @@ class NamespaceVerbs:
         if self._room.vacating or any(waiting == number for waiting, _ in self._leases.promoting):
             return True
         return self._levels is not None and self._levels.is_moving(number)
+
+    # Retired epochs --------------------------------------------------------------------------------------------------
+
+    def _take_out(self, number: int, rows: Sequence[int], epochs: Container[tuple[bytes, int]]) -> list[int]:
+        """Remove the blocks among these rows that such epochs signed. Returns rows to pass again: those pinned, being
+        stored or moved, and all beyond `RETIRED_IN_ALL`. The lock is free between pieces."""
+        left = [*rows[RETIRED_IN_ALL:]]
+        for first in range(0, len(rows[:RETIRED_IN_ALL]), RETIRED_AT_ONCE):
+            left += self._retire_piece(number, rows[first : min(first + RETIRED_AT_ONCE, RETIRED_IN_ALL)], epochs)
+        return left
+
+    def _retire_piece(self, number: int, rows: Sequence[int], epochs: Container[tuple[bytes, int]]) -> list[int]:
+        blocks, index = self._blocks, self._blocks.index
+        left, below = [], []
+        with self._shared.lock:
+            self._shared.check_open()
+            for row in rows:
+                if not index.is_row_of(row, number):
+                    continue
+                parts = range(len(blocks.spaces[number].classes))
+                if self._is_old_above(row, parts, epochs):
+                    if blocks.residency.pins.counts[row]:
+                        left.append(row)
+                        continue
+                    blocks.quarantine(row)
+                if index.state(row) is RowState.PENDING or self._is_refilled(row):
+                    left.append(row)
+                elif self._shared.lower is not None and blocks.is_below(row):
+                    residency = self._shared.lower.residency
+                    below.append((row, index.key(row), tuple(residency.place(row, part) for part in parts)))
+        for row, key, places in below:
+            if any(self._is_old(place, epochs) for place in places) and not self._out_of_nvme(row, key, places):
+                left.append(row)
+        return left
+
+    def _is_old_above(self, row: int, parts: range, epochs: Container[tuple[bytes, int]]) -> bool:
+        residency, dram = self._blocks.residency, self._blocks.dram
+        places = [residency.place(row, part) for part in parts] if residency.is_listed(row) else []
+        return NO_PLACE not in places and any(epoch_in(dram.span_at(place).view) in epochs for place in places)
+
+    def _is_refilled(self, row: int) -> bool:
+        return self._blocks.index.state(row) is RowState.LOST and self._blocks.residency.place(row, 0) != NO_PLACE
+
+    def _is_old(self, place: int, epochs: Container[tuple[bytes, int]]) -> bool:
+        assert self._shared.lower is not None
+        header = private_pages(HEADER_BYTES).view
+        try:
+            self._shared.lower.tier.read(place, header)
+        except TierError:  # gone meanwhile, or unreadable: its next reader gets the error
+            return False
+        return epoch_in(header) in epochs
+
+    def _out_of_nvme(self, row: int, key: bytes, places: tuple[int, ...]) -> bool:
+        assert self._shared.lower is not None and self._levels is not None
+        residency, index = self._shared.lower.residency, self._blocks.index
+
+        def stands() -> bool:
+            is_same = index.state(row) is RowState.VISIBLE and index.key(row) == key
+            return is_same and all(residency.place(row, part) == place for part, place in enumerate(places))
+
+        return self._levels.quarantine_below(row, stands, TierMiss.RETIRED)

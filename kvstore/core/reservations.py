@@ -157,8 +157,12 @@ class Reservations:
             raise
         if short is not None:
             stopped_at, reason = self._shorten(record, short)
-        elif stopped_at is None:
-            stopped_at, reason = self._tail_evicted(record, keys, skipped)
+        elif stopped_at is None:  # blocks behind the last one to fill may have been evicted to make room for it
+            with self._shared.lock:
+                for position in range(record.indexes[-1] + 1 - skipped, len(keys)):
+                    if self._blocks.index.find(number, keys[position]) == NO_ROW:
+                        stopped_at, reason = skipped + position, MissReason.EVICTED
+                        break
         present += skipped
         if not record.filled:
             self.abort(record.number)
@@ -175,13 +179,11 @@ class Reservations:
         )
 
     def _in_flight(self, number: int, keys: Sequence[bytes], start: int | None) -> int:
-        index, filling = self._blocks.index, self._filling()
+        index = self._blocks.index
+        filling = {row for other in self._records.values() for row in other.repairs}
         rows = (index.find(number, key) for key in keys[start:])
         is_awaited = (row != NO_ROW and (index.state(row) is RowState.PENDING or row in filling) for row in rows)
         return sum(takewhile(bool, is_awaited))
-
-    def _filling(self) -> set[int]:
-        return {row for other in self._records.values() for row in other.repairs}
 
     def _stand(self, number: int, keys: Sequence[bytes], in_flight_rows: Mapping[int, int]) -> bool:
         index = self._blocks.index
@@ -198,7 +200,7 @@ class Reservations:
         parent_key = (
             keys[present - 1] if present else root_key(blocks.spaces[record.namespace].namespace.layout.block_tokens)
         )
-        filling = self._filling()
+        filling = {row for other in self._records.values() for row in other.repairs}
         stopped: tuple[int | None, MissReason | None] = (None, None)
         for position in range(present, len(keys)):
             key = keys[position]
@@ -239,15 +241,6 @@ class Reservations:
                 record.filled = len(record.rows)
                 return None
         return self._room.find_slots(record)
-
-    def _tail_evicted(
-        self, record: ReservationRecord, keys: Sequence[bytes], skipped: int
-    ) -> tuple[int, MissReason] | tuple[None, None]:
-        with self._shared.lock:
-            for position in range(record.indexes[-1] + 1 - skipped, len(keys)):
-                if self._blocks.index.find(record.namespace, keys[position]) == NO_ROW:
-                    return skipped + position, MissReason.EVICTED
-        return None, None
 
     def _shorten(self, record: ReservationRecord, reason: MissReason) -> tuple[int, MissReason]:
         with self._shared.lock:

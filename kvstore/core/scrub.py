@@ -17,7 +17,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,15 +30,14 @@ from kvstore.core.nvme_recovery import NvmeRecovery
 from kvstore.core.rows.below import Lower
 from kvstore.core.rows.index import RowState
 from kvstore.core.shared import Shared
-from tiering.errors import BlockCorrupt, BlockMissing, EpochRetired, TierError, TierUnavailable
-from tiering.files import private_pages
-from tiering.frame import ALIGNMENT, HEADER_BYTES, Stamp, epoch_in, open_header, verify_payload
+from tiering.errors import BlockCorrupt, BlockMissing, EpochRetired, TierUnavailable
+from tiering.frame import ALIGNMENT, HEADER_BYTES, Stamp, open_header, verify_payload
 from tiering.move_queue import Move, Priority
 from tiering.nvme.scrub import CheckResult, Scrub, ScrubLimits
 from tiering.nvme.slab import slab_name
 from tiering.nvme.tier import NvmeTier, Resident
 from tiering.policies.shares import Share
-from tiering.tier import NO_PLACE, ScrubUsage, TierMiss, extent_of, slot_of
+from tiering.tier import ScrubUsage, TierMiss, extent_of, slot_of
 
 RECHECKS = 3
 """How often a failed frame is read again if evictions in its slab leave it undecided."""
@@ -59,9 +58,6 @@ SHORTEST_SLEEP_SECONDS, LONGEST_SLEEP_SECONDS = 0.01, 3600.0
 
 LINES_PER_PASS = 16
 
-RETIRED_AT_ONCE, RETIRED_IN_ALL = 256, 1 << 16
-"""Rows whose epochs are checked under one hold of the lock, about a millisecond; and in one call, some seconds of a
-disk."""
 
 _log = logging.getLogger(__name__)
 
@@ -297,73 +293,6 @@ class Scrubbing:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Retired epochs
-
-
-class Retirement:
-    """Removes blocks that retired epochs signed from every tier. Their rows stay, lost, so that their descendants are
-    found again once they are stored anew."""
-
-    def __init__(self, shared: Shared, levels: Levels | None) -> None:
-        self._shared, self._blocks, self._lower, self._levels = shared, shared.blocks, shared.lower, levels
-
-    def take_out(self, number: int, rows: Sequence[int], epochs: Container[tuple[bytes, int]]) -> list[int]:
-        """Remove the blocks among these rows that such epochs signed. Returns rows to pass again: those pinned, being
-        stored or moved, and all beyond `RETIRED_IN_ALL`. The lock is free between pieces."""
-        left = [*rows[RETIRED_IN_ALL:]]
-        for first in range(0, len(rows[:RETIRED_IN_ALL]), RETIRED_AT_ONCE):
-            left += self._piece(number, rows[first : min(first + RETIRED_AT_ONCE, RETIRED_IN_ALL)], epochs)
-        return left
-
-    def _piece(self, number: int, rows: Sequence[int], epochs: Container[tuple[bytes, int]]) -> list[int]:
-        blocks, index = self._blocks, self._blocks.index
-        left, below = [], []
-        with self._shared.lock:
-            self._shared.check_open()
-            for row in rows:
-                if not index.is_row_of(row, number):
-                    continue
-                parts = range(len(blocks.spaces[number].classes))
-                if self._is_old_above(row, parts, epochs):
-                    if blocks.residency.pins.counts[row]:
-                        left.append(row)
-                        continue
-                    blocks.quarantine(row)
-                if index.state(row) is RowState.PENDING or self._is_refilled(row):
-                    left.append(row)
-                elif self._lower is not None and blocks.is_below(row):
-                    residency = self._lower.residency
-                    below.append((row, index.key(row), tuple(residency.place(row, part) for part in parts)))
-        for row, key, places in below:
-            if any(self._is_old(place, epochs) for place in places) and not self._out_of_nvme(row, key, places):
-                left.append(row)
-        return left
-
-    def _is_old_above(self, row: int, parts: range, epochs: Container[tuple[bytes, int]]) -> bool:
-        residency, dram = self._blocks.residency, self._blocks.dram
-        places = [residency.place(row, part) for part in parts] if residency.is_listed(row) else []
-        return NO_PLACE not in places and any(epoch_in(dram.span_at(place).view) in epochs for place in places)
-
-    def _is_refilled(self, row: int) -> bool:
-        return self._blocks.index.state(row) is RowState.LOST and self._blocks.residency.place(row, 0) != NO_PLACE
-
-    def _is_old(self, place: int, epochs: Container[tuple[bytes, int]]) -> bool:
-        assert self._lower is not None
-        header = private_pages(HEADER_BYTES).view
-        try:
-            self._lower.tier.read(place, header)
-        except TierError:  # gone meanwhile, or unreadable: its next reader gets the error
-            return False
-        return epoch_in(header) in epochs
-
-    def _out_of_nvme(self, row: int, key: bytes, places: tuple[int, ...]) -> bool:
-        assert self._lower is not None and self._levels is not None
-        residency, index = self._lower.residency, self._blocks.index
-
-        def stands() -> bool:
-            is_same = index.state(row) is RowState.VISIBLE and index.key(row) == key
-            return is_same and all(residency.place(row, part) == place for part, place in enumerate(places))
-
-        return self._levels.quarantine_below(row, stands, TierMiss.RETIRED)
 
 
 def _drive(reference: weakref.ref[Scrubbing], wake: threading.Event) -> None:

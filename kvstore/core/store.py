@@ -16,7 +16,7 @@ from itertools import islice
 import msgspec
 
 from kvstore.block.account import REASON_OF_FINDING, HitTier, MissReason
-from kvstore.block.errors import BadInput
+from kvstore.block.errors import BadInput, StoreClosed
 from kvstore.block.identity import NOWHERE, Identity, Namespace, NodeIdentity, TenantKeys
 from kvstore.config import Limits
 from kvstore.core.dram_recovery import Recovery
@@ -26,7 +26,7 @@ from kvstore.core.levels import Levels
 from kvstore.core.namespaces import NamespaceVerbs
 from kvstore.core.reservations import Reservations
 from kvstore.core.room import Room, SharedExtents
-from kvstore.core.rows.index import NO_ROW, TierRuns
+from kvstore.core.rows.index import NO_ROW, TierRuns, tier_runs
 from kvstore.core.scrub import Adjustments, Scrubbing
 from kvstore.core.shared import Shared
 from kvstore.core.table import BlockTable
@@ -46,8 +46,6 @@ from tiering.tier import FrameSpan, MoveCounts
 
 RUN_OUT_AT_ONCE = 1024
 """Leases that are marked expired at a time."""
-DROP_SECONDS = 30.0
-"""Default timeout of a drop or a purge."""
 
 
 class Store(Shared):
@@ -93,6 +91,7 @@ class Store(Shared):
         """The verbs that one part of the store serves alone."""
         leasing, endings, puts, namespaces = self._leasing, self._endings, self._puts, self._namespaces
         self.open_namespace, self.own_number = namespaces.open, namespaces.own_number
+        self.drop, self.purge = namespaces.drop, namespaces.purge
         self.rotate, self.retire = namespaces.rotate, namespaces.retire
         self.park, self.awaited, self._await, self.readable = waits.park, waits.awaited, waits.wait, waits.readable
         self.attach, self.is_leased, self.report = leasing.attach, leasing.is_leased, leasing.report
@@ -155,19 +154,6 @@ class Store(Shared):
         client.named[own] = grant.number
         return msgspec.structs.replace(grant, number=own)
 
-    def drop(self, number: int, seconds: float = DROP_SECONDS) -> int:
-        """Forget every block of a namespace; returns how many were readable. Readers finish what they hold.
-
-        Waits until recovery from disk is over. Raises `TierUnavailable` if it does not end in time, or if the disk does
-        not forget; the message contains how far it came, and the drop may be repeated.
-        """
-        return self._namespaces.drop(number, seconds)
-
-    def purge(self, tenant: bytes, seconds: float = DROP_SECONDS) -> int:
-        """Void every block of a tenant durably, give back its slabs, and serve it no more under these keys; returns how
-        many blocks were readable. Raises `TierUnavailable` as `drop` does; the tenant is then still served."""
-        return self._namespaces.purge(tenant, seconds)
-
     # Get -------------------------------------------------------------------------------------------------------------
 
     def match(self, number: int, keys: Sequence[bytes]) -> MatchReply:
@@ -177,7 +163,7 @@ class Store(Shared):
                 return MatchReply(0, reason=MissReason.DISABLED, detail=IS_CLOSED)
             if number in self._namespaces.unfound:
                 return MatchReply(0, reason=MissReason.DISABLED, detail=IS_DROPPED)
-            if self._levels is None and not self.fetched.is_any_marked:
+            if self._levels is None and not self.fetched.marks:
                 blocks = self.blocks.index.matched(number, keys)
                 tiers: TierRuns = ((HitTier.DRAM, blocks),) if blocks else ()
             else:
@@ -305,11 +291,6 @@ class Store(Shared):
 
     # Other processes -------------------------------------------------------------------------------------------------
 
-    @property
-    def retired_extents(self) -> int:
-        """Extents given back since the start: while this does not change, `gone` has no news."""
-        return self.blocks.dram.retired
-
     def tell_of_mapped(self, tell: Callable[[int], object]) -> None:
         """From now on call `tell` with each extent that is given back while clients map it. It runs under the lock: it
         must neither wait nor call the store."""
@@ -399,7 +380,7 @@ class Store(Shared):
         with self.lock:
             if self.closed:
                 return
-            pins, held = self._endings.check([*self.leases.live.values(), *self.leases.expired()])
+            pins, held = self._endings.check([*self.leases.live.values(), *self.leases.lapsed.values()])
             copied = self.blocks.residency.held.counts()
             copied.subtract(held)
             assert not any(copied.values()), "what late readers may read is held for them, and nothing else is"
@@ -462,3 +443,13 @@ class Store(Shared):
             self.fetched.expire()
         if now >= self.collective.due_at:
             self._puts.expire_due(now)
+
+    def tiers(self, rows: Sequence[int]) -> TierRuns:
+        found: TierRuns = ((HitTier.DRAM, len(rows)),) if rows else ()
+        if self.lower is not None:
+            found = tier_runs(rows, self.blocks.is_above, lambda: self.blocks.residency.listed_column)
+        return self.fetched.tiers(rows, found) if self.fetched.marks else found
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise StoreClosed("the store is closed")

@@ -10,9 +10,12 @@ that has it. A quarantined row is listed in DRAM's, without frames, until a put 
 from __future__ import annotations
 
 import logging
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import count
+from math import inf
 from typing import Generic
 
 import numpy as np
@@ -33,6 +36,9 @@ from tiering.slots import FrameState
 from tiering.tier import NO_PLACE, LowerTier, SlotClass, TierMiss, extent_of, slot_of
 
 _log = logging.getLogger(__name__)
+
+GROWN_AT_ONCE = 1024
+"""Rows for which columns are made ahead."""
 
 
 Unsealed = tuple[int, bytes, int, int, Sequence[bytes]]
@@ -90,7 +96,8 @@ class BlockTable(Generic[TierBelow]):
         self.residency.policy.expect(self.dram.budget_bytes // sum(one.frame_bytes for one in classes))
         if self.lower is not None:
             self.lower.admission.expect(self.lower.tier.budget_bytes // sum(one.frame_bytes for one in classes))
-        space = OpenedNamespace(self.index.add_namespace(keys.tenant), keys.tenant, namespace, classes, stamps, sealers)
+        number = self.index.add_namespace(keys.tenant, sum(one.frame_bytes for one in classes))
+        space = OpenedNamespace(number, keys.tenant, namespace, classes, stamps, sealers)
         assert space.number == len(self.spaces)
         self.spaces.append(space)
         return space
@@ -113,7 +120,7 @@ class BlockTable(Generic[TierBelow]):
         """1. A pending row: the block is being stored, and its parent cannot be evicted any more."""
         row = self.index.insert(number, key, parent, priority, expires_at)
         if row >= self._rows:
-            self.grow_to(row)
+            self.grow_to(row + GROWN_AT_ONCE)
         self._child_came(parent)
         return row
 
@@ -138,7 +145,7 @@ class BlockTable(Generic[TierBelow]):
         sealer = self.spaces[number].sealers[part]
         rows, headers = [], []
         for row, parent_key, depth, generation, digests in unsealed:
-            header = sealer.seal(index.key(row), parent_key, depth, generation, digests, *index.retention(row))
+            header = sealer.seal(index.key(row), parent_key, depth, generation, digests, *index.hint(row))
             residency.part_sealed(row, part, digest(header))
             rows.append(row)
             headers.append(header)
@@ -552,7 +559,7 @@ class BlocksBelow:
         """DRAM alone has the block from now on: it is dirty."""
         self._dirty.came(row, self._spaces[self._index.namespace_of(row)].block_bytes)
         if self.admission.chooses:
-            priority, ends_at = self._index.retention(row)
+            priority, ends_at = self._index.hint(row)
             if priority > 0 or ends_at:
                 self._dirty.prioritize(row)
 
@@ -766,3 +773,123 @@ class BlocksBelow:
                 children[index.parent(row)] += 1
         for row in rows:
             assert residency.children(row) == children[row]
+
+
+@dataclass(eq=False, slots=True)
+class LeaseRecord:
+    """rows: the pinned blocks in chain order, from block `first_block` on. places: of the frames, part after part: 8
+    bytes each, since they are most of a lease's memory. holders: releases needed to end it. owner: the tenant.
+
+    has_expired: it pins nothing any more, or soon. is_released: its last holder has released it. It then ends in pieces
+    (see `Endings`): unpinned counts rows; held counts places, of which the first `let_go` are not held any more.
+    """
+
+    number: int
+    namespace: int
+    first_block: int
+    rows: array[int]
+    places: array[int]
+    expires_at: float
+    holders: int = 1
+    owner: bytes = b""
+    has_expired: bool = False
+    is_released: bool = False
+    unpinned: int = 0
+    held: int = 0
+    let_go: int = 0
+
+    def place(self, part: int, at: int) -> int | None:
+        """Where a part's frame of block `at` of the lease was when leased; None if there is none."""
+        index = part * len(self.rows) + at
+        return self.places[index] if part >= 0 and 0 <= at < len(self.rows) and index < len(self.places) else None
+
+
+class LeaseTable:
+    """All leases, in the order in which they expire: every lease lasts equally long."""
+
+    def __init__(self, lease_seconds: float, new_number: Callable[[], int] | None = None) -> None:
+        """new_number: draws a number above 0 that no other lease of this table ever has."""
+        self.lease_seconds = lease_seconds
+        self.live: dict[int, LeaseRecord] = {}
+        """Leases that pin."""
+        self.ending: dict[int, LeaseRecord] = {}
+        """Leases that are over and still pin or hold places; `Endings` ends them."""
+        self.ending_places: Counter[bytes] = Counter()
+        """Of these, by tenant."""
+        self.promoting: list[tuple[int, list[int]]] = []
+        """Namespace and pinned rows of each lease that waits for promotions, and has no number yet."""
+        self.lapsed: dict[int, LeaseRecord] = {}
+        """Leases that expired and were not released."""
+        self._new_number = new_number or count(1).__next__
+        self.counts: Counter[bytes] = Counter()
+        """Leases, by tenant."""
+
+    def add(
+        self,
+        namespace: int,
+        first_block: int,
+        rows: Sequence[int],
+        places: array[int],
+        now: float,
+        owner: bytes = b"",
+    ) -> int:
+        """A new lease; returns its number. places: as in `LeaseRecord`."""
+        number = self._new_number()
+        expires_at = now + self.lease_seconds
+        self.live[number] = LeaseRecord(
+            number, namespace, first_block, array("i", rows), places, expires_at, owner=owner
+        )
+        self.counts[owner] += 1
+        return number
+
+    def get(self, number: int) -> LeaseRecord | None:
+        """A lease, live or expired."""
+        return self.live.get(number) or self.lapsed.get(number)
+
+    def is_live(self, number: int, now: float = -inf) -> bool:
+        record = self.live.get(number)
+        return record is not None and record.expires_at > now
+
+    def attach(self, number: int, now: float = -inf) -> bool:
+        """Add a holder to a live lease."""
+        if not self.is_live(number, now):
+            return False
+        self.live[number].holders += 1
+        return True
+
+    def take(self, number: int) -> LeaseRecord | None:
+        """Release one holder of a live or expired lease; the last one removes it and gets its record."""
+        record = self.get(number)
+        if record is not None and record.holders > 1:
+            record.holders -= 1
+            return None
+        if record is not None:
+            self.counts[record.owner] -= 1
+            record.is_released = True
+        return self.live.pop(number, None) or self.lapsed.pop(number, None)
+
+    def expire_due(self, now: float) -> Iterator[LeaseRecord]:
+        """Expire leases whose time is over; each stays in the table until its reader releases it."""
+        while self.live:
+            record = next(iter(self.live.values()))
+            if record.expires_at > now:
+                return
+            yield self._expire(record)
+
+    def expire(self, number: int) -> LeaseRecord | None:
+        record = self.live.get(number)
+        return self._expire(record) if record is not None else None
+
+    def expire_all(self, namespace: int) -> Iterator[LeaseRecord]:
+        for record in [record for record in self.live.values() if record.namespace == namespace]:
+            yield self._expire(record)
+
+    def __len__(self) -> int:
+        """Leases that pin or keep slots from reuse."""
+        return len(self.live) + len(self.lapsed)
+
+    def _expire(self, record: LeaseRecord) -> LeaseRecord:
+        del self.live[record.number]
+        self.lapsed[record.number] = record
+        record.has_expired = True
+        return record

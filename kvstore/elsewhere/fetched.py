@@ -54,7 +54,7 @@ class FetchedBlocks(Fetched):
         self._pins: OrderedDict[int, tuple[int, float]] = (
             OrderedDict()
         )  # row > namespace, until; the first to end first
-        self._marks: OrderedDict[int, _Mark] = OrderedDict()
+        self.marks: OrderedDict[int, _Mark] = OrderedDict()
         self._pinned_bytes = 0
         self._tenants: Counter[bytes] = Counter()  # pinned bytes, by tenant
         self.adopted = Counter[HitTier]()
@@ -66,10 +66,6 @@ class FetchedBlocks(Fetched):
 
     def is_served(self, tenant: bytes) -> bool:
         return self._parking.is_served(tenant)
-
-    @property
-    def is_any_marked(self) -> bool:
-        return bool(self._marks)
 
     @property
     def has_slots(self) -> bool:
@@ -101,11 +97,11 @@ class FetchedBlocks(Fetched):
         for row in rows:
             self._pins[row] = number, until
             self._pins.move_to_end(row)
-            self._marks[row] = _Mark(number, generation(row), tier)
-            self._marks.move_to_end(row)
+            self.marks[row] = _Mark(number, generation(row), tier)
+            self.marks.move_to_end(row)
         self._next_due()
-        while len(self._marks) > MOST_MARKS:
-            self._marks.popitem(last=False)
+        while len(self.marks) > MOST_MARKS:
+            self.marks.popitem(last=False)
         self.adopted[tier] += len(rows)
 
     def expire(self) -> None:
@@ -121,11 +117,11 @@ class FetchedBlocks(Fetched):
 
     def forget(self, number: int) -> None:
         self._let_go([row for row, (of, _) in self._pins.items() if of == number])
-        for row in [row for row, mark in self._marks.items() if mark.number == number]:
-            del self._marks[row]
+        for row in [row for row, mark in self.marks.items() if mark.number == number]:
+            del self.marks[row]
 
     def tiers(self, rows: Sequence[int], runs: TierRuns) -> TierRuns:
-        if self._marks.keys().isdisjoint(rows):
+        if self.marks.keys().isdisjoint(rows):
             return runs
         found: list[tuple[HitTier, int]] = []
         at = 0
@@ -147,14 +143,14 @@ class FetchedBlocks(Fetched):
 
     def leased(self, lease: int) -> None:
         """An engine was granted this lease: its blocks need not be kept any longer."""
-        if not self._marks and not self._pins:
+        if not self.marks and not self._pins:
             return
         with self._lock:
             record = self._leases.get(lease)
             rows = record.rows if record is not None else ()
             self._let_go([row for row in rows if row in self._pins])
             for row in rows:
-                self._marks.pop(row, None)
+                self.marks.pop(row, None)
 
     def wanted(self, reservation: int, part: int, first: int, count: int) -> tuple[Stamp, list[WantedFrame]] | None:
         """The next frames of a part; None if the reservation was cancelled."""
@@ -194,12 +190,12 @@ class FetchedBlocks(Fetched):
         return self._pinned_bytes
 
     def _mark_of(self, row: int) -> _Mark | None:
-        mark = self._marks.get(row)
+        mark = self.marks.get(row)
         if mark is None:
             return None
         if self._blocks.index.is_row_of(row, mark.number) and self._blocks.residency.generation(row) == mark.generation:
             return mark
-        del self._marks[row]  # another block has this row
+        del self.marks[row]  # another block has this row
         return None
 
     def _let_go(self, rows: Collection[int]) -> None:

@@ -16,7 +16,7 @@ from typing import TypeVar
 from kvstore.block.errors import BadInput, StoreError, Unreachable
 from kvstore.block.identity import Namespace, PrefixHasher
 from kvstore.client.connection import check_answer, matched_up_to
-from kvstore.client.framing import FramedSocket, TimedOut
+from kvstore.client.framing import FramedSocket, TimedOut, drained
 from kvstore.client.warming import Warming
 from kvstore.protocol import messages as m
 from kvstore.protocol.replies import MatchReply
@@ -234,7 +234,7 @@ class TenantLink:
             raise Unreachable(f"the sidecar did not answer in {most:g} s") from None
         except Unreachable:
             raise Unreachable("the sidecar does not answer") from None
-        for undo in run.wire.too_late():
+        for undo in drained(run.wire.too_late):
             run.wire.post(undo)
         if isinstance(answer, kind):
             return answer

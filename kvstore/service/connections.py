@@ -167,23 +167,22 @@ class Listener:
         self._large_full_at = max(self._large_full_at, full_at)
 
 
+@dataclass(eq=False, slots=True)
 class QueuedRequest:
-    """A message from arrival to answer. body: until decoded. since: the earliest that it may have arrived. pool: the
-    threads it is queued for; begun_at: when the thread for large messages took it. served: None before; waited: seconds
-    until it was begun."""
+    """A message from arrival to answer. body: until decoded. since: the earliest that it may have arrived. is_long: it
+    may run for many seconds. pool: the threads it is queued for; begun_at: when the thread for large messages took it.
+    served: None before; waited: seconds until it was begun."""
 
-    __slots__ = ("begun_at", "body", "connection", "is_long", "length", "pool", "request", "served", "since", "waited")
-
-    def __init__(self, connection: Connection, body: bytes, since: float) -> None:
-        self.connection = connection
-        self.body: bytes | None = body
-        self.length = len(body)
-        self.request: m.Request | None = None
-        self.is_long = False  # it may run for many seconds
-        self.pool: ThreadPoolExecutor | None = None
-        self.since = self.begun_at = since
-        self.served: Response | None = None
-        self.waited = 0.0
+    connection: Connection
+    body: bytes | None
+    length: int
+    since: float
+    request: m.Request | None = None
+    is_long: bool = False
+    pool: ThreadPoolExecutor | None = None
+    begun_at: float = 0.0
+    served: Response | None = None
+    waited: float = 0.0
 
 
 class Connection:
@@ -216,7 +215,7 @@ class Connection:
         self.interest = 0
         self.is_refused = False  # the kernel refuses to send descriptors at the moment
         self._may_hold_descriptors = descriptors.may_hold_descriptors(sock)
-        self.unread = Unread(sock, self._close)
+        self.unread = Unread(sock, listener.closer if self._may_hold_descriptors else None)
 
     @property
     def tenant(self) -> bytes:
@@ -296,7 +295,7 @@ class Connection:
             return False
         if self.in_flight >= limits.in_flight or self.in_flight_bytes >= limits.in_flight_bytes:
             return False
-        if self.unsent_bytes >= limits.unread_bytes or any(held for _, held in self.unsent):
+        if self.unsent_bytes >= limits.unread_bytes or (self.unsent and any(held for _, held in self.unsent)):
             return False
         if self.unread.sent_count and self.unread.is_full():
             return False
@@ -357,13 +356,6 @@ class Connection:
         """Do what concerns this connection alone; False for a fault, which is logged, one line a client."""
         path = self.listener.path
         return attempt(log, work, str(path), "%s; socket %s", what, path)
-
-    def _close(self) -> None:
-        if self._may_hold_descriptors:
-            self.listener.closer.close(self.socket)
-        else:
-            with suppress(OSError):
-                self.socket.close()
 
 
 def attempt(log: RateLimitedLog, work: Callable[[], object], kind: str, message: str, *args: object) -> bool:
@@ -609,14 +601,9 @@ class DoorAwaits:
         """waker: as for `wake`."""
         self._handlers, self._clock, self._waker = handlers, clock, waker
         self.parked: dict[Parked, tuple[Connection, int]] = {}
-        self._over: deque[Parked] = deque()
+        self.over: deque[Parked] = deque()
         """Ended ones that `ended` has not seen."""
         self._lines: dict[Listener, deque[Parked]] = {}
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether `ended` has work, or couriers are to be told of cancelled fetches."""
-        return bool(self.parked or self._over) or self._handlers.parking.has_couriers
 
     def take(
         self, connection: Connection, caller: ClientState, number: int, verb: m.Await | m.Cancel
@@ -670,14 +657,14 @@ class DoorAwaits:
         parking = self._handlers.parking
         parking.tell_couriers()
         if not self.parked:
-            self._over.clear()
+            self.over.clear()
             self._lines.clear()
             return
         now = self._clock.monotonic_seconds()
         if parking.due_at <= now:
             parking.expire()
-        while self._over:
-            one = self._over.popleft()
+        while self.over:
+            one = self.over.popleft()
             if one in self.parked:
                 self._lines.setdefault(self.parked[one][0].listener, deque()).append(one)
         while self._lines and self._clock.monotonic_seconds() - now < AWAITS_SECONDS:
@@ -699,6 +686,6 @@ class DoorAwaits:
 
     def _told(self, one: Parked) -> None:
         """Called by any thread, under the table's lock."""
-        self._over.append(one)
-        if len(self._over) == 1:
+        self.over.append(one)
+        if len(self.over) == 1:
             wake(self._waker)

@@ -145,12 +145,12 @@ def share_of(tenants: int) -> int:
 class Unread:
     """Of one connection. since: when the first of them was sent, in the clock's seconds."""
 
-    __slots__ = ("_behind", "_close", "_queued", "_socket", "_unread_bytes", "is_ended", "sent_count", "since")
+    __slots__ = ("_behind", "_closer", "_queued", "_socket", "_unread_bytes", "is_ended", "sent_count", "since")
 
-    def __init__(self, sock: socket.socket, close: Callable[[], None]) -> None:
-        """close: closes the socket."""
+    def __init__(self, sock: socket.socket, closer: Closer | None) -> None:
+        """closer: closes the socket, if it may hold descriptors."""
         self._socket = sock
-        self._close = close
+        self._closer = closer
         self._queued = self.sent_count = 0
         self._behind = 0  # unread bytes that were sent behind the last of them
         self._unread_bytes = 0  # as of the last look
@@ -198,7 +198,7 @@ class Unread:
         self._queued = 0
         self.is_ended = True
         if not self.count():
-            self._close()
+            self.close()
             return True
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -208,7 +208,11 @@ class Unread:
 
     def close(self) -> None:
         """Close it whatever is unread."""
-        self._close()
+        if self._closer is not None:
+            self._closer.close(self._socket)
+        else:
+            with suppress(OSError):
+                self._socket.close()
 
 
 class TenantUnread:

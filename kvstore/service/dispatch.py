@@ -61,7 +61,10 @@ MAX_LISTED, MAX_LISTED_BYTES = 64, 256 << 10
 """Namespaces in one answer; it also ends with the first one that makes it this long."""
 
 _OF_COURIERS = m.Adopt | m.Holdings
-_SLOW = m.LeasePrefix | m.Reserve | m.ReportFrame | m.Persist | m.Drop | m.Namespaces | m.SealTicket | _OF_COURIERS
+SLOW = m.LeasePrefix | m.Reserve | m.ReportFrame | m.Persist | m.Drop | m.Namespaces | m.SealTicket | _OF_COURIERS
+"""They may wait for memory, a disk or other clients."""
+LONG = m.Persist | m.Drop
+"""They may wait for many seconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -138,10 +141,6 @@ class Handlers:
         """The handlers of these verbs, for callers that serve some of them themselves."""
         return {verb: self._verbs[verb] for verb in verbs}
 
-    def is_slow(self, verb: m.Verb) -> bool:
-        """Whether a request may wait for memory, a disk or other clients."""
-        return isinstance(verb, _SLOW)
-
     def cost(self, caller: ClientState, verb: m.Verb) -> float:
         """Messages that a request counts for beyond its length, against the rate."""
         if isinstance(verb, m.Extents):
@@ -153,10 +152,6 @@ class Handlers:
         if isinstance(verb, m.ReleaseRequest):
             return ENDED_COST * self._sessions.places_of(caller, verb.request)
         return NUMBER_COST * len(verb.leases) if isinstance(verb, m.Attach) else 0.0
-
-    def is_long(self, verb: m.Verb) -> bool:
-        """Whether it may wait for many seconds."""
-        return isinstance(verb, m.Persist | m.Drop)
 
     def is_heavy(self, verb: m.Verb) -> bool:
         """Whether serving it computes for milliseconds, and later requests may depend on it."""
@@ -190,9 +185,9 @@ class Handlers:
         except BadInput as error:
             return Response(m.failed(m.RequestFault.BAD_INPUT, str(error)))
 
-    def serve_at_once(self, caller: ClientState, verb: m.Verb) -> Response | None:
-        """As `serve` if a request that may wait need not this time; else None, without effect."""
-        return self._served(self._lease_at_once, caller, verb) if isinstance(verb, m.LeasePrefix) else None
+    def serve_at_once(self, caller: ClientState, verb: m.LeasePrefix) -> Response | None:
+        """As `serve` if a lease need not wait this time; else None, without effect."""
+        return self._served(self._lease_at_once, caller, verb)
 
     def _served(
         self, handler: Callable[[ClientState, Any], Response | m.Answer | None], caller: ClientState, verb: m.Verb
@@ -253,7 +248,7 @@ class Handlers:
                 self._recording.looked_up(number, verb.keys)
             if self._whatif is not None:
                 self._whatif.looked_up(number, verb.keys)
-            self.prefixes.looked_up(caller.keys.tenant, number, verb.keys, matched.reply.blocks)
+            self.prefixes.looked_up(caller.session.tenant.tenant, number, verb.keys, matched.reply.blocks)
         if not self.parking.has_couriers:
             return matched
         return m.Matched(matched.reply, self.parking.is_served(caller.keys.tenant))
@@ -323,7 +318,7 @@ class Handlers:
         if reply.lease:
             parts = len(caller.namespaces[number])
             self._sessions.took(caller, reply.lease, verb.request, len(reply.generations), parts)
-            if not caller.is_courier:
+            if self.parking.has_couriers and not caller.is_courier:
                 self.parking.leased(reply.lease)
         return m.Leased(reply)
 

@@ -47,7 +47,7 @@ from kvstore.service.connections import (
     wake,
 )
 from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent, share_of
-from kvstore.service.dispatch import Handlers
+from kvstore.service.dispatch import LONG, SLOW, Handlers
 from kvstore.service.parked import Parking, Response
 from kvstore.service.sessions import ClientState, Sessions
 from kvstore.status.tree import DoorStatus
@@ -92,7 +92,7 @@ class LocalDoor:
     ) -> None:
         """faults: gets what the machine lacks."""
         self._handlers = handlers
-        self._sessions = sessions
+        self._sessions, self._store = sessions, sessions.store
         self._clock, self._limits = clock, limits
         self._log = RateLimitedLog(_log, clock)
         self._faults = faults or Unheard()
@@ -217,7 +217,7 @@ class LocalDoor:
         is_busy = False  # a client whose message was taken in the last round has more
         looked_at = self._clock.monotonic_seconds()
         awaits = self._awaits
-        while not self._is_over():
+        while not (self._closing and self._is_over()):
             # Messages found at once arrived after the last look, and are taken to have come right after it; those that
             # end a wait have just come.
             came_at, looked_at = looked_at, self._clock.monotonic_seconds()
@@ -245,7 +245,7 @@ class LocalDoor:
             self._safely("clients cannot be told that memory was given back", self._sessions.notify)
             self._deliver()
             is_busy = self._take_turn(ready) if not self._closing else False
-            if awaits.is_needed:
+            if awaits.parked or awaits.over or self._handlers.parking.has_couriers:
                 self._safely("awaits that are over cannot be answered", self._answer_awaits)
                 is_busy |= awaits.has_more
             self._have_leases_ended()
@@ -254,7 +254,7 @@ class LocalDoor:
 
     def _have_leases_ended(self) -> None:
         """Have a separate thread unpin the blocks of ended leases in pieces. Without it, each sweep does a piece."""
-        if self._is_ending or self._closing or not self._sessions.is_ending:
+        if self._is_ending or self._closing or not self._store.is_ending:
             return
         self._is_ending = True
         try:
@@ -266,7 +266,7 @@ class LocalDoor:
 
     def _end_leases(self) -> None:
         try:
-            self._safely("what leases that are over pinned cannot be given back", self._sessions.finish_ending)
+            self._safely("what leases that are over pinned cannot be given back", self._store.finish_ending)
         finally:
             self._is_ending = False
 
@@ -313,8 +313,6 @@ class LocalDoor:
         return has_taken and bool(ready)
 
     def _is_over(self) -> bool:
-        if not self._closing:
-            return False
         self._handlers.parking.end_all()
         is_idle = not any(one.in_flight or one.parked or one.unsent for one in self._connections)
         return is_idle or self._clock.monotonic_seconds() >= self._closes_at
@@ -347,7 +345,8 @@ class LocalDoor:
 
     def _take_message(self, connection: Connection) -> None:
         try:
-            asked = QueuedRequest(connection, connection.take_body(), connection.ready_at)
+            body = connection.take_body()
+            asked = QueuedRequest(connection, body, len(body), connection.ready_at)
             is_large = asked.length > LARGE_BYTES
             if is_large and connection.caller is None:
                 raise ValueError(f"a hello of {asked.length} bytes; at most {LARGE_BYTES}")
@@ -386,9 +385,12 @@ class LocalDoor:
                 self._say_unread(connection, request.number)
                 return
             verb = m.Ping()  # without a notification pipe
-        is_slow = self._is_slow(connection, verb)
+        if connection.admin is not None:
+            is_slow = not isinstance(verb, m.Hello)
+        else:
+            is_slow = connection.listener.tenant is None if isinstance(verb, m.Hello) else isinstance(verb, SLOW)
         if is_slow:
-            asked.is_long = connection.admin is None and self._handlers.is_long(verb)
+            asked.is_long = connection.admin is None and isinstance(verb, LONG)
             if asked.is_long and connection.long_running >= self._limits.long_running:
                 text = f"{connection.long_running} requests that may take long are under way; wait for one of them"
                 self._answer(connection, request.number, Response(m.Failed(m.RequestFault.BUSY, text)))
@@ -399,7 +401,10 @@ class LocalDoor:
         begun_at = self._clock.monotonic_seconds()
         served = None
         if asked.length <= LARGE_BYTES and not is_heavy:
-            served = self._serve_at_once(connection, verb) if is_slow else connection.serve(self._handlers, verb)
+            if not is_slow:
+                served = connection.serve(self._handlers, verb)
+            elif isinstance(verb, m.LeasePrefix) and isinstance(connection.caller, ClientState):
+                served = self._handlers.serve_at_once(connection.caller, verb)
         if served is None:
             self._threads.defer(asked, is_large=not is_slow)
             return
@@ -419,15 +424,6 @@ class LocalDoor:
         self._figures.malformed += 1
         self._answer(connection, m.NO_NUMBER, Response(m.failed(m.RequestFault.MALFORMED, text)))
         connection.ending = True
-
-    def _is_slow(self, connection: Connection, verb: m.Verb) -> bool:
-        if connection.admin is not None:
-            return not isinstance(verb, m.Hello)
-        return connection.listener.tenant is None if isinstance(verb, m.Hello) else self._handlers.is_slow(verb)
-
-    def _serve_at_once(self, connection: Connection, verb: m.Verb) -> Response | None:
-        caller = connection.caller
-        return self._handlers.serve_at_once(caller, verb) if isinstance(caller, ClientState) else None
 
     def _deliver(self) -> None:
         while self._threads.done:

@@ -123,7 +123,7 @@ class Sessions:
 
     def __init__(self, store: Store, first_number: int, new_token: Callable[[int], bytes]) -> None:
         """first_number: of a connection; above those of every earlier run. new_token: returns so many random bytes."""
-        self._store, self._new_token, self._first_number = store, new_token, first_number
+        self.store, self._new_token, self._first_number = store, new_token, first_number
         self._lock = threading.Lock()
         self._numbers = Numbers(new_token(NUMBER_KEY_BYTES), CONNECTION_BITS)
         self._sessions: dict[tuple[bytes, bytes], Session] = {}  # by tenant and token
@@ -172,7 +172,7 @@ class Sessions:
         `MAX_LEASED_PLACES`, two a third each, and there is always some for the next."""
         session, tenant = caller.session, caller.session.tenant.tenant
         with self._lock:
-            taken = self._leased_places[tenant] + self._store.ending_places(tenant) + places
+            taken = self._leased_places[tenant] + self.store.ending_places(tenant) + places
             is_granted = session.leased_places + places <= MAX_LEASED_PLACES - taken
             if is_granted:
                 self._count(session, places)
@@ -198,7 +198,7 @@ class Sessions:
             if caller.number in self._callers:
                 return
             self._depart(caller)
-        self._store.begin_ending((), (lease,))
+        self.store.begin_ending((), (lease,))
 
     def places_named(self, caller: ClientState, leases: Iterable[int]) -> int:
         """Blocks times parts of these leases of the session."""
@@ -214,7 +214,7 @@ class Sessions:
     def attach(self, caller: ClientState, leases: Iterable[int]) -> list[int]:
         """Make the connection a holder of these leases of its session; returns those that still pin."""
         with self._lock:
-            held = [lease for lease in leases if lease in caller.session.leases and self._store.is_leased(lease)]
+            held = [lease for lease in leases if lease in caller.session.leases and self.store.is_leased(lease)]
             for lease in held:
                 caller.session.leases[lease].holders.add(caller.number)
             return held
@@ -229,7 +229,7 @@ class Sessions:
         """The connection releases leases; those that it does not hold are ignored."""
         with self._lock:
             ended, expired = self._let_go(caller, leases)
-        self._store.begin_ending(ended, expired)
+        self.store.begin_ending(ended, expired)
 
     def release_request(self, caller: ClientState, request: str) -> None:
         """The connection releases all leases that the session took for a request of the engine's."""
@@ -263,7 +263,7 @@ class Sessions:
             if caller.number in self._callers:
                 return
             self._depart(caller)
-        self._store.cancel(reservation)
+        self.store.cancel(reservation)
 
     def claim(self, progress: ReservationProgress, part: int, first: int, blocks: int) -> bool:
         """Whether so many blocks of a part are the next ones to commit; then they count as committed."""
@@ -290,9 +290,9 @@ class Sessions:
             leases, there = caller.session.leases.items(), self._callers.keys()
             expired = [lease for lease, held in leases if not held.holders & there]
             cancelled = list(caller.reservations)
-        self._store.begin_ending((), expired)
+        self.store.begin_ending((), expired)
         for reservation in cancelled:
-            self._store.cancel(reservation)
+            self.store.cancel(reservation)
         if gone is not None:  # usually its process has ended, and nothing is mapped
             self._look(gone, LOOKS)
 
@@ -307,7 +307,7 @@ class Sessions:
     def sweep(self) -> int:
         """Free what disconnected clients held, once they map nothing; returns how many are left. Looks at some of them
         per call, in turn. Also expires collective puts, and ends a piece of the ended leases."""
-        self._store.expire_due()
+        self.store.expire_due()
         with self._lock:
             turns = self._departed.turns()
         left = LOOKS
@@ -331,27 +331,18 @@ class Sessions:
                 name = session.tenant.tenant, session.token
                 if self._sessions.get(name) is session:  # a later session may have the same name
                     del self._sessions[name]
-        self._store.begin_ending(ended, expired)
+        self.store.begin_ending(ended, expired)
         places = 0
         for reservation, progress in aborted.items():
             places += progress.blocks * len(progress.done)
-            abort = self._store.abort if places <= ABORTED_PLACES else self._store.begin_abort
+            abort = self.store.abort if places <= ABORTED_PLACES else self.store.begin_abort
             abort(reservation)
         return looks
 
     @property
-    def is_ending(self) -> bool:
-        return self._store.is_ending
-
-    def finish_ending(self) -> None:
-        """Free what ended leases pinned and what disconnected clients had reserved, however much: for a thread that no
-        client waits for."""
-        self._store.finish_ending()
-
-    @property
     def is_waited_for(self) -> bool:
         """Whether `sweep` has work: disconnected clients, collective puts in progress, leases that end."""
-        return bool(self._departed) or self._store.runs_out_at != inf or self._store.is_ending
+        return bool(self._departed) or self.store.runs_out_at != inf or self.store.is_ending
 
     # Telling -------------------------------------------------------------------------------------------------------
 
@@ -363,7 +354,7 @@ class Sessions:
             self._mapped.append(extent)
             wake()
 
-        self._store.tell_of_mapped(is_mapped)
+        self.store.tell_of_mapped(is_mapped)
 
     def notify(self) -> None:
         """Notify every client that may map memory which was given back since the last call."""
@@ -425,10 +416,10 @@ class Sessions:
 
     def gone(self, caller: ClientState) -> Sequence[int]:
         """Extents shared with a connection that were given back since it was last told."""
-        retired = self._store.retired_extents
+        retired = self.store.blocks.dram.retired
         if caller.retired_seen == retired:
             return ()
-        gone = self._store.gone(list(caller.extents))
+        gone = self.store.gone(list(caller.extents))
         caller.retired_seen = retired
         caller.extents.difference_update(gone)
         for extent in gone:
@@ -445,7 +436,7 @@ class Sessions:
 
     def reservations(self) -> dict[bytes, int]:
         """Reservations in progress of each session, by its token. A collective one counts once."""
-        collective = self._store.collective_puts()
+        collective = self.store.collective_puts()
         with self._lock:
             counts = Counter({one.token: collective.get(one.name, 0) for one in self._sessions.values()})
             for caller in (*self._callers.values(), *self._departed.callers()):

@@ -84,7 +84,7 @@ class Disk:
         pins.pin([row for row in self.index.rows(space) if random.random() < 0.05])
         self.residency.defer_reuse([self.residency.place(row, 0) for row in listed if random.random() < 0.05])
 
-    is_any = True
+    has_hints = True
 
     def hint(self, row: int) -> tuple[int, int]:
         return 0, int(row in self.wanted) * 100

@@ -166,7 +166,7 @@ def compare(index: PrefixIndex, model: Model) -> None:
             assert index.key(row) == key and index.namespace_of(row) == space
             assert index.state(row).name.lower() == block.state
             assert index.parent(row) == (index.find(space, block.parent) if block.parent else NO_ROW)
-            assert index.depth(row) == block.depth and index.retention(row) == block.retention
+            assert index.depth(row) == block.depth and index.hint(row) == block.retention
             assert index.children(row) == model.children(space, key)
             chain = model.chain(space, key)
             assert [index.key(one) for one in index.chain(row)] == chain[::-1]
@@ -302,7 +302,7 @@ def test_loading_gives_the_chains_that_inserting_gives(
         index.check()
     for block, key in keys.items():
         mine, theirs = index.find(namespace, key), model.find(namespace, key)
-        assert index.children(mine) == model.children(theirs) and index.retention(mine) == (7, 9)
+        assert index.children(mine) == model.children(theirs) and index.hint(mine) == (7, 9)
         assert [index.key(row) for row in index.chain(mine)] == [keys[one] for one in _up(forest, block)]
     assert stored == 0 or not forest or index.knows_any(namespace, [b"?" * 32, keys[0]])
     for block in reversed(forest):

@@ -177,7 +177,7 @@ def test_whoever_maps_nothing_of_it_is_not_rung_for(sidecar: Sidecar, listener: 
     with sidecar.client() as one, sidecar.client() as two:
         handles = [opened(one, "one"), opened(two, "two")]
         stored = [put(handles[turn % 2], 100 * turn + number) for turn in range(4) for number in range(12)]
-    assert sidecar.core.retired_extents > 10, [(one.stored, one.reason) for one in stored]
+    assert sidecar.core.blocks.dram.retired > 10, [(one.stored, one.reason) for one in stored]
     assert listener.rings(0.2) == 0
 
 
@@ -188,7 +188,7 @@ def test_it_is_rung_where_an_answer_that_nobody_waits_for_told_it(sidecar: Sidec
     listener.told()
     listener.fill(40)
     # Before the door looks at what was given back: as if the answer to this had come first.
-    sidecar.sessions._store.tell_of_mapped(lambda extent: None)
+    sidecar.sessions.store.tell_of_mapped(lambda extent: None)
     assert sidecar.core.drop(listener.namespace) == 40
     assert isinstance(listener.ask(m.Release([1])), m.Done)
     assert listener.rings() == 1

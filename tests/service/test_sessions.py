@@ -120,7 +120,7 @@ def test_what_is_asked_for_and_what_is_ending_counts_too(
     assert caller.session.leased_places == 0 and a.store.ending_places(a.keys.tenant) == BLOCKS
     with sessions.asking(caller, most // 2) as is_granted:
         assert not is_granted
-    sessions.finish_ending()
+    sessions.store.finish_ending()
     with sessions.asking(caller, most // 2) as is_granted:
         assert is_granted
     with sessions.asking(caller, most // 2 + 1) as is_granted:

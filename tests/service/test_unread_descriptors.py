@@ -34,11 +34,11 @@ class Pair:
     def __init__(self) -> None:
         self.ours, self.theirs = socket.socketpair()
         self.is_closed = False
-        self.unread = Unread(self.ours, self._close)
+        self.unread = Unread(self.ours, self)  # type: ignore[arg-type]
 
-    def _close(self) -> None:
+    def close(self, sock: socket.socket) -> None:
         self.is_closed = True
-        self.ours.close()
+        sock.close()
 
     def send(self, count: int) -> None:
         self.unread.count()

@@ -27,7 +27,7 @@ class Tree:
         self.residency.retention = self.retention
         self.rows = 0
 
-    is_any = True
+    has_hints = True
 
     def hint(self, row: int) -> tuple[int, int]:
         return self.hints[row]

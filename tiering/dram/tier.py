@@ -45,6 +45,10 @@ class DramTier:
     ) -> None:
         """new_number: below 2**`EXTENT_BITS`, unique for each extent. keeper: holds them for the next process."""
         self._pool = pool
+        self.extent_bytes = self.piece_bytes = pool.extent_bytes
+        self.budget_bytes = pool.budget_bytes
+        self.prepare, self.new_extent, self.has_room = pool.prepare, pool.create, pool.has_room
+        self.awaited = pool.awaited
         self._keeper = keeper
         # Guarded extents (mapped by clients of an earlier process): when each is next asked about.
         self._guarded: dict[int, float] = {}
@@ -52,6 +56,9 @@ class DramTier:
         self._left: dict[int, bytes] = {}  # by taken-over extent, the states of its slots at that time
         self._ledger: SlotLedger[DramExtent] = SlotLedger()
         self._extents = self._ledger.pieces
+        self.reserve, self.own, self.free_slots = self._ledger.reserve, self._ledger.own, self._ledger.free_slots
+        self.extents_of, self.all_extents = self._ledger.open_pieces, self._ledger.all_pieces
+        self.stop_vacating = self._ledger.stop_closing
         self._new_number = new_number or count().__next__
         self.taken_over: list[int] = []  # extents of an earlier process, by number
         self.retired = 0  # extents that were given back, since the start
@@ -59,23 +66,7 @@ class DramTier:
         """Called with each extent that is given back while other processes map it."""
         self._closed = False
 
-    @property
-    def extent_bytes(self) -> int:
-        return self._pool.extent_bytes
-
-    @property
-    def budget_bytes(self) -> int:
-        return self._pool.budget_bytes
-
-    def prepare(self, ahead: int = 1) -> None:
-        """Keep so many extents ready ahead."""
-        self._pool.prepare(ahead)
-
     # The contract --------------------------------------------------------------------------------------------------
-
-    def reserve(self, slot_class: SlotClass, count: int) -> list[int]:
-        """Up to `count` places in extents of that class that have free slots."""
-        return self._ledger.reserve(slot_class, count)
 
     def commit(self, places: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
         """Write what is not in place yet, usually the headers, and make the frames readable."""
@@ -137,15 +128,7 @@ class DramTier:
         assert extent.slots.states[slot_of(place)] == FrameState.RESERVED
         return extent.memory.frame(slot_of(place), extent.slot_class.frame_bytes)
 
-    def own(self, places: Iterable[int], rows: Iterable[int]) -> None:
-        """Record which block's frame stands at each place."""
-        self._ledger.own(places, rows)
-
     # Extents -------------------------------------------------------------------------------------------------------
-
-    def new_extent(self) -> Extent:
-        """Memory for one more extent, prefaulted. Slow: call it outside the lock. Raises `TierFull`."""
-        return self._pool.create()
 
     def adopt(self, memory: Extent, slot_class: SlotClass, about: bytes = b"") -> None:
         """Assign memory to a class. Memory that was still being made when the tier was closed is given back.
@@ -275,10 +258,6 @@ class DramTier:
             raise TierFull("no slots to move the frames to")
         return places
 
-    def stop_vacating(self, number: int) -> None:
-        """Put an extent's slots back into use, after a reader was faster."""
-        self._ledger.stop_closing(number)
-
     def retire(self, number: int) -> Extent:
         """Give back an extent without readable frames; its memory goes with the last mapping, and the returned
         object."""
@@ -327,43 +306,18 @@ class DramTier:
 
     # Facts for decisions -------------------------------------------------------------------------------------------
 
-    def free_slots(self, slot_class: SlotClass) -> int:
-        """Free slots of a class, without extents that are being emptied."""
-        return self._ledger.free_slots(slot_class)
-
     def held(self) -> dict[bytes, int]:
         """Extents of each tenant, including those taken back that clients still have open."""
         lingering = self._pool.lingering()
         return Counter(self._ledger.held) + lingering if lingering else self._ledger.held
 
-    @property
-    def piece_bytes(self) -> int:
-        """Of one extent."""
-        return self.extent_bytes
-
     def pieces(self) -> int:
         """The most extents there may be."""
         return self.budget_bytes // self.extent_bytes
 
-    def has_room(self) -> bool:
-        """Whether the budget allows another extent."""
-        return self._pool.has_room()
-
-    def awaited(self) -> list[int]:
-        """As `ExtentPool.awaited`."""
-        return self._pool.awaited()
-
     def reclaimable_classes(self) -> Iterator[SlotClass]:
         """Classes that can spare an extent."""
         return self._ledger.reclaimable_classes(self.extent_bytes)
-
-    def extents_of(self, slot_class: SlotClass) -> Iterable[DramExtent]:
-        """The extents of a class that are not being emptied already."""
-        return self._ledger.open_pieces(slot_class)
-
-    def all_extents(self, slot_class: SlotClass) -> Iterable[DramExtent]:
-        """Every extent of a class."""
-        return self._ledger.all_pieces(slot_class)
 
     def class_of(self, extent: int) -> SlotClass:
         """The class of an extent."""

@@ -100,7 +100,10 @@ class GroupCommit:
         frames: Sequence[bytes | memoryview],
         meanwhile: Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        """Write whole frames to reserved places; those that `meanwhile` returns are durable and readable then.
+        """Write whole frames; when this returns they are durable and readable.
+
+        meanwhile: work for the calling thread while others write; it returns the places to be committed, and the others
+        are left as they were, to be aborted.
 
         Raises `TierUnavailable`: none of them is committed, and all are to be aborted.
         """
@@ -177,8 +180,9 @@ class GroupCommit:
                 else:
                     self._ledger.step([place], FrameEvent.ABORT)
 
-    def delete(self, places: Sequence[int], *, claim: bool) -> None:
-        """Evict committed frames, of which the next batch knows. claim: for the next caller of `await_claims` only."""
+    def delete(self, places: Sequence[int], *, claim: bool = False) -> None:
+        """Evict committed frames. Their slots are free some batches later, or after `settle`. claim: they are for the
+        next caller of `await_claims` only."""
         with self._lock:
             self._ledger.step(places, FrameEvent.EVICT)
             for place in places:
@@ -188,8 +192,8 @@ class GroupCommit:
                 self._claimed.update(places)
 
     def await_claims(self, places: Sequence[int]) -> None:
-        """Make claimed places durably forgotten, reserved, and in doubt. Raises `TierUnavailable`: the claim is then
-        lost."""
+        """Make claimed places durably forgotten, reserved, and in doubt, so that they need not be void before other
+        frames are written there. Raises `TierUnavailable`: the claim is then lost."""
         try:
             while any([place in self._claimed for place in places]):
                 self.join(BatchRequest())
@@ -201,7 +205,7 @@ class GroupCommit:
             raise
 
     def quarantine(self, places: Iterable[int]) -> None:
-        """Committed frames failed a check; the next batch records it."""
+        """A check failed: the slots are not reused before their slab is given back, not even after a restart."""
         with self._lock:
             self._ledger.step(places, FrameEvent.CONDEMN)
             for place in places:
@@ -227,8 +231,8 @@ class GroupCommit:
     # Batches -------------------------------------------------------------------------------------------------------
 
     def settle(self, *, under_way: bool = True) -> None:
-        """Finish what was given up: its slots are free, durably, when this returns. under_way: also what another batch
-        has taken up. Raises `TierUnavailable`."""
+        """Finish evictions: slots given up before are free, durably, when this returns. under_way: also those that
+        another batch has taken up, which a caller that only needs room can skip. Raises `TierUnavailable`."""
         for _ in range(2):  # the first batch forgets frames and voids their headers, the second one frees the slots
             if not self.is_unsettled(under_way):
                 return

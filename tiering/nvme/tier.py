@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -66,7 +66,7 @@ class NvmeTier:
 
         Raises `OtherFormat`, and `TierUnavailable` if the disk fails.
         """
-        self.slab_bytes = slab_bytes
+        self.slab_bytes = self.piece_bytes = slab_bytes
         self.budget_bytes = budget_bytes
         self.threads = threads
         self._files = files
@@ -91,6 +91,15 @@ class NvmeTier:
                 raise
         except (OSError, IndexDoubtful) as error:
             raise TierUnavailable(f"the directory cannot be opened: {error}") from error
+        commits = self._commits
+        self.commit, self.abort, self.delete, self.settle = (
+            commits.commit,
+            commits.abort,
+            commits.delete,
+            commits.settle,
+        )
+        self.quarantine, self.await_claims = commits.quarantine, commits.await_claims
+        self.proved = self._recovery.proved
         self.rebuilds = self._records.rebuilds
         """The index is not trusted: `load` reads every header."""
         self.beside: Callable[[], None] = lambda: None
@@ -116,25 +125,6 @@ class NvmeTier:
         with self._lock:
             return self._ledger.reserve(slot_class, count)
 
-    def commit(
-        self,
-        places: Sequence[int],
-        frames: Sequence[bytes | memoryview],
-        meanwhile: Callable[[], Sequence[int]] | None = None,
-    ) -> None:
-        """Write whole frames; when this returns they are durable and readable.
-
-        meanwhile: work for the calling thread while others write; it returns the places to be committed, and the others
-        are left as they were, to be aborted.
-
-        Raises `TierUnavailable`: none of them is committed, and all are to be aborted.
-        """
-        self._commits.commit(places, frames, meanwhile)
-
-    def abort(self, places: Sequence[int]) -> None:
-        """Give reserved places back: at once, or, if something may have been written there, once it is void."""
-        self._commits.abort(places)
-
     def read(self, place: int, into: memoryview) -> None:
         """Copy a committed frame. Raises `BlockMissing`, and `TierUnavailable` if the disk fails."""
         with self._lock:
@@ -148,27 +138,11 @@ class NvmeTier:
             self._say(NVME_READS, error)
             raise TierUnavailable(f"a slab cannot be read: {error.strerror}") from error
 
-    def delete(self, places: Sequence[int], *, claim: bool = False) -> None:
-        """Evict committed frames. Their slots are free some batches later, or after `settle`.
-
-        claim: they are for the next caller of `await_claims` only.
-        """
-        self._commits.delete(places, claim=claim)
-
-    def await_claims(self, places: Sequence[int]) -> None:
-        """Make claimed places durably forgotten, reserved, and in doubt, so that they need not be void before other
-        frames are written there. Raises `TierUnavailable`: the claim is then lost."""
-        self._commits.await_claims(places)
-
     def usage(self) -> Usage:
         with self._lock:
             return self._ledger.usage(self._taken_bytes, self.budget_bytes)
 
     # Beyond the contract -------------------------------------------------------------------------------------------
-
-    def quarantine(self, places: Sequence[int]) -> None:
-        """A check failed: the slots are not reused before their slab is given back, not even after a restart."""
-        self._commits.quarantine(places)
 
     def own(self, places: Iterable[int], rows: Iterable[int]) -> None:
         """Record which block's frame stands at each place."""
@@ -179,14 +153,6 @@ class NvmeTier:
         """The same for columns."""
         with self._lock:
             self._ledger.own_many(places, rows)
-
-    def settle(self, *, under_way: bool = True) -> None:
-        """Finish evictions: slots given up before are free, durably, when this returns.
-
-        under_way: also those that another batch has taken up, which a caller that only needs room can skip. Raises
-        `TierUnavailable`.
-        """
-        self._commits.settle(under_way=under_way)
 
     def confirm(self, places: Iterable[int]) -> None:
         """A later start will find the frames at these places by their files' names. Cheap. Raises `TierUnavailable`:
@@ -360,10 +326,6 @@ class NvmeTier:
         with self._lock:
             return dict(self._ledger.held)
 
-    @property
-    def piece_bytes(self) -> int:
-        return self.slab_bytes
-
     def pieces(self) -> int:
         return self.budget_bytes // self.slab_bytes
 
@@ -386,10 +348,6 @@ class NvmeTier:
         may be there twice, with two generations: the lower one was given up.
         """
         return self._recovery.load(progress)
-
-    def proved(self, slabs: Iterable[int]) -> None:
-        """All incomplete frames of these slabs were given up; this is durable on return. Raises `TierUnavailable`."""
-        self._recovery.proved(slabs)
 
     def _say(self, what: str, error: Exception) -> None:
         if not self._closed:

@@ -22,10 +22,8 @@ _SPARE_ENTRIES = 1024
 class RetentionHints(Protocol):
     """Clients' requests for retention, by row."""
 
-    @property
-    def is_any(self) -> bool:
-        """Whether any block ever had a hint: until then nothing else is asked."""
-        ...
+    has_hints: bool
+    """Whether any block ever had a hint: until then nothing else is asked."""
 
     def hint(self, row: int) -> tuple[int, int]:
         """Its priority, and when its ttl ends: in seconds of the clock, or 0 without one."""

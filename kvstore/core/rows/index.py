@@ -80,10 +80,11 @@ class OpenedNamespace:
 class _Names:
     """One namespace's keys."""
 
-    __slots__ = ("forgotten", "hidden", "inserted", "mark", "tenant", "visible")
+    __slots__ = ("block_bytes", "forgotten", "hidden", "inserted", "mark", "tenant", "visible")
 
-    def __init__(self, tenant: bytes, number: int, forgotten: OrderedDict[bytes, int]) -> None:
+    def __init__(self, tenant: bytes, number: int, forgotten: OrderedDict[bytes, int], block_bytes: int) -> None:
         self.tenant = tenant
+        self.block_bytes = block_bytes
         self.forgotten = forgotten  # per tenant: with a common table each tenant could count others' evictions
         self.mark = number.to_bytes(2, "little")  # suffix of remembered keys
         self.inserted = False  # whether any key was added other than by `load`
@@ -93,7 +94,7 @@ class _Names:
 
 class PrefixIndex:
     """Chains of blocks over all namespaces. forgotten_limit: how many evicted keys of each tenant are remembered.
-    shares: of tenants, if any has settings; policies are then by group."""
+    shares: of tenants, if any has settings; policies are then by group. It is the `RetentionHints` of both tiers."""
 
     def __init__(self, forgotten_limit: int = 65536, shares: Shares | None = None) -> None:
         self.shares = shares
@@ -120,10 +121,10 @@ class PrefixIndex:
         self.awaits = Awaits()
         """Told which blocks become readable, and which will not for now."""
 
-    def add_namespace(self, tenant: bytes) -> int:
-        """A number for a new namespace of a tenant."""
+    def add_namespace(self, tenant: bytes, block_bytes: int = 0) -> int:
+        """A number for a new namespace of a tenant, whose blocks take so much."""
         forgotten = self._forgotten.setdefault(tenant, OrderedDict())
-        self._names.append(_Names(tenant, len(self._names), forgotten))
+        self._names.append(_Names(tenant, len(self._names), forgotten, block_bytes))
         if self.shares is not None:
             self.shares.add_namespace(tenant)
         assert len(self._names) < 1 << 15
@@ -222,15 +223,19 @@ class PrefixIndex:
     def namespace_of(self, row: int) -> int:
         return self._owners[row]
 
-    def group_of(self, row: int) -> int:
+    def group(self, row: int) -> int:
         """Its tenant's group in the shares; 0 where all tenants are one."""
         return self.shares.of_namespace[self._owners[row]] if self.shares is not None else 0
+
+    def size_bytes(self, row: int) -> int:
+        """Of its block."""
+        return self._names[self._owners[row]].block_bytes
 
     def children(self, row: int) -> int:
         """Children in any state."""
         return self._children[row]
 
-    def retention(self, row: int) -> tuple[int, int]:
+    def hint(self, row: int) -> tuple[int, int]:
         """(priority, expires at in Unix seconds or 0), as given when the block was stored, or renewed."""
         return self._priorities[row], self._expires[row]
 
@@ -492,31 +497,6 @@ class PrefixIndex:
         for column in columns:
             column.frombytes(bytes(column.itemsize * more))
         self._states.extend(bytes(more))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Retention hints for `tiering.policies.retention`: columns of the index, by row.
-
-
-class IndexRetentionHints:
-    """A store's `RetentionHints`."""
-
-    def __init__(self, index: PrefixIndex, spaces: Sequence[OpenedNamespace]) -> None:
-        """spaces: by number."""
-        self._index = index
-        self._spaces = spaces
-        self.hint = index.retention
-        self.hinted = index.hinted
-        self.parent = index.parent
-        self.depth = index.depth
-        self.group = index.group_of
-
-    @property
-    def is_any(self) -> bool:
-        return self._index.has_hints
-
-    def size_bytes(self, row: int) -> int:
-        return self._spaces[self._index.namespace_of(row)].block_bytes
 
 
 IN_COLUMNS = 2048
