@@ -12,7 +12,7 @@ import msgspec
 
 from kvstore.block.errors import BadInput
 from kvstore.console.access import ConsoleTokens, Guard
-from kvstore.console.audit import AuditLines, AuditLog
+from kvstore.console.audit import AuditFile, AuditLog
 from kvstore.console.http_api import make_app
 from kvstore.console.operate import OperatorActions, OperatorVerbs
 from kvstore.console.stream import Broadcast
@@ -37,7 +37,7 @@ class ConsoleParts:
     files: Mapping[str, bytes]
     version: str
     is_wanted: Callable[[], bool] = lambda: True
-    operator: tuple[OperatorVerbs, AuditLines] | None = None
+    operator: tuple[OperatorVerbs, AuditFile] | None = None
 
 
 def serve_console(

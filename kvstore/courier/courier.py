@@ -131,13 +131,13 @@ class _NodeSession:
             self.directory.close()
 
 
-class _TenantWork:
-    """A tenant's threads and their work: `Errands` of its link."""
+class _TenantWork(CourierLink):
+    """A tenant's link, its threads and their work."""
 
-    def __init__(self, courier: Courier, tenant: str) -> None:
+    def __init__(self, courier: Courier, tenant: str, token: bytes) -> None:
+        parts = courier.parts
+        super().__init__(tenant, parts.socket, parts.clock, token, parts.told)
         self._courier = courier
-        self._clock = courier.parts.clock
-        self.link: CourierLink
         self.follower: Follower | None = None
         self._session: _NodeSession | None = None
         self._locates = ThreadPoolExecutor(LOCATE_THREADS, f"kv-locate-{tenant}")
@@ -177,13 +177,13 @@ class _TenantWork:
             self.follower.close()
 
     def close(self) -> None:
-        self.link.close()
+        super().close()
         self._locates.shutdown(wait=False, cancel_futures=True)
         self._fetches.shutdown(wait=False, cancel_futures=True)
 
     def _do(self, pool: ThreadPoolExecutor, run: CourierRun, work: Callable[[], QuestionAnswered]) -> None:
         try:
-            pool.submit(lambda: self.link.answer(run, work())).add_done_callback(_log_fault)
+            pool.submit(lambda: self.answer(run, work())).add_done_callback(_log_fault)
         except RuntimeError:  # it is closed
             pass
 
@@ -245,7 +245,7 @@ class _TenantWork:
         now = self._clock.monotonic_seconds()
         if now - self._told_at >= TOLD_SECONDS:
             self._told_at = now
-            self.link.exchange(run, self._courier.figures())
+            self.exchange(run, self._courier.figures())
 
 
 def _so_many(nodes: int) -> str:
@@ -268,21 +268,17 @@ class Courier:
         self._lock = threading.Lock()
         self._session: _NodeSession | None = None
         self._is_closed = False
-        self._tenants: list[_TenantWork] = []
         token = parts.new_token(m.MIN_SESSION_BYTES)
-        for name in parts.tenants:
-            work = _TenantWork(self, name)
-            work.link = CourierLink(name, parts.socket, work, parts.clock, token, parts.told)
-            self._tenants.append(work)
+        self._tenants = [_TenantWork(self, name, token) for name in parts.tenants]
 
     def runs(self) -> list[CourierRun]:
-        return [run for one in self._tenants if (run := one.link.run) is not None]
+        return [run for one in self._tenants if (run := one.run) is not None]
 
     def start(self, address: str) -> None:
         """address: HOST:PORT where other nodes reach this one."""
         self._address = address
         for one in self._tenants:
-            one.link.start()
+            one.start()
 
     def close(self) -> None:
         """Leave the pool: offer hot blocks to other nodes, then withdraw from the directory and close the links."""
