@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeVar, cast
 from engine_adapter.audit.audits import AuditResult, HitSaving
 from engine_adapter.cost.fetches import FetchDecision
 from engine_adapter.cost.load_choice import LoadChoice
-from engine_adapter.handoff.block_wait import BlockWait, ParkedWaits, WaitPlan, WaitPolicy
 from engine_adapter.handoff.fetch import FetchPolicy
 from engine_adapter.paged.announcements import Announcements
 from engine_adapter.paged.lookup import PrefixLookup
@@ -310,25 +309,6 @@ class RequestFetch(FetchPolicy):
     @property
     def _usable(self) -> int:
         return max(0, self._state.prompt.tokens - 1) // self._block_tokens
-
-
-def wait_of(
-    state: RequestState,
-    namespace: NamespaceHandle,
-    choice: LoadChoice,
-    announced: Announcements[Any],
-    parked: ParkedWaits,
-    clock: Callable[[], float],
-    is_busy: Callable[[], bool],
-    least_seconds: float,
-) -> BlockWait:
-    """The wait of a request before its first admission. least_seconds: for a ticket's first block, at least."""
-    facts, block = state.facts, namespace.block_tokens
-    policy = None
-    if facts.ticket or facts.awaits:
-        policy = WaitPolicy(state.prompt, block, choice.costs.prefill.more_seconds, clock, least_seconds)
-    fetch = RequestFetch(state, block, choice, announced, clock, is_busy)
-    return BlockWait(namespace, state.prompt, facts.ticket, WaitPlan(policy, fetch), parked)
 
 
 class RequestNews:
