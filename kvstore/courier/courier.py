@@ -29,14 +29,14 @@ from kvstore.courier.directory import ValkeyDirectory
 from kvstore.courier.fetch import Fetcher, FetchJob, places_answer
 from kvstore.courier.figures import BANNED, DIRECTORY, MOST_SHOWN, PEER, REMOTE, UP, Figures, OncePerKind
 from kvstore.courier.link import CourierLink, CourierRun, CourierSpace
-from kvstore.courier.locate import LOOK_SECONDS, HintedHolders, Locator
+from kvstore.courier.locate import LOOK_SECONDS, Locator
 from kvstore.courier.members import NamedPeers
 from kvstore.courier.peer_source import PeerSource, PeerWays, hand_over
 from kvstore.peers.tokens import NONCE_BYTES, PullTerms, ask_mac, pull_secret
 from kvstore.peers.transport import FrameDoor, OfferedFrames, PeerFault, PullBusy, PullTransport
 from kvstore.pool.announcer import Announcer
 from kvstore.pool.choice import HolderChoice
-from kvstore.pool.directory import MAX_FINGERPRINTS, NodeEntry
+from kvstore.pool.directory import MAX_FINGERPRINTS, HeldElsewhere, NodeEntry
 from kvstore.pool.hottest import LEAVING_SECONDS, MOST_OFFERED_BLOCKS, MOST_OFFERED_BYTES
 from kvstore.pool.members import AliveTable
 from kvstore.protocol import messages as m
@@ -512,14 +512,20 @@ class Courier:
             was.close()
         return session
 
-    def holders(
-        self, tenant: str, namespace: bytes, keys: Sequence[bytes], seconds: float, *, are_own: bool
-    ) -> HintedHolders:
+    @property
+    def service(self) -> PeerHolder | None:
+        """`kvstore.v1.Peer`; None without other nodes."""
+        return self.holder if self.parts.calls is not None else None
+
+    def holding(
+        self, tenant: str, namespace: str, keys: Sequence[bytes], seconds: float, *, are_own: bool
+    ) -> HeldElsewhere:
+        """As `Locator.holders`, of a tenant's prompt."""
         run = next((one for one in self.runs() if one.tenant == tenant), None)
         session = self._session
         if run is None or session is None:
-            return HintedHolders(left_out="the courier has no connection to the sidecar")
-        return session.locator.holders(run, namespace, keys, seconds, are_own=are_own)
+            return HeldElsewhere(left_out="the courier has no connection to the sidecar")
+        return session.locator.holders(run, bytes.fromhex(namespace), keys, seconds, are_own=are_own)
 
     def take_offer(
         self, run: CourierRun, space: CourierSpace, terms: PullTerms, seconds: float
