@@ -59,9 +59,8 @@ from engine_adapter.connector_metrics import ConnectorSeries
 from engine_adapter.cost.load_choice import StepWork
 from engine_adapter.model_files import adapter_digest
 from engine_adapter.paged.pages import is_opaque, layout_of
-from engine_adapter.paged.promises import IDLE_WAIT_SECONDS
 from engine_adapter.paged.requests import LOAD_SECONDS, NEVER, SAVING, Computed
-from engine_adapter.paged.scheduler import PagedScheduler
+from engine_adapter.paged.scheduler import IDLE_WAIT_SECONDS, PagedScheduler
 from engine_adapter.paged.settings import ConnectorSettings, LoadMode
 from engine_adapter.paged.step_plan import NamespaceSpec, StepPlan, StepReports, WorkerSpec
 from engine_adapter.paged.worker import PagedWorker

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 
-from engine_adapter.paged import promises
+from engine_adapter.paged import scheduler
 from engine_adapter.paged.lookup import PrefixLookup
 from engine_adapter.vllm_connector import KvStoreConnector, StepPlanMetadata
 from kv_bench.ttft_vllm import FRAME_BYTES, LINK_FILE
@@ -94,7 +94,7 @@ class TimedConnector(KvStoreConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             # The scheduler makes its own look-ups, and this process has only one scheduler.
-            setattr(promises, PrefixLookup.__name__, partial(TimedLookup, self.lookup))
+            setattr(scheduler, PrefixLookup.__name__, partial(TimedLookup, self.lookup))
 
     def on_new_request(self, request: Any) -> None:
         """The look-up's time includes hashing."""

@@ -18,7 +18,7 @@ import torch
 
 from engine_adapter.chunks.layout import ChunkRun, chunk_key, chunk_planes
 from engine_adapter.handoff.block_wait import WaitPlan, wait_for_blocks
-from engine_adapter.handoff.fetch import BoundedFetch
+from engine_adapter.handoff.fetch import FetchPolicy
 from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
 from engine_adapter.paged.step_plan import NamespaceSpec
 from kvstore.block.account import Account, HitTier, MissReason
@@ -144,7 +144,7 @@ class ChunkSpace:
                 if fetch_ms and handle.has_courier and blocks < len(names):
                     located = handle.locate(self.prompt(handle, names))
                     if located.number and located.blocks > blocks:
-                        blocks, _ = BoundedFetch(len(names), fetch_ms / 1000).choose(located, blocks)
+                        blocks, _ = FetchPolicy(len(names), fetch_ms / 1000, 1).choose(located, blocks)
         self._outcomes.count(found=blocks, missing=len(names) - blocks)
         return blocks
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine_adapter.handoff.fetch import BoundedFetch, FetchPolicy
+from engine_adapter.handoff.fetch import FetchPolicy
 from kvstore.block.account import Account, MissReason
 from kvstore.block.identity import Prompt
 from kvstore.client.handle import NamespaceHandle
@@ -142,8 +142,8 @@ class WaitPlan:
     def of_fetch(
         cls, usable_blocks: int, seconds: float, block_tokens: int, policy: WaitPolicy | None = None
     ) -> WaitPlan:
-        """To fetch what is elsewhere, as `BoundedFetch` decides. policy: as in `__init__`."""
-        return cls(policy, FetchPolicy(BoundedFetch(usable_blocks, seconds), block_tokens))
+        """To fetch what is elsewhere, as `FetchPolicy` decides. policy: as in `__init__`."""
+        return cls(policy, FetchPolicy(usable_blocks, seconds, block_tokens))
 
     def is_open(self, has_courier: bool) -> bool:
         """Whether it may wait for anything after another look."""

@@ -12,7 +12,7 @@ engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from engine_adapter.audit.audits import AuditVerdict
@@ -34,14 +34,14 @@ class AuditPlan:
         choice: LoadChoice,
         facts: NamespaceSpec,
         ranks: Sequence[int],
-        number: Callable[[], int],
+        numbers: Iterator[int],
         lease_deadline_ms: float,
     ) -> None:
-        """ranks: of the workers; each compares its part of a block. number: returns the next order's number."""
+        """ranks: of the workers; each compares its part of a block. numbers: of orders."""
         self._choice = choice
         self._facts = facts
         self._ranks = tuple(ranks)
-        self._number = number
+        self._numbers = numbers
         self._lease_deadline_ms = lease_deadline_ms
         self._is_exact = codec_named(facts.codec).is_exact
         self._is_first_due = not self._is_exact
@@ -93,7 +93,7 @@ class AuditPlan:
             return
         tables = page_runs(pages, first, first + block, self._facts.layout.page_tokens)
         audit.order = AuditOrder(
-            self._number(), state.request.request_id, self._facts.number, lease.ticket(), first, tables
+            next(self._numbers), state.request.request_id, self._facts.number, lease.ticket(), first, tables
         )
         audit.waiting = set(self._ranks)
         self._under_way[audit.order.number] = state

@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeVar, cast
 from engine_adapter.audit.audits import AuditResult, HitSaving
 from engine_adapter.cost.fetches import FetchDecision
 from engine_adapter.cost.load_choice import LoadChoice
-from engine_adapter.handoff.block_wait import BlockWait, ParkedWaits, WaitPlan, WaitPolicy
 from engine_adapter.handoff.fetch import FetchPolicy
 from engine_adapter.paged.announcements import Announcements
 from engine_adapter.paged.lookup import PrefixLookup
@@ -246,8 +245,8 @@ class RequestState:
         return told
 
 
-class RequestFetch:
-    """`FetchChoice` of one request. Not thread-safe."""
+class RequestFetch(FetchPolicy):
+    """By what the engine's cost model has learned. Not thread-safe."""
 
     def __init__(
         self,
@@ -259,11 +258,12 @@ class RequestFetch:
         is_busy: Callable[[], bool],
     ) -> None:
         """is_busy: whether the engine runs other requests meanwhile."""
-        self._state, self._block_tokens, self._choice, self._announced = state, block_tokens, choice, announced
+        super().__init__(0, 0.0, block_tokens)
+        self._state, self._choice, self._announced = state, choice, announced
         self._clock, self._is_busy = clock, is_busy
         self._decision: FetchDecision | None = None
         self._began_at = 0.0
-        self._first = self._stop = 0  # the blocks that are expected
+        self._first = self._last = 0  # the blocks that are expected
 
     def asks(self, blocks: int) -> bool:
         """Not for an admitted request, and never for the last token, which is computed."""
@@ -289,12 +289,11 @@ class RequestFetch:
             self._clock(),
         )
         self._began_at = self._clock()
-        self._first, self._stop = blocks, max(blocks, decision.tokens // block)
-        self._announced.expect(state.request, state.prompt.keys[self._first : self._stop], self._first)
-        return self._stop, decision.seconds
+        self._first, self._last = blocks, max(blocks, decision.tokens // block)
+        self._announced.expect(state.request, state.prompt.keys[self._first : self._last], self._first)
+        return self._last, decision.seconds
 
-    def ended(self, *, came: bool) -> None:
-        """Learn from it how fast such blocks come."""
+    def learn(self, *, came: bool) -> None:
         decision, self._decision, now = self._decision, None, self._clock()
         if decision is not None:
             seconds, name = now - self._began_at, self._state.request.request_id
@@ -304,31 +303,12 @@ class RequestFetch:
 
     def looked(self, blocks: int) -> None:
         """Expect no longer the blocks that did not come."""
-        keys = b"".join(self._state.prompt.keys[: self._stop])
+        keys = b"".join(self._state.prompt.keys[: self._last])
         self._announced.saved(keys, self._first, blocks)
 
     @property
     def _usable(self) -> int:
         return max(0, self._state.prompt.tokens - 1) // self._block_tokens
-
-
-def wait_of(
-    state: RequestState,
-    namespace: NamespaceHandle,
-    choice: LoadChoice,
-    announced: Announcements[Any],
-    parked: ParkedWaits,
-    clock: Callable[[], float],
-    is_busy: Callable[[], bool],
-    least_seconds: float,
-) -> BlockWait:
-    """The wait of a request before its first admission. least_seconds: for a ticket's first block, at least."""
-    facts, block = state.facts, namespace.block_tokens
-    policy = None
-    if facts.ticket or facts.awaits:
-        policy = WaitPolicy(state.prompt, block, choice.costs.prefill.more_seconds, clock, least_seconds)
-    fetch = FetchPolicy(RequestFetch(state, block, choice, announced, clock, is_busy), block)
-    return BlockWait(namespace, state.prompt, facts.ticket, WaitPlan(policy, fetch), parked)
 
 
 class RequestNews:

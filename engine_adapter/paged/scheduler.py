@@ -4,7 +4,11 @@
               > step after step: computed blocks are offered > finished
     step      orders for the workers > their reports
 
-Nothing here waits, except a third of a millisecond in a step that has nothing else to do (`promises`). Tokens are
+    promise   looked up > found > how much of it is loaded is chosen, or that it is audited > leased > promised
+              > given to a load, or released
+
+A request for which no block can be loaded does not wait for its look-up: it is looked up late, once its computed blocks
+could be saved. Nothing here waits, except a third of a millisecond in a step that has nothing else to do. Tokens are
 hashed in this half, once; only prefix keys leave this process. Any fault of the store becomes a miss here. Must never
 import an engine, and must never offer a token's KV before the engine has accepted the token.
 """
@@ -13,17 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import count
 from logging import getLogger
 from typing import Any
 
 from engine_adapter.audit.audits import AuditVerdict
 from engine_adapter.cost.load_choice import LoadChoice, StepWork
 from engine_adapter.cost.model import SYNCHRONOUS_MS
+from engine_adapter.handoff.block_wait import BlockWait, ParkedWaits, WaitPlan, WaitPolicy
 from engine_adapter.paged.announcements import Announcements
 from engine_adapter.paged.audit_plan import AuditPlan
 from engine_adapter.paged.load_plan import LoadPlan
+from engine_adapter.paged.lookup import PrefixLookup, account_unasked
 from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
-from engine_adapter.paged.promises import Promises
 from engine_adapter.paged.requests import (
     NEVER,
     TELL_SECONDS,
@@ -32,6 +38,7 @@ from engine_adapter.paged.requests import (
     EngineRequest,
     LoadUnderWay,
     RequestCounts,
+    RequestFetch,
     RequestNews,
     RequestSpec,
     RequestState,
@@ -52,10 +59,18 @@ from engine_adapter.paged.step_plan import (
 )
 from kvstore.block.account import Account, HitTier, MissReason
 from kvstore.block.codec import codec_named
+from kvstore.block.identity import Prompt
 from kvstore.client.edge import contained
-from kvstore.client.handle import Lease
+from kvstore.client.handle import Lease, NamespaceHandle
 
 CLOSE_SECONDS = 1.0
+
+IDLE_WAIT_SECONDS = 0.0003
+"""How long each step of an engine that runs nothing waits for answers: otherwise an answer costs it a whole step."""
+IDLE_PAUSE_SECONDS = 0.00002
+AWAIT_PAUSE_SECONDS = 0.001
+"""How long such a step sleeps, once, if all it could do is wait for blocks that another engine stores."""
+HELD_OUT = "computed all the same, as the first hits of an engine and a share of all others are (audit)"
 
 _log = getLogger(__name__)
 
@@ -78,7 +93,7 @@ class PagedScheduler:
         self._clock, self._choose = clock, choose
         self._namespace = NamespaceOpener(open_store, is_told=True)
         self._facts: NamespaceSpec | None = None
-        self._told, self._next_number, self._step = -1, 1, 0
+        self._told, self._step, self._numbers = -1, 0, count(2)
         self._ranks: tuple[int, ...] = (0,)
         self._is_exact, self._is_broken = True, False
         self._states: dict[str, RequestState] = {}
@@ -98,7 +113,11 @@ class PagedScheduler:
         self._first_tokens: list[tuple[int, float, bool, int, int]] = []
         """Awaited first tokens: (step, when its request was added, whether it was held out, prompt, found tokens)."""
         self._news = RequestNews(lambda: self._tell_news(0.0))
-        self._promises = Promises(settings, self._namespace, clock, pause, lambda: self.is_busy, lambda: self.announced)
+        self._pause = pause
+        self._idle_seconds = IDLE_WAIT_SECONDS
+        self._parked = ParkedWaits()
+        self._refused: tuple[MissReason, str] | None = (MissReason.DISABLED, "the workers have said nothing yet")
+        """Why nothing is looked up: a reason, and words; None if requests are."""
 
     # The namespace ---------------------------------------------------------------------------------------------------
 
@@ -111,7 +130,7 @@ class PagedScheduler:
             self._loads = LoadPlan(layout.page_tokens, layout.block_tokens)
         self._facts, self._ranks = facts, tuple(ranks)
         if not self._is_broken:
-            self._promises.refused = None  # also after drift: these are other weights, or renamed ones
+            self._refused = None  # also after drift: these are other weights, or renamed ones
         self._is_exact, self._plan = codec.is_exact, SavePlan(ranks, layout.page_tokens, layout.block_tokens)
         self.choice = LoadChoice(
             payload_bytes / layout.block_tokens,
@@ -120,8 +139,7 @@ class PagedScheduler:
             choose=self._choose,
         )
         self.announced.forget()
-        self._audits = AuditPlan(self.choice, facts, self._ranks, self._number, settings.lease_deadline_ms)
-        self._promises.use(facts, self.choice, self._audits)
+        self._audits = AuditPlan(self.choice, facts, self._ranks, self._numbers, settings.lease_deadline_ms)
         self._namespace.want(facts)
 
     def wait_open(self, seconds: float) -> bool:
@@ -138,9 +156,9 @@ class PagedScheduler:
 
     def refuse(self, reason: MissReason, detail: str) -> None:
         """Look up and save nothing from now on. Loads and saves in flight finish."""
-        self._promises.refused = (reason, detail)
+        self._refused = (reason, detail)
         for state in self._states.values():
-            self._promises.let_go(state)
+            self._let_go(state)
             self._end_audit(state)
 
     def broke(self, error: Exception) -> None:
@@ -149,7 +167,7 @@ class PagedScheduler:
         if not self._is_broken:
             _log.error("nothing is looked up or saved any more in this engine", exc_info=error)
         self._is_broken = True
-        self._promises.refused = (MissReason.DISABLED, f"a fault in the adapter: {type(error).__name__}")
+        self._refused = (MissReason.DISABLED, f"a fault in the adapter: {type(error).__name__}")
         self._loads.give_up()
 
     def renamed(self, weights_epoch: int) -> None:
@@ -158,7 +176,7 @@ class PagedScheduler:
         if self._facts is None:
             return
         for state in self._states.values():
-            self._promises.let_go(state)
+            self._let_go(state)
             self._end_audit(state)
             state.facts = RequestSpec(refused=MissReason.DISABLED, detail="it began before the weights were changed")
         if self._audits is not None:
@@ -191,8 +209,8 @@ class PagedScheduler:
         account = Account.of([(MissReason.DISABLED, request.num_tokens)])
         state = RequestState(request, facts, account, added_at=self._clock())
         self._states[request.request_id] = state
-        if self._running or len(self._states) > 1 or not self._promises.is_asked(state) or facts.hands_over:
-            self._promises.look_up(state)
+        if self._running or len(self._states) > 1 or not self._is_asked(state) or facts.hands_over:
+            self._look_up(state)
 
     @edge((0, False))
     def matched(self, request_id: str, local_tokens: int) -> tuple[int | None, bool]:
@@ -206,7 +224,7 @@ class PagedScheduler:
         if self._loads.asks(state, local_tokens):
             return None, False
         state.local_tokens = local_tokens
-        tokens = self._promises.tokens(state, local_tokens)
+        tokens = self._promised_tokens(state, local_tokens)
         if tokens is None:
             return None, False
         promised = max(0, tokens - local_tokens)
@@ -253,7 +271,7 @@ class PagedScheduler:
         elif lookup is not None and found is None and not lookup.is_over:
             state.late_lookup, state.lookup = lookup, None  # it says which blocks need not be saved
         else:
-            self._promises.let_go(state)
+            self._let_go(state)
 
     def begins_with(self, request_id: str, computed: int) -> None:
         """The request runs from now on, with this many tokens. If another connector has brought some of them, the
@@ -271,7 +289,7 @@ class PagedScheduler:
             return None
         self._running.discard(request_id)
         self._loads.ended(request_id)
-        self._promises.let_go(state)
+        self._let_go(state)
         self._end_audit(state)
         if state.load is not None:
             state.load.account = state.account  # counted when it is known how the load ended
@@ -301,7 +319,9 @@ class PagedScheduler:
                 self._plan.decoded((page for run in load.tables for page in run.pages), load.number)
         self._offer_all(due, orders)
         self._running = running
-        self._promises.step_begins()
+        self._idle_seconds = IDLE_WAIT_SECONDS
+        if self._parked.waiting:
+            self._parked.read()
         if self._failures:
             orders.failures_seen = dict(self._failures)
         if self._facts is not None and self._told != self._facts.number:
@@ -369,6 +389,155 @@ class PagedScheduler:
         self._news.close()
         self._namespace.close(CLOSE_SECONDS)
 
+    # A request's look-up ---------------------------------------------------------------------------------------------
+
+    def _is_asked(self, state: RequestState) -> bool:
+        is_read = state.facts.refused is None and state.facts.reads and self._refused is None
+        return is_read and self._namespace.now() is not None
+
+    def _look_up(self, state: RequestState) -> None:
+        """Submit a request's look-up, or note why it is a miss."""
+        request, facts, tokens = state.request, state.facts, state.request.num_tokens
+        self._let_go(state)
+        state.chosen_for, state.late_at = -1, 0
+        namespace = self._namespace.now() if self._refused is None else None
+        if facts.refused is not None:
+            reason, detail = facts.refused, facts.detail
+        elif self._refused is not None:
+            reason, detail = self._refused
+        elif namespace is None:
+            reason, detail = self._namespace.why_not()
+        else:
+            reason, detail = MissReason.DISABLED, "the request is not to read what is cached"
+        if not state.is_admitted:
+            is_asked = self._refused is None and facts.refused is None  # a tail is missed in any case
+            state.account = Account.missed(reason, tokens, self.block_tokens if is_asked else 0)
+            state.detail = detail
+        if namespace is None or facts.refused is not None or self._facts is None:
+            return
+        known = state.prompt if state.number == self._facts.number else Prompt(0, [])
+        state.prompt = namespace.hashed(
+            request.token_ids(len(known.keys) * namespace.block_tokens, tokens), facts.extra_keys, known
+        )
+        state.number = self._facts.number
+        if self.settings.save is not SavePolicy.NONE:
+            state.seal(namespace, TICKET_SECONDS)
+        if facts.reads:
+            state.lookup = PrefixLookup(
+                namespace,
+                state.prompt,
+                request.request_id,
+                self._clock,
+                self.settings,
+                wait=self._wait_of(state, namespace),
+                trace=facts.trace,
+            )
+
+    def _ask_late(self, state: RequestState, computed: int) -> None:
+        """Look up a request whose admission did not wait for that; called in each step until the answer is there."""
+        if state.late_lookup is None:
+            self._look_up(state)
+            state.late_lookup, state.lookup = state.lookup, None
+        late = state.late_lookup
+        match = late.found() if late is not None else None
+        if late is not None and match is None and not late.is_over:
+            state.late_at = computed + 1
+            return
+        state.late_at, state.late_lookup = 0, None
+        if late is not None:
+            late.give_back()
+        state.offered = min(state.offered, match.blocks if match is not None else 0)
+
+    def _let_go(self, state: RequestState) -> None:
+        """Release what its look-ups hold. Safe to call again."""
+        for lookup in (state.lookup, state.late_lookup):
+            if lookup is not None:
+                lookup.give_back()
+        state.lookup = state.late_lookup = None
+        if self.choice is not None and state.load is None:
+            self.choice.dropped(state.request.request_id)
+
+    # What it is promised ---------------------------------------------------------------------------------------------
+
+    def _promised_tokens(self, state: RequestState, local_tokens: int) -> int | None:
+        """The token up to which a request's KV is promised; None: ask again in the next step. local_tokens: of the
+        engine's own cache."""
+        if state.lookup is not None and state.is_admitted and state.lookup.is_over:
+            self._let_go(state)  # it was preempted, and comes again with its generated tokens
+        if self._gains_nothing(state, local_tokens):
+            return 0
+        if state.lookup is None:
+            self._look_up(state)
+        lookup = state.lookup
+        if lookup is None:
+            return 0
+        tokens = self._promised(state, lookup, local_tokens)
+        while tokens is None and not self.is_busy and self._idle_seconds > 0:
+            nap, began = AWAIT_PAUSE_SECONDS if lookup.is_waiting else IDLE_PAUSE_SECONDS, self._clock()
+            self._pause(nap)
+            self._parked.read()
+            tokens = self._promised(state, lookup, local_tokens)
+            self._idle_seconds -= max(self._clock() - began, nap)
+        if tokens is not None and not state.is_admitted:
+            state.account, state.detail = lookup.account, lookup.detail
+        return tokens
+
+    def _gains_nothing(self, state: RequestState, local_tokens: int) -> bool:
+        """Whether no whole block behind the engine's own tokens can be loaded and no answer is there yet: the request
+        then does not wait for an answer that only the account needs."""
+        tokens, block, lookup = state.request.num_tokens, self.block_tokens, state.lookup
+        if not block or (tokens - 1) // block * block > local_tokens:
+            return False
+        if state.facts.hands_over:
+            return False  # evicted blocks are saved again before it is over
+        if lookup is None and not self._is_asked(state):
+            return False
+        if lookup is not None and (lookup.is_over or lookup.found() is not None):
+            return False
+        state.late_at = tokens + (not state.facts.is_kept)  # its stored blocks are renewed with its last step
+        if self._facts is not None and state.number != self._facts.number:
+            state.number, state.prompt = self._facts.number, Prompt(0, [])  # hashed when a block is to be saved
+        if not state.is_admitted:
+            state.account, state.detail = account_unasked(tokens, block), ""
+        return True
+
+    def _promised(self, state: RequestState, lookup: PrefixLookup, local_tokens: int) -> int | None:
+        match = lookup.found()
+        if match is None:
+            return 0 if lookup.is_over else None
+        if state.chosen_for != local_tokens and self.choice is not None and self._audits is not None:
+            state.chosen_for = local_tokens
+            block, page = self.block_tokens, self.page_tokens
+            is_hit = min(match.tokens, state.prompt.tokens - 1) // block * block > local_tokens
+            takes_all = self.choice.holdout.takes_all
+            # Also after a preemption if all hits are computed: nothing is loaded uncompared.
+            if is_hit and state.held_out is None and (takes_all or not state.is_admitted):
+                state.held_out = self._audits.begins(state, match, lookup.namespace, self._clock())
+            # If all hits are computed, chance has not chosen which: the saving cannot be learned from them.
+            state.found_tokens = match.tokens if is_hit and not takes_all else 0
+            cap = (state.prompt.tokens - 1) // page * page
+            name, is_busy, now = state.request.request_id, self.is_busy, self._clock()
+            state.stop_token, state.stop_reason = self.choice.stop_token(
+                name, match, local_tokens, cap, block, is_busy, now
+            )
+        if state.held_out:
+            if self._audits is not None and not self._audits.is_ready(state):
+                return None  # a request of one token would be over before its block could be compared
+            lookup.detail = HELD_OUT
+            return lookup.matched(local_tokens, local_tokens, MissReason.AUDIT)
+        return lookup.matched(local_tokens, state.stop_token, state.stop_reason)
+
+    def _wait_of(self, state: RequestState, namespace: NamespaceHandle) -> BlockWait | None:
+        choice, facts, block = self.choice, state.facts, namespace.block_tokens
+        if state.is_admitted or choice is None:
+            return None
+        policy = None
+        if facts.ticket or facts.awaits:
+            least_seconds = self.settings.lease_deadline_ms / 1000
+            policy = WaitPolicy(state.prompt, block, choice.costs.prefill.more_seconds, self._clock, least_seconds)
+        fetch = RequestFetch(state, block, choice, self.announced, self._clock, lambda: self.is_busy)
+        return BlockWait(namespace, state.prompt, facts.ticket, WaitPlan(policy, fetch), self._parked)
+
     # Loads -----------------------------------------------------------------------------------------------------------
 
     @property
@@ -401,7 +570,7 @@ class PagedScheduler:
     ) -> None:
         waits, request_id = state.waits, state.request.request_id
         order = LoadOrder(
-            self._number(),
+            next(self._numbers),
             request_id,
             facts.number,
             lease.ticket() if lease is not None else b"",
@@ -478,14 +647,14 @@ class PagedScheduler:
             self._first_tokens.append((self._step, state.added_at, bool(state.held_out), asked, found))
             state.found_tokens = 0
         facts, policy, namespace = state.facts, self.settings.save, self._namespace.now()
-        is_other = self._facts is None or state.number != self._facts.number or self._promises.refused is not None
+        is_other = self._facts is None or state.number != self._facts.number or self._refused is not None
         if namespace is None or is_other or facts.refused is not None or not facts.saves or policy is SavePolicy.NONE:
             state.request.due = NEVER
             return
         block = namespace.block_tokens
         stop = min(one.stop, state.request.num_tokens)
         if state.late_at and one.stop >= state.late_at:
-            self._promises.ask_late(state, one.stop)
+            self._ask_late(state, one.stop)
         if policy is SavePolicy.PROMPT:
             stop = min(stop, state.request.num_prompt_tokens)
         stop_block = stop // block
@@ -517,7 +686,7 @@ class PagedScheduler:
         assert self._facts is not None
         block, facts = self.block_tokens, state.facts
         order = SaveOrder(
-            self._number(),
+            next(self._numbers),
             state.request.request_id,
             self._facts.number,
             b"".join(state.prompt.keys[:stop_block]),
@@ -579,7 +748,3 @@ class PagedScheduler:
     def _end_audit(self, state: RequestState) -> None:
         if self._audits is not None:
             self._audits.ended(state)
-
-    def _number(self) -> int:
-        self._next_number += 1
-        return self._next_number

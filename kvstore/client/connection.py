@@ -53,6 +53,7 @@ REASON_OF_FAULT = {
     m.RequestFault.VERSION: MissReason.UNREACHABLE,  # these two end the connection
     m.RequestFault.MALFORMED: MissReason.UNREACHABLE,
     m.RequestFault.BAD_INPUT: MissReason.UNSUPPORTED,
+    m.RequestFault.UNSUPPORTED: MissReason.UNSUPPORTED,
     m.RequestFault.BUSY: MissReason.BUSY,
     m.RequestFault.CLOSED: MissReason.DISABLED,
 }
@@ -80,10 +81,6 @@ class SidecarConnection:
         self.name = wire.welcome.run
         self.max_keys = min(m.MAX_KEYS, max(1, wire.welcome.max_keys))
         """Limit of the blocks of one chain in a request."""
-        self.tells_changes = wire.welcome.version >= m.CHANGES_VERSION
-        """Whether it takes `Changes` and `Tell`."""
-        self.locates = wire.welcome.version >= m.LOCATE_VERSION
-        """Whether it takes `Locate`."""
         self.may_skip = wire.welcome.max_keys > m.OLDER_MAX_KEYS
         """Whether the sidecar knows `Reserve.skipped`."""
         self._long_until = 0.0  # when the sidecar should be done with all long chains asked for

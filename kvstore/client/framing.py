@@ -118,7 +118,7 @@ class FramedSocket:
             self._socket.settimeout(seconds)
             self._socket.connect(path)
             self._socket.setblocking(False)
-            hello = m.Hello(m.OLDEST_VERSION, m.NEWEST_VERSION, engine, session, fingerprint, tenant)
+            hello = m.Hello(m.OLDEST_SIDECAR_VERSION, m.NEWEST_VERSION, engine, session, fingerprint, tenant)
             answer = self.call(hello, seconds).answer
         except PermissionError:
             self.close()

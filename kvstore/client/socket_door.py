@@ -64,7 +64,6 @@ _KIND_OF_ANSWER: dict[type, type[m.Changed | m.Awaited | m.Sealed | m.TicketOpen
     m.OpenTicket: m.TicketOpened,
     m.Locate: m.Located,
 }
-_SINCE: dict[type, int] = {m.Changes: m.CHANGES_VERSION, m.Locate: m.LOCATE_VERSION}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +150,7 @@ class SocketDoor:
                 run.post(request)  # the sidecar takes the messages of a connection in their order
             return cast(Submitted[A], ReadyReply(m.Counted(0)))
         if isinstance(request, m.Tell):
-            if run is not None and not run.wire.closed and run.tells_changes and not run.breaker.is_open:
+            if run is not None and not run.wire.closed and not run.breaker.is_open:
                 post = run.post_later if seconds > 0 else run.post
                 named = run.namespaces.get(request.namespace, -1)
                 post(msgspec.structs.replace(request, namespace=named))
@@ -248,7 +247,7 @@ class SocketDoor:
             verb = msgspec.structs.replace(request, namespace=number, keys=keys[: run.max_keys])
             found = taken((yield verb), m.Matched)
             reply = matched_up_to(found.reply, len(keys), run.max_keys)
-            return m.Matched(reply, found.has_courier and run.locates)
+            return m.Matched(reply, found.has_courier)
         if len(keys) > run.max_keys:  # the match came from another connection
             raise Unavailable(MissReason.UNSUPPORTED, f"{len(keys)} blocks; this sidecar takes {run.max_keys}")
         wait_ms = min(float(request.deadline_ms), MAX_DEADLINE_MS)
@@ -259,8 +258,6 @@ class SocketDoor:
         return self._hold(run, leased) if leased.lease else NamedLease(leased)
 
     def _plain(self, run: SidecarConnection, request: PlainVerb, number: int) -> Exchange[m.Answer]:
-        if run.wire.welcome.version < _SINCE.get(type(request), m.AWAIT_VERSION):
-            raise Unavailable(MissReason.UNSUPPORTED, "the sidecar is of an earlier version")
         if isinstance(request, m.Locate):
             request = msgspec.structs.replace(request, keys=request.keys[: run.max_keys])
         if isinstance(request, m.SealTicket) and len(request.keys) > run.max_keys:

@@ -1,4 +1,5 @@
-"""The courier, put together: a link for each tenant, the other nodes, the data servers, the remote tier.
+"""The courier, put together: a link for each tenant, the other nodes, the data servers, the remote tier; and its
+answers to other nodes.
 
 The node's id comes from the sidecar. When the sidecar comes back as another run, the node enters the directory anew,
 since hints belong to a run. Each tenant has a few threads for its questions, so that a busy tenant delays only itself.
@@ -6,34 +7,37 @@ since hints belong to a run. Each tenant has a few threads for its questions, so
 
 from __future__ import annotations
 
+import hmac
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count as counted_from
 
 import msgspec
 
 from kvstore.block.account import MissReason
+from kvstore.block.errors import BadInput, Unreachable
 from kvstore.block.identity import NodeIdentity
 from kvstore.client.connection import Unavailable
 from kvstore.courier.announcing import Follower, RemoteWriting
-from kvstore.courier.asking import VERSION, PeerCalls, UsableTransports
+from kvstore.courier.asking import VERSION, AskedBy, PeerCalls, UsableTransports, has_mac, offer_mac
 from kvstore.courier.directory import ValkeyDirectory
 from kvstore.courier.fetch import Fetcher, FetchJob, places_answer
 from kvstore.courier.figures import BANNED, DIRECTORY, MOST_SHOWN, PEER, REMOTE, UP, Figures, OncePerKind
-from kvstore.courier.holder import PeerHolder
 from kvstore.courier.link import CourierLink, CourierRun, CourierSpace
-from kvstore.courier.locate import LOOK_SECONDS, HintedHolders, Locator
+from kvstore.courier.locate import LOOK_SECONDS, Locator
 from kvstore.courier.members import NamedPeers
 from kvstore.courier.peer_source import PeerSource, PeerWays, hand_over
-from kvstore.peers.tokens import PullTerms
-from kvstore.peers.transport import FrameDoor, PullTransport
+from kvstore.peers.tokens import NONCE_BYTES, PullTerms, ask_mac, pull_secret
+from kvstore.peers.transport import FrameDoor, OfferedFrames, PeerFault, PullBusy, PullTransport
 from kvstore.pool.announcer import Announcer
 from kvstore.pool.choice import HolderChoice
-from kvstore.pool.directory import MAX_FINGERPRINTS, NodeEntry
-from kvstore.pool.hottest import MOST_OFFERED_BYTES
+from kvstore.pool.directory import MAX_FINGERPRINTS, HeldElsewhere, NodeEntry
+from kvstore.pool.hottest import LEAVING_SECONDS, MOST_OFFERED_BLOCKS, MOST_OFFERED_BYTES
 from kvstore.pool.members import AliveTable
 from kvstore.protocol import messages as m
 from kvstore.protocol.courier import (
@@ -47,7 +51,9 @@ from kvstore.protocol.courier import (
     QuestionAnswered,
     SourceFigures,
 )
+from kvstore.wire import peer_pb2
 from tiering.clock import Clock
+from tiering.frame import KEY_BYTES
 
 LOCATE_THREADS, FETCH_THREADS = 4, 8
 """For each tenant."""
@@ -55,6 +61,15 @@ TOLD_SECONDS = 1.0
 MOST_REASONS = 16
 MOST_NAMED = 4
 """Other nodes named in a line for people."""
+
+MOST_PULL_BYTES, MOST_PULL_BLOCKS = 256 << 20, 512
+"""In one offer, at least one block."""
+MOST_PULLS, MOST_PULLS_OF_NODE = 32, 8
+MOST_PINNED_BYTES = 512 << 20
+"""By all offers together; a single larger one is allowed."""
+LONGEST_WAIT_SECONDS = 2.0
+"""For promotions from slower tiers."""
+BUSY, KEY_MISMATCH, ABSENT = str(MissReason.BUSY), str(MissReason.KEY_MISMATCH), str(MissReason.ABSENT)
 
 _log = logging.getLogger(__name__)
 
@@ -131,13 +146,13 @@ class _NodeSession:
             self.directory.close()
 
 
-class _TenantWork:
-    """A tenant's threads and their work: `Errands` of its link."""
+class _TenantWork(CourierLink):
+    """A tenant's link, its threads and their work."""
 
-    def __init__(self, courier: Courier, tenant: str) -> None:
+    def __init__(self, courier: Courier, tenant: str, token: bytes) -> None:
+        parts = courier.parts
+        super().__init__(tenant, parts.socket, parts.clock, token, parts.told)
         self._courier = courier
-        self._clock = courier.parts.clock
-        self.link: CourierLink
         self.follower: Follower | None = None
         self._session: _NodeSession | None = None
         self._locates = ThreadPoolExecutor(LOCATE_THREADS, f"kv-locate-{tenant}")
@@ -177,13 +192,13 @@ class _TenantWork:
             self.follower.close()
 
     def close(self) -> None:
-        self.link.close()
+        super().close()
         self._locates.shutdown(wait=False, cancel_futures=True)
         self._fetches.shutdown(wait=False, cancel_futures=True)
 
     def _do(self, pool: ThreadPoolExecutor, run: CourierRun, work: Callable[[], QuestionAnswered]) -> None:
         try:
-            pool.submit(lambda: self.link.answer(run, work())).add_done_callback(_log_fault)
+            pool.submit(lambda: self.answer(run, work())).add_done_callback(_log_fault)
         except RuntimeError:  # it is closed
             pass
 
@@ -245,7 +260,7 @@ class _TenantWork:
         now = self._clock.monotonic_seconds()
         if now - self._told_at >= TOLD_SECONDS:
             self._told_at = now
-            self.link.exchange(run, self._courier.figures())
+            self.exchange(run, self._courier.figures())
 
 
 def _so_many(nodes: int) -> str:
@@ -258,31 +273,210 @@ def _log_fault(done: Future[None]) -> None:
         _log.error("a question of the sidecar was not answered", exc_info=fault)
 
 
+class PeerHolder:
+    """`kvstore.v1.Peer`: answers other nodes how much this node has of a chain, and where to pull it from. Thread-safe.
+
+        fingerprint > tenant    MAC under its identity key    > namespace > match, or a lease > a data server's offer
+
+    A lease pins the blocks until the last byte is sent, the puller is gone, or 5 s are over. Pinned bytes are bounded
+    for one node and for all; beyond that the answer is busy, which is no fault."""
+
+    def __init__(self, courier: Courier) -> None:
+        self._courier, self._doors = courier, courier.parts.doors
+        self._taking = threading.Lock()
+        self._lock = threading.Lock()
+        self._pulls = Counter[bytes]()
+        self._pinned_bytes = 0
+        self.is_leaving = False
+
+    def WhoAreYou(self, request: peer_pb2.WhoAreYouRequest, call: AskedBy) -> peer_pb2.WhoAreYouResponse:
+        runs = self._courier.runs()
+        if not runs:
+            raise Unreachable("the sidecar does not answer")
+        return peer_pb2.WhoAreYouResponse(
+            node=runs[0].node,
+            incarnation=runs[0].incarnation,
+            fingerprints=[one.fingerprint for one in runs],
+            versions=[VERSION],
+            transports=list(self._doors),
+        )
+
+    def Has(self, request: peer_pb2.HasRequest, call: AskedBy) -> peer_pb2.HasResponse:
+        """How many of these blocks are here."""
+        found = self._asked(request, call, has_mac)
+        if isinstance(found, str):
+            return peer_pb2.HasResponse(reason=found)
+        run, space, terms = found
+        try:
+            blocks = run.match(space, terms.keys)
+        except Unavailable as away:
+            return peer_pb2.HasResponse(reason=str(away.reason))
+        return peer_pb2.HasResponse(blocks=blocks, reason="" if blocks else ABSENT)
+
+    def OpenPull(self, request: peer_pb2.OpenPullRequest, call: AskedBy) -> peer_pb2.OpenPullResponse:
+        """Pin blocks, and answer where to pull them from."""
+        found = self._asked(request, call, ask_mac)
+        if isinstance(found, str):
+            return peer_pb2.OpenPullResponse(reason=found)
+        run, space, terms = found
+        door = next((self._doors[one] for one in request.transports if one in self._doors), None)
+        if door is None:
+            return peer_pb2.OpenPullResponse(reason=str(MissReason.UNSUPPORTED))
+        with self._lock:
+            is_busy = sum(self._pulls.values()) >= MOST_PULLS or self._pulls[terms.asking] >= MOST_PULLS_OF_NODE
+            if not is_busy:
+                self._pulls[terms.asking] += 1
+        if is_busy:
+            return peer_pb2.OpenPullResponse(reason=BUSY)
+        is_offered = False
+        try:
+            wait = min(request.wait_ms / 1000, call.seconds_left(), LONGEST_WAIT_SECONDS)
+            answer = self._opened(run, space, terms, door, wait)
+            is_offered = bool(answer.token)
+            return answer
+        except (Unavailable, PullBusy) as away:
+            return peer_pb2.OpenPullResponse(reason=str(away.reason) if isinstance(away, Unavailable) else BUSY)
+        finally:
+            if not is_offered:
+                self._ended(terms.asking)
+
+    def Offer(self, request: peer_pb2.OfferRequest, call: AskedBy) -> peer_pb2.OfferResponse:
+        """Pull what a leaving node has, one offer at a time, as far as there is room without waiting for it."""
+        if request.first_block or len(request.keys) > MOST_OFFERED_BLOCKS * KEY_BYTES:
+            raise BadInput(
+                f"an offer that begins late or is too long; offer the first {MOST_OFFERED_BLOCKS} blocks at most"
+            )
+        found = self._asked(request, call, offer_mac)
+        if isinstance(found, str):
+            return peer_pb2.OfferResponse(reason=found)
+        if not self._taking.acquire(blocking=False):
+            return peer_pb2.OfferResponse(reason=BUSY)
+        try:
+            blocks, reason = self._courier.take_offer(*found, min(call.seconds_left(), LEAVING_SECONDS))
+        except Unavailable as away:
+            return peer_pb2.OfferResponse(reason=str(away.reason))
+        finally:
+            self._taking.release()
+        return peer_pb2.OfferResponse(blocks=blocks, reason=str(reason or ""))
+
+    def _opened(
+        self, run: CourierRun, space: CourierSpace, terms: PullTerms, door: FrameDoor, wait: float
+    ) -> peer_pb2.OpenPullResponse:
+        most = max(1, min(len(terms.keys), MOST_PULL_BLOCKS, MOST_PULL_BYTES // space.block_bytes))
+        reply = run.lease(space, terms.keys[:most], max(0.0, wait))
+        if not reply.lease:
+            return peer_pb2.OpenPullResponse(reason=str(reply.reason or MissReason.ABSENT))
+        is_offered = False
+        try:
+            columns = run.frames(reply.places, writable=False)
+            blocks = min(map(len, columns))
+            if not blocks:
+                return peer_pb2.OpenPullResponse(reason=str(MissReason.UNREACHABLE))
+            spans = [column[block] for block in range(blocks) for column in columns]
+            size = sum(span.nbytes for span in spans)
+            if not self._pins(size):
+                return peer_pb2.OpenPullResponse(reason=BUSY)
+
+            def release() -> None:
+                run.release(reply.lease)
+                self._ended(terms.asking, size)
+
+            frames_sent = counted_from(1)
+
+            def sent(frame_bytes: int) -> None:
+                is_whole = next(frames_sent) % len(columns) == 0  # a block's parts are sent in turn
+                self._courier.parts.figures.sent(terms.asking, int(is_whole), frame_bytes)
+
+            nonce = self._courier.parts.new_token(NONCE_BYTES)
+            secret = pull_secret(space.grant.identity_key, terms, nonce)
+            try:
+                offer = door.offer(OfferedFrames(spans, space.frames, release, sent), secret)
+            except BaseException:
+                self._pins(-size)
+                raise
+            is_offered = True
+        finally:
+            if not is_offered:
+                run.release(reply.lease)
+        return peer_pb2.OpenPullResponse(
+            token=offer.token,
+            address=offer.address,
+            transport=offer.transport,
+            blocks=offer.blocks,
+            frame_bytes=offer.frame_bytes,
+            is_sealed=offer.is_sealed,
+            nonce=nonce,
+            reason=str(reply.reason or "") if blocks < len(terms.keys) else "",
+        )
+
+    def _pins(self, size: int) -> bool:
+        with self._lock:
+            if size > 0 and self._pinned_bytes and self._pinned_bytes + size > MOST_PINNED_BYTES:
+                return False
+            self._pinned_bytes += size
+            return True
+
+    def _ended(self, node: bytes, size: int = 0) -> None:
+        with self._lock:
+            self._pinned_bytes -= size
+            self._pulls[node] -= 1
+            if self._pulls[node] <= 0:
+                del self._pulls[node]
+
+    def _asked(
+        self,
+        request: peer_pb2.HasRequest | peer_pb2.OpenPullRequest | peer_pb2.OfferRequest,
+        call: AskedBy,
+        mac_of: Callable[[bytes, PullTerms], bytes],
+    ) -> tuple[CourierRun, CourierSpace, PullTerms] | str:
+        """The tenant and namespace of a request; or why it gets no answer. Raises `BadInput`."""
+        joined = request.keys  # read once: each access to a message's field copies it
+        if len(joined) % KEY_BYTES:
+            raise BadInput(f"keys of {len(joined)} bytes; give {KEY_BYTES} for each block")
+        if call.node and request.node != call.node:
+            raise BadInput("the node of the message is another one than that of the caller's certificate")
+        run = next((one for one in self._courier.runs() if one.fingerprint == request.fingerprint), None)
+        if run is None:
+            return KEY_MISMATCH
+        if self.is_leaving:
+            return BUSY
+        space = run.space_of(request.namespace)
+        known = space or next(iter(run.by_id.values()), None)
+        if known is None:
+            return ABSENT
+        keys = [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
+        terms = PullTerms(request.nonce, request.node, run.node, request.namespace, request.first_block, keys)
+        try:
+            right = mac_of(known.grant.identity_key, terms)
+        except PeerFault as error:
+            raise BadInput(str(error)) from None
+        if not hmac.compare_digest(right, request.mac):
+            self._courier.parts.figures.refused("a caller", "mac")
+            return KEY_MISMATCH
+        return (run, space, terms) if space is not None else ABSENT
+
+
 class Courier:
     """Start it, close it. holder: answers other nodes."""
 
     def __init__(self, parts: CourierParts) -> None:
         self.parts = parts
-        self.holder = PeerHolder(self.runs, parts.doors, parts.figures, parts.clock, parts.new_token, self._take_offer)
+        self.holder = PeerHolder(self)
         self._address = ""
         self._lock = threading.Lock()
         self._session: _NodeSession | None = None
         self._is_closed = False
-        self._tenants: list[_TenantWork] = []
         token = parts.new_token(m.MIN_SESSION_BYTES)
-        for name in parts.tenants:
-            work = _TenantWork(self, name)
-            work.link = CourierLink(name, parts.socket, work, parts.clock, token, parts.told)
-            self._tenants.append(work)
+        self._tenants = [_TenantWork(self, name, token) for name in parts.tenants]
 
     def runs(self) -> list[CourierRun]:
-        return [run for one in self._tenants if (run := one.link.run) is not None]
+        return [run for one in self._tenants if (run := one.run) is not None]
 
     def start(self, address: str) -> None:
         """address: HOST:PORT where other nodes reach this one."""
         self._address = address
         for one in self._tenants:
-            one.link.start()
+            one.start()
 
     def close(self) -> None:
         """Leave the pool: offer hot blocks to other nodes, then withdraw from the directory and close the links."""
@@ -318,18 +512,26 @@ class Courier:
             was.close()
         return session
 
-    def holders(
-        self, tenant: str, namespace: bytes, keys: Sequence[bytes], seconds: float, *, are_own: bool
-    ) -> HintedHolders:
+    @property
+    def service(self) -> PeerHolder | None:
+        """`kvstore.v1.Peer`; None without other nodes."""
+        return self.holder if self.parts.calls is not None else None
+
+    def holding(
+        self, tenant: str, namespace: str, keys: Sequence[bytes], seconds: float, *, are_own: bool
+    ) -> HeldElsewhere:
+        """As `Locator.holders`, of a tenant's prompt."""
         run = next((one for one in self.runs() if one.tenant == tenant), None)
         session = self._session
         if run is None or session is None:
-            return HintedHolders(left_out="the courier has no connection to the sidecar")
-        return session.locator.holders(run, namespace, keys, seconds, are_own=are_own)
+            return HeldElsewhere(left_out="the courier has no connection to the sidecar")
+        return session.locator.holders(run, bytes.fromhex(namespace), keys, seconds, are_own=are_own)
 
-    def _take_offer(
+    def take_offer(
         self, run: CourierRun, space: CourierSpace, terms: PullTerms, seconds: float
     ) -> tuple[int, MissReason | None]:
+        """Pull what a leaving node offers; how many blocks are here afterwards, and why not all. Raises
+        `Unavailable`."""
         session, now = self._session, self.parts.clock.monotonic_seconds()
         entry = session.table.alive(now).get(terms.asking) if session is not None else None
         if session is None or session.ways is None or entry is None:

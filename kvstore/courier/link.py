@@ -14,10 +14,9 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from kvstore.block.account import MissReason
-from kvstore.block.errors import Rejected, Unreachable
+from kvstore.block.errors import Unreachable
 from kvstore.block.identity import Namespace
 from kvstore.client.connection import REASON_OF_FAULT, SidecarConnection, Unavailable, spans
 from kvstore.client.framing import FramedSocket, drained
@@ -171,30 +170,14 @@ class CourierRun:
         self.connection.close()
 
 
-class Errands(Protocol):
-    """Executes the sidecar's questions. Called by any thread; must not block."""
-
-    def begin(self, run: CourierRun) -> None:
-        """A connection was made."""
-        ...
-
-    def take(self, run: CourierRun, wanted: m.QuestionsReply) -> None:
-        """New questions, and fetches that are over."""
-        ...
-
-    def gone(self, run: CourierRun) -> None:
-        """The connection is gone, and all its questions are void."""
-        ...
-
-
 class CourierLink:
-    """Start it, answer through it from any thread, close it."""
+    """Start it, answer through it from any thread, close it. A subclass executes the sidecar's questions: `begin`,
+    `take` and `gone` are called by any thread, and must not block."""
 
     def __init__(
         self,
         tenant: str,
         path: str,
-        errands: Errands,
         clock: Clock,
         session: bytes,
         told: OncePerKind,
@@ -203,14 +186,25 @@ class CourierLink:
         reports once, over whichever of its links it comes."""
         self.tenant = tenant
         self._path = path
-        self._errands = errands
         self._clock = clock
-        self._session = session
+        self._token = session
         self._told = told
         self._run: CourierRun | None = None
         self._answers: deque[tuple[CourierRun, QuestionAnswered]] = deque()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._serve, name=f"kv-courier-{tenant}", daemon=True)
+
+    def begin(self, run: CourierRun) -> None:
+        """A connection was made."""
+        raise NotImplementedError
+
+    def take(self, run: CourierRun, wanted: m.QuestionsReply) -> None:
+        """New questions, and fetches that are over."""
+        raise NotImplementedError
+
+    def gone(self, run: CourierRun) -> None:
+        """The connection is gone, and all its questions are void."""
+        raise NotImplementedError
 
     @property
     def run(self) -> CourierRun | None:
@@ -238,7 +232,7 @@ class CourierLink:
                         break
                 wanted = run.connection.ask(m.Questions(answers, told), m.QuestionsReply, ANSWER_SECONDS)
                 told = None
-                self._errands.take(run, wanted)
+                self.take(run, wanted)
                 run.connection.unmap(run.connection.wire.retired())
                 run.connection.settle()
                 if not wanted.more and not self._answers:
@@ -271,18 +265,12 @@ class CourierLink:
                 self._attend(run)
             finally:
                 self._run = None
-                self._errands.gone(run)
+                self.gone(run)
                 run.close()
             self._ends.wait(FIRST_PAUSE_SECONDS)
 
     def _connected(self) -> CourierRun:
-        wire = FramedSocket(self._path, ENGINE, self._session, self._clock, CONNECT_SECONDS, tenant=self.tenant)
-        if wire.welcome.version < m.LOCATE_VERSION:
-            wire.close()
-            raise Rejected(
-                f"the sidecar speaks version {wire.welcome.version} of the protocol, and blocks from elsewhere need "
-                f"{m.LOCATE_VERSION}; upgrade it"
-            )
+        wire = FramedSocket(self._path, ENGINE, self._token, self._clock, CONNECT_SECONDS, tenant=self.tenant)
         run = CourierRun(self.tenant, SidecarConnection(wire, self._clock))
         try:
             run.list_spaces()
@@ -293,7 +281,7 @@ class CourierLink:
 
     def _attend(self, run: CourierRun) -> None:
         self._run = run
-        self._errands.begin(run)
+        self.begin(run)
         bell: NotifyPipeEnd | None = None
         try:
             answered = run.connection.answer(m.Ping(wants_bell=True), ANSWER_SECONDS)

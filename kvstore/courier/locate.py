@@ -36,6 +36,7 @@ from kvstore.pool.directory import (
     CHUNK_BLOCKS,
     MAX_HEADS,
     DirectoryDown,
+    HeldElsewhere,
     Holder,
     NodeEntry,
     chunk_heads,
@@ -91,14 +92,6 @@ class _Look:
         self.nearer = Places(reason=MissReason.DEADLINE, detail="it was not known in the time that an engine waits")
         self.remote: RemoteCall[int] | None = None
         self.is_over = threading.Event()
-
-
-@dataclass(frozen=True)
-class HintedHolders:
-    """Other nodes that have leading blocks of a prompt, most first. left_out: why more may have some; empty if none."""
-
-    holders: Sequence[Holder] = ()
-    left_out: str = ""
 
 
 class Locator:
@@ -216,12 +209,12 @@ class Locator:
 
     def holders(
         self, run: CourierRun, namespace: bytes, keys: Sequence[bytes], seconds: float, *, are_own: bool
-    ) -> HintedHolders:
+    ) -> HeldElsewhere:
         """Which other nodes have leading chunks of a prompt, for a router, which may send it to any of them. are_own:
         the keys were made with the tenant's identity key. Others may be another tenant's: for these each node is asked,
         since it looks at the tenant's own blocks alone."""
         if self._directory is None:
-            return HintedHolders(left_out="no directory is configured here")
+            return HeldElsewhere(left_out="no directory is configured here")
         most = CHUNK_BLOCKS * MAX_HEADS if are_own else MOST_ASKED_KEYS
         heads = leading_places(chunk_heads(namespace, keys[:most]), MOST_PLACES)
         ends_at = self._clock.monotonic_seconds() + seconds
@@ -229,15 +222,15 @@ class Locator:
             asking = self._hinting.submit(self._directory.holders, heads, max(seconds, LIMIT_SECONDS))
             found = asking.result(seconds if are_own else DIRECTORY_SECONDS)
         except (DirectoryDown, FutureTimeoutError, RuntimeError):  # RuntimeError: it is closed
-            return HintedHolders(left_out="the directory did not answer in time")
+            return HeldElsewhere(left_out="the directory did not answer in time")
         alive = self._table.alive(self._clock.monotonic_seconds())
         fit = [one for one in found if one.node in alive and run.fingerprint in alive[one.node].fingerprints]
         if not are_own:
             fit, is_whole = self._proven(run, namespace, keys, fit, ends_at)
             if not is_whole:
-                return HintedHolders(fit, "not all nodes answered in time")
+                return HeldElsewhere(fit, "not all nodes answered in time")
         is_cut = len(keys) - most >= CHUNK_BLOCKS
-        return HintedHolders(fit, f"only the first {most} blocks are looked up" if is_cut else "")
+        return HeldElsewhere(fit, f"only the first {most} blocks are looked up" if is_cut else "")
 
     def _proven(
         self, run: CourierRun, namespace: bytes, keys: Sequence[bytes], hinted: Sequence[Holder], ends_at: float

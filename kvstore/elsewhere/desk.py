@@ -113,8 +113,7 @@ class CourierDesk(Parking):
     # Couriers --------------------------------------------------------------------------------------------------------
 
     def greet(self, hello: m.Hello) -> tuple[ClientState | None, m.Answer]:
-        if hello.newest < m.LOCATE_VERSION:
-            return None, m.Failed(m.RequestFault.VERSION, f"couriers speak version {m.LOCATE_VERSION} or a later one")
+        """A courier's hello: its client state from now on, or why it is refused."""
         if not hello.tenant:
             return None, m.Failed(m.RequestFault.BAD_INPUT, "a hello to courier.sock names its tenant; give one")
         try:

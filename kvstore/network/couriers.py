@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import NodeIdentity
@@ -16,7 +15,6 @@ from kvstore.courier.remote_source import RemoteWays
 from kvstore.network.credentials import Rotated, SourceFile
 from kvstore.network.dialling import GrpcPeers, channel_credentials
 from kvstore.network.serve import NetworkParts
-from kvstore.network.services import HeldElsewhere
 from kvstore.peers.door import SocketFrameDoor
 from kvstore.peers.sockets import SocketPullTransport
 from kvstore.peers.transport import FrameDoor, PullTransport, written_address
@@ -37,30 +35,6 @@ Ucx = tuple[Callable[..., FrameDoor], Callable[..., PullTransport]]
 """The server and the transport of `kvstore.peers.ucx`, imported only if configured."""
 
 
-class NetworkCourier:
-    """`CourierBeside`."""
-
-    def __init__(self, courier: Courier, *, has_peers: bool) -> None:
-        self._courier = courier
-        self._has_peers = has_peers
-
-    @property
-    def service(self) -> Any:
-        return self._courier.holder if self._has_peers else None
-
-    def holding(
-        self, tenant: str, namespace: str, keys: Sequence[bytes], seconds: float, *, are_own: bool
-    ) -> HeldElsewhere:
-        found = self._courier.holders(tenant, bytes.fromhex(namespace), keys, seconds, are_own=are_own)
-        return HeldElsewhere({one.node.hex(): (one.blocks, str(one.tier)) for one in found.holders}, found.left_out)
-
-    def start(self, address: str) -> None:
-        self._courier.start(address)
-
-    def close(self) -> None:
-        self._courier.close()
-
-
 def make_courier(
     network: NetworkSettings,
     remote: RemoteSettings,
@@ -68,7 +42,7 @@ def make_courier(
     ucx: Ucx | None,
     parts: NetworkParts,
     files: list[SourceFile] | None,
-) -> NetworkCourier:
+) -> Courier:
     """place: the sidecar's `courier.sock`, and the tenants that it works for. ucx: if that is the transport. files: of
     the certificate, its key and the CA of nodes; None on loopback. The passwords are read with each connection. Raises
     `BadInput`, `OSError`."""
@@ -95,7 +69,7 @@ def make_courier(
     writing = _remote(remote, figures, told, parts) if remote.url is not None else None
     peers = network.peers or ()
     courier = CourierParts(*place, clock, new_token, figures, told, calls, peers, doors, transports, directory, writing)
-    return NetworkCourier(Courier(courier), has_peers=network.wants_peers)
+    return Courier(courier)
 
 
 def _secret_of(path: str | None, parts: NetworkParts) -> Callable[[], bytes]:

@@ -49,7 +49,7 @@ Reflection = tuple[Answers, Callable[[bytes], Any], Callable[[Any], bytes]]
 
 
 class CourierBeside(Others, Protocol):
-    """Fetches blocks from elsewhere: `kvstore.network.couriers`."""
+    """Fetches blocks from elsewhere: `kvstore.courier.courier.Courier`."""
 
     @property
     def service(self) -> Any:

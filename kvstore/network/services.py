@@ -7,7 +7,7 @@ credential.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from kvstore.network.answers import (
 )
 from kvstore.network.links import ANSWER_SECONDS, CallTime, ListedSpace, OpenSpace, TenantLink, described
 from kvstore.network.watch import READY, StatusWatch
+from kvstore.pool.directory import HeldElsewhere
 from kvstore.protocol import messages as m
 from kvstore.protocol.words import pick, printable
 from kvstore.wire import admin_pb2, score_pb2, store_pb2
@@ -133,15 +134,6 @@ def spaces_of_model(call: DoorCall, model: str, watch: StatusWatch) -> list[List
         return link.spaces_of_model(model, watch.names(link.tenant, min(1.0, call.time.left())), call.time)
 
 
-@dataclass(frozen=True, slots=True)
-class HeldElsewhere:
-    """holding: by the id of another node, how many leading blocks it has, and in which tier at worst. left_out: why
-    more nodes may have some; empty if none."""
-
-    holding: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    left_out: str = ""
-
-
 class Others(Protocol):
     """Knows what other nodes hold: the courier."""
 
@@ -174,7 +166,7 @@ class Scorer:
         own = call.tenant.node(call.time)
         by_tier = {own: hit_tokens(call.tenant.match(space, keys, call.time), space.block_tokens)}
         held = self._elsewhere(call, space, keys, are_own, {*named} - {own}, bool(named))
-        by_tier |= {node: {tier: blocks * space.block_tokens} for node, (blocks, tier) in held.holding.items()}
+        by_tier |= {one.node.hex(): {str(one.tier): one.blocks * space.block_tokens} for one in held.holders}
         best = sorted(by_tier, key=lambda node: (-sum(by_tier[node].values()), node))[:MOST_NODES]
         rates = self._watch.load_rates(call.tenant.tenant, space.id)
         wanted = {node: by_tier[node] for node in named or (*best, own) if node in by_tier}

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from math import ceil
 from typing import Annotated, NamedTuple
@@ -77,6 +78,14 @@ class Holder(NamedTuple):
     incarnation: bytes
     blocks: int
     tier: HitTier
+
+
+@dataclass(frozen=True, slots=True)
+class HeldElsewhere:
+    """Other nodes that have leading blocks of a prompt, most first. left_out: why more may have some; empty if none."""
+
+    holders: Sequence[Holder] = ()
+    left_out: str = ""
 
 
 def is_head(index: int) -> bool:

@@ -10,8 +10,6 @@ the headers that came with the payloads. It can lose bytes, but cannot forge the
 
     Questions > QuestionsReply      Reserve > Reserved > (the slots are filled) > Adopt > Counted
     Holdings > HoldingsReply, and then Changes > Changed: the blocks that it may announce to others
-
-All from version 4 on.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 
 A connection begins with `Hello`, which names the versions that the client speaks; the answer is `Welcome` with the one
 that both will, or `Failed`. Fields are only ever appended, with defaults: an older program leaves out what it does not
-know and skips what it does not expect. Descriptors travel beside the frame of an `ExtentsReply`, in its order, and of a
-`NotifyPipeReply`.
+know and skips what it does not expect. A verb that the sidecar does not know is answered `unsupported`. Descriptors
+travel beside the frame of an `ExtentsReply`, in its order, and of a `NotifyPipeReply`.
 
 Must never carry token ids or payload bytes.
 """
@@ -14,8 +14,9 @@ Must never carry token ids or payload bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import msgspec
 from msgspec import Meta
@@ -52,12 +53,8 @@ from kvstore.status.tree import SidecarStatus
 from tiering.frame import KEY_ID_BYTES
 
 OLDEST_VERSION, NEWEST_VERSION = 1, 4
-CHANGES_VERSION = 2
-"""The first with `Changes` and `Tell`."""
-AWAIT_VERSION = 3
-"""The first with `Await`, `Cancel`, `SealTicket` and `OpenTicket`."""
-LOCATE_VERSION = 4
-"""The first with `Locate`, `Await.located`, and a courier's verbs."""
+OLDEST_SIDECAR_VERSION = 3
+"""A client is refused by sidecars before that one, which end a connection for a verb that they do not know."""
 MAX_RECORDS = 16
 
 LENGTH_BYTES = 4
@@ -94,6 +91,7 @@ class RequestFault(StrEnum):
     VERSION = "version"  # no version in common
     MALFORMED = "malformed"  # not a message, too long, or out of turn; the connection ends
     BAD_INPUT = "bad_input"  # the arguments cannot be right; the text says which
+    UNSUPPORTED = "unsupported"  # a verb that this sidecar does not know
     BUSY = "busy"  # a limit of this connection or of the sidecar
     CLOSED = "closed"  # the sidecar is going down
 
@@ -320,6 +318,10 @@ class Prefixes(msgspec.Struct, array_like=True, frozen=True, tag="prefixes"):
     tenant: Annotated[str, Meta(max_length=MAX_NAME)] = ""
 
 
+class UnknownVerb(msgspec.Struct, array_like=True, frozen=True, tag="unknown"):
+    """In the place of a verb that this program does not know, as of a later client."""
+
+
 Verb = (
     Hello
     | OpenNamespace
@@ -353,6 +355,7 @@ Verb = (
     | Adopt
     | Questions
     | Holdings
+    | UnknownVerb
 )
 
 
@@ -562,7 +565,7 @@ def failed(fault: RequestFault, text: str) -> Failed:
     return Failed(fault, kept[:MAX_TEXT])
 
 
-def name_of(verb: Verb) -> str:
+def name_of(verb: Verb | type[Verb]) -> str:
     """A verb's name on the wire, and in `kvstore stat`."""
     return str(verb.__struct_config__.tag)
 
@@ -576,6 +579,8 @@ def descriptors_for(verb: Verb) -> int:
 
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
+_any_requests = msgspec.msgpack.Decoder(tuple[int, Annotated[list[Any], Meta(min_length=1)]])
+_KNOWN = frozenset(name_of(verb) for verb in get_args(Verb))
 _replies = msgspec.msgpack.Decoder(Reply)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
@@ -591,6 +596,10 @@ def unpack_request(body: bytes | memoryview) -> Request:
     try:
         return _requests.decode(body)
     except (ValueError, msgspec.DecodeError, RecursionError) as error:
+        with suppress(ValueError, msgspec.DecodeError, RecursionError):
+            number, verb = _any_requests.decode(body)
+            if isinstance(verb[0], str) and verb[0] not in _KNOWN:
+                return Request(number, UnknownVerb())
         raise ValueError(f"not a request ({type(error).__name__})") from None
 
 

@@ -69,6 +69,9 @@ LONG = m.Persist | m.Drop
 _log = logging.getLogger(__name__)
 
 
+UNKNOWN = m.Failed(m.RequestFault.UNSUPPORTED, "this sidecar does not know that verb: it is of an earlier version")
+
+
 class Handlers:
     """Checks requests, has the store serve them, and counts. Thread-safe."""
 
@@ -167,6 +170,8 @@ class Handlers:
             text = "this is a tenant's socket; that is a verb of the admin socket, admin.sock in the sidecar's --data"
             if isinstance(verb, m.Questions | _OF_COURIERS):
                 text = "this is a tenant's socket; that is a verb of couriers, at courier.sock in the sidecar's --data"
+            if isinstance(verb, m.UnknownVerb):
+                return Response(UNKNOWN)
             if caller.is_courier:
                 text = f"couriers ask for {', '.join(sorted(one.__name__ for one in verbs))}; that is none of these"
             return Response(m.Failed(m.RequestFault.BAD_INPUT, text))

@@ -43,7 +43,7 @@ class Held:
     def __init__(self, store: EmbeddedStore, ranks: tuple[int, ...] = (0,), facts: NamespaceSpec = FACTS) -> None:
         self.choice = LoadChoice(1.0, is_on=False, audit=1.0, choose=lambda: 0.0)
         numbers = count(50)
-        self.plan = AuditPlan(self.choice, facts, ranks, lambda: next(numbers), 5000)
+        self.plan = AuditPlan(self.choice, facts, ranks, numbers, 5000)
         self.saves = SavePlan(ranks, 32, 64)
         self.handle = put(store, ids(320))
         self.state = self.of("a")

@@ -21,7 +21,7 @@ from engine_adapter.cost.model import CostModel
 from engine_adapter.cost.speeds import LoadSpeed, PrefillSpeed
 from engine_adapter.handoff import block_wait
 from engine_adapter.handoff.block_wait import AwaitStep, WaitPlan, WaitPolicy
-from engine_adapter.handoff.fetch import REASON_OF_END, BoundedFetch, FetchPolicy
+from engine_adapter.handoff.fetch import REASON_OF_END, FetchPolicy
 from engine_adapter.paged.requests import RequestSpec
 from far import Courier, FarStore
 from kvstore.block.account import HitTier, MissReason
@@ -340,7 +340,7 @@ def test_what_a_courier_gives_up_is_no_put_that_was_given_up() -> None:
     """A fetch that is over gives its slots back a moment later, and ends a wait for the same block."""
     for was_fetched in (False, True):
         policy = WaitPolicy(Prompt(640, [bytes(32)] * 10), BLOCK, lambda *_: None, lambda: 0.0, 1.0)
-        plan = WaitPlan(policy, FetchPolicy(BoundedFetch(9, 1.0), BLOCK))
+        plan = WaitPlan(policy, FetchPolicy(9, 1.0, BLOCK))
         if was_fetched:
             assert isinstance(plan.looked(0, True), m.Located)
             assert plan.located(m.Located(1, 9, HitTier.PEER, 1.0)) is not None
@@ -467,7 +467,7 @@ def test_no_number_makes_it_raise(seconds: float) -> None:
 
 
 def test_a_located_chain_is_waited_for_within_the_bound_that_was_given() -> None:
-    bounded = BoundedFetch(10, 0.2)
+    bounded = FetchPolicy(10, 0.2, 64)
     assert bounded.choose(m.Located(1, 8, HitTier.PEER, 10.0), 0) == (8, fetches.LEAST_WAIT_SECONDS)
     assert bounded.choose(m.Located(1, 8, HitTier.PEER, 500.0), 0) == (0, 0.0)
     assert bounded.choose(m.Located(1, 20, HitTier.PEER, 300.0), 0) == (10, 0.2)
@@ -477,6 +477,6 @@ def test_a_located_chain_is_waited_for_within_the_bound_that_was_given() -> None
 
 def test_every_end_of_a_wait_has_a_reason() -> None:
     assert set(REASON_OF_END) == set(AwaitEnd)
-    policy = FetchPolicy(BoundedFetch(10, 1.0), 64)
+    policy = FetchPolicy(10, 1.0, 64)
     assert policy.chosen(m.Located(0, 9, HitTier.PEER, 1.0), 2) == (2, 0.0), "no number, nothing to fetch"
     assert policy.is_over

@@ -390,7 +390,7 @@ def test_asking_two_hundred_waiting_requests_touches_no_socket_lock_or_hash(tmp_
             while sidecar.core.awaits.counts().parked < WAITING:
                 engine.step()
                 assert time.monotonic() < deadline
-            engine.half._promises._idle_seconds = 0.0  # as while others run
+            engine.half._idle_seconds = 0.0  # as while others run
             called: Counter[str] = Counter()
 
             def note(frame: Any, event: str, arg: Any) -> None:

@@ -187,7 +187,7 @@ def test_no_page_that_is_read_is_wrong_and_no_block_that_is_stored(name: str, lo
                 more = drive(engine, random, STEPS, sidecar.store.evict, weights=False)
                 drawn = Drawn(drawn.streams + more.streams, drawn.facts)
             counts = check_accounts(engine)
-            assert engine.half._promises.refused is None, "no fault, and nothing has drifted"
+            assert engine.half._refused is None, "no fault, and nothing has drifted"
         with sidecar.client() as client:
             blocks = check_stored(client, drawn, shape.error)
         told = f"{counts}, {engine.preemptions} times preempted, {blocks} blocks at the end, {engine.steps} steps"

@@ -227,7 +227,7 @@ def test_a_lease_that_was_asked_for_behind_more_of_the_engines_own_is_asked_for_
     late = Late(store)
     half = Half(late)
     request = half.add("a", ids(330))
-    half.half._promises.look_up(half.half._states["a"])
+    half.half._look_up(half.half._states["a"])
     assert half.half._states["a"].lookup.found() is not None  # type: ignore[union-attr]
     late.is_late = True
     assert half.half.matched("a", 128) == (None, False), "the lease is asked for"
@@ -421,7 +421,7 @@ def test_what_is_compared_is_held_before_its_request_runs(store: EmbeddedStore) 
     put(store, ids(320))
     half = Half(late := Late(store), audit=1.0)
     request = half.add("a", ids(330))
-    half.half._promises.look_up(half.half._states["a"])
+    half.half._look_up(half.half._states["a"])
     assert half.half._states["a"].lookup.found() is not None  # type: ignore[union-attr]
     late.is_late = True
     assert half.half.matched("a", 0) == (None, False)
@@ -937,7 +937,7 @@ def test_a_fault_ends_the_stores_use_and_not_the_engine_with_one_line(
     late = half.add("late", ids(330))
     assert half.matched(late) == (0, False)
     assert half.told(late)["misses"] == {"disabled": 330}
-    assert "RuntimeError" in half.half._promises.refused[1]  # type: ignore[index]
+    assert "RuntimeError" in half.half._refused[1]  # type: ignore[index]
 
 
 def test_a_fault_while_a_block_is_offered_ends_the_stores_use(store: EmbeddedStore) -> None:

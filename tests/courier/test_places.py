@@ -10,9 +10,9 @@ import pytest
 
 from kvstore.block.account import HitTier
 from kvstore.block.identity import NodeIdentity
-from kvstore.courier.locate import MOST_KEPT, MOST_NAMED, MOST_PLACES, HintedHolders, Locator, Places
+from kvstore.courier.locate import MOST_KEPT, MOST_NAMED, MOST_PLACES, Locator, Places
 from kvstore.courier.uses import Uses
-from kvstore.pool.directory import CHUNK_BLOCKS, MAX_HEADS, DirectoryDown, Holder, NodeEntry
+from kvstore.pool.directory import CHUNK_BLOCKS, MAX_HEADS, DirectoryDown, HeldElsewhere, Holder, NodeEntry
 from kvstore.pool.members import AliveTable
 from tiering.clock import SystemClock
 
@@ -77,7 +77,7 @@ def number_of(node: int) -> bytes:
 
 def asked_of(
     directory: HintingDirectory | None, nodes: SayingNodes, are_own: bool, blocks: int = 64, alive: int = 20
-) -> HintedHolders:
+) -> HeldElsewhere:
     table, here = AliveTable(NodeIdentity()), SystemClock()
     prints = [(OTHER_PRINT,) if node == 5 else (OTHER_PRINT, PRINT) for node in range(alive)]
     entries = [NodeEntry(number_of(node), RUN, "127.0.0.1:1", prints[node]) for node in range(alive)]
@@ -95,7 +95,7 @@ def holder(node: int, blocks: int = 32) -> Holder:
 def test_a_router_is_told_what_the_directory_says_of_nodes_with_the_tenant_s_keys() -> None:
     directory, nodes = HintingDirectory([holder(1, 48), holder(5), holder(2), holder(77)]), SayingNodes({})
     found = asked_of(directory, nodes, are_own=True)
-    assert found == HintedHolders([holder(1, 48), holder(2)]), "5 has other keys, 77 is gone"
+    assert found == HeldElsewhere([holder(1, 48), holder(2)]), "5 has other keys, 77 is gone"
     assert not nodes.asked and directory.asked == [([16, 32, 48, 64], 60.0)]
     down = asked_of(HintingDirectory(None), nodes, are_own=True)
     assert not down.holders and "directory" in down.left_out and "10.0.0.1" not in down.left_out
@@ -142,7 +142,7 @@ def test_of_keys_that_a_caller_gives_each_node_is_asked_itself() -> None:
     hinted = [holder(1, 48), holder(2), holder(3), holder(5)]
     nodes = SayingNodes({number_of(1): 40, number_of(2): 64, number_of(3): 0})
     found = asked_of(HintingDirectory(hinted), nodes, are_own=False)
-    assert found == HintedHolders([holder(1, 40), holder(2, 32)]), "no more than both say"
+    assert found == HeldElsewhere([holder(1, 40), holder(2, 32)]), "no more than both say"
     assert nodes.asked == [3]
     silent = asked_of(HintingDirectory(hinted), SayingNodes({number_of(1): 40}), are_own=False)
     assert list(silent.holders) == [holder(1, 40)] and silent.left_out

@@ -180,13 +180,3 @@ def test_a_message_about_a_namespace_that_was_not_opened_is_refused(tmp_path: Pa
             told = peer.ask(m.Changes(granted.grant.number, after))
             assert isinstance(told, m.Changed) and not told.changes
         peer.close()
-
-
-def test_a_sidecar_of_the_version_before_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Sidecar(tmp_path) as sidecar:
-        monkeypatch.setattr("kvstore.service.dispatch.m.NEWEST_VERSION", 1)
-        with sidecar.client() as store:
-            handle = store.namespace(model=MODEL, layout=small_layout())
-            told = handle.submit_changes(0).poll()
-            assert told is not None and told.run == b"" and not told.changes
-            assert handle.match(ids(64)).blocks == 0, "and the connection goes on"

@@ -17,11 +17,11 @@ from kvstore.network.services import (
     MOST_NODES,
     DoorCall,
     DoorCaller,
-    HeldElsewhere,
     Scorer,
     ScoreService,
 )
 from kvstore.network.watch import StatusWatch
+from kvstore.pool.directory import HeldElsewhere, Holder
 from kvstore.protocol.replies import MatchReply
 from kvstore.wire import score_pb2, store_pb2
 from tiering.clock import SystemClock
@@ -62,7 +62,9 @@ class Elsewhere:
     """`Others`: says the same of every prompt."""
 
     def __init__(self, holding: dict[str, tuple[int, str]], left_out: str = "") -> None:
-        self.answer = HeldElsewhere(holding, left_out)
+        tiers = {str(tier): tier for tier in HitTier}
+        holders = [Holder(bytes.fromhex(node), bytes(8), *of, tiers[tier]) for node, (*of, tier) in holding.items()]
+        self.answer = HeldElsewhere(holders, left_out)
         self.asked: list[tuple[str, str, int, float, bool]] = []
 
     def holding(

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from asking import Asking, stand_in
@@ -222,6 +223,19 @@ def test_what_is_no_message_ends_the_connection_and_nothing_else(sidecar: Sideca
         assert isinstance(answer, m.Failed) and answer.fault is m.RequestFault.MALFORMED
         assert handle.put(ids(64), random_pages(handle.layout, 1)).stored == 1
     assert sidecar.door.usage().malformed == 1
+
+
+@pytest.mark.parametrize("arguments", [[], [7, b"keys", {"of": "a later client"}]])
+def test_a_verb_of_a_later_client_is_answered_unsupported_and_the_connection_goes_on(
+    sidecar: Sidecar, arguments: list[object]
+) -> None:
+    body = msgspec.msgpack.encode([2, ["verb_of_tomorrow", *arguments]])
+    unknown, known = talk(
+        sidecar, HELLO, len(body).to_bytes(m.LENGTH_BYTES, "little") + body, m.pack(m.Request(3, m.Namespaces()))
+    )[-2:]
+    assert isinstance(unknown.answer, m.Failed) and unknown.answer.fault is m.RequestFault.UNSUPPORTED
+    assert unknown.number == 2 and isinstance(known.answer, m.NamespacesReply) and known.number == 3
+    assert sidecar.door.counts().malformed == 0
 
 
 @pytest.mark.parametrize(

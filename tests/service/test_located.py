@@ -208,20 +208,6 @@ def test_beside_a_courier_only_what_is_not_all_here_is_looked_up_again(tmp_path:
         wait_until(lambda: settled(sidecar))
 
 
-def test_a_sidecar_of_an_earlier_version_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with hosts(tmp_path) as (sidecar, far), engines(sidecar, far) as both:
-        prompt = both.prompt(300)
-        with SmallCourier(sidecar.courier_path, far):
-            monkeypatch.setattr(m, "NEWEST_VERSION", 3)
-            older = sidecar.client().namespace(model=both.two.half._facts.model, layout=both.two.layout)  # type: ignore[union-attr]
-            hashed = older.hashed(prompt)
-            assert older.match(hashed).blocks == 0 and not older.has_courier
-            older.has_courier = True
-            assert older.locate(hashed) == m.Located(
-                0, 0, reason=MissReason.UNSUPPORTED, detail="the sidecar is of an earlier version"
-            )
-
-
 # Engines that may wait, and chunks ------------------------------------------------------------------------------------
 
 

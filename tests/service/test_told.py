@@ -424,16 +424,6 @@ def test_a_tenants_socket_tells_nothing_of_requests_and_the_observers_does(tmp_p
         watching.close()
 
 
-def test_to_a_sidecar_of_the_version_before_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Sidecar(tmp_path) as sidecar:
-        monkeypatch.setattr("kvstore.service.dispatch.m.NEWEST_VERSION", 1)
-        with sidecar.client() as store:
-            handle = opened(store)
-            handle.tell([told_of("a")])
-            assert handle.match(ids(64)).blocks == 0, "and the connection goes on"
-            assert sidecar.told.why("a", sidecar.store.tenant_names(), str).kept == 0
-
-
 def test_what_is_known_of_a_tenants_requests_goes_with_its_purge(tmp_path: Path) -> None:
     with Sidecar(tmp_path) as sidecar:
         with sidecar.client() as store:

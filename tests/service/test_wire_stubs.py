@@ -140,6 +140,7 @@ COURIERS_ALONE = "is for couriers, at a socket of their own on the host"
 OF_A_CONNECTION = "is about the connection, which here is gRPC's"
 
 VERBS_NOT_PUBLISHED: dict[type, str] = {
+    m.UnknownVerb: "stands in the place of what is no verb here",
     m.Hello: OF_A_CONNECTION,
     m.Ping: OF_A_CONNECTION,
     m.OpenNamespace: "the server opens what a request names; the identity key that a grant holds never travels here",
