@@ -52,6 +52,7 @@ from kvstore.console.operate import (
     TicketAnswer,
 )
 from kvstore.console.planning import PlanAnswer, PlannedModel, PlanQuestion, models_of_table, planned
+from kvstore.console.reasons import ReasonText, reasons_of
 from kvstore.console.rings import WINDOWS, RingWindow
 from kvstore.console.stream import Broadcast
 from kvstore.console.watch import SidecarWatch
@@ -180,7 +181,7 @@ def make_app(
         static["index.html"] = StaticFile.of("index.html", shown)
     written = help_page(files["dashboard.md"].decode(), static["index.html"].body)
     static["help.html"] = StaticFile.of("help.html", written)
-    _add_api(app, watch, hub)
+    _add_api(app, watch, hub, reasons_of(files["dashboard.md"].decode()))
     if actions is not None:
         _add_actions(app, actions)
     _add_pages(app, guard, static)
@@ -258,7 +259,7 @@ class Gate:
         return answer
 
 
-def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast) -> None:
+def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast, reasons: Mapping[str, ReasonText]) -> None:
     window = Query("1h", description=f"One of {', '.join(WINDOWS)}.", pattern=f"^({'|'.join(WINDOWS)})$")
 
     def known(request: Request) -> SidecarStatus:
@@ -310,7 +311,7 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast) -> None:
 
     @app.get("/api/misses", summary="Why tokens were computed, by reason")
     async def misses(request: Request, window: str = window) -> Response:
-        return _json(misses_of(known(request), seen(request, window).sums))
+        return _json(misses_of(known(request), seen(request, window).sums, reasons))
 
     @app.get("/api/tenants", summary="Who asked, got and has how much")
     async def tenants(request: Request) -> Response:
