@@ -336,17 +336,17 @@ def test_a_flood_of_couriers_is_served_in_turn_with_engines(sidecar: Sidecar) ->
             [sys.executable, "-c", FLOODS, str(sidecar.courier_path), tests], stdout=subprocess.PIPE, text=True
         ) as process:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
-            begun, between = sum(sidecar.door.counts().served.values()), []
+            begun, between = sum(sidecar.door.usage().served.values()), []
             for at in range(20_000):
-                before = sum(sidecar.door.counts().served.values())
+                before = sum(sidecar.door.usage().served.values())
                 answer = engine.ask(m.MatchPrefix(granted.grant.number, keys, counts=False), 10 + at)
-                between.append(sum(sidecar.door.counts().served.values()) - before)
+                between.append(sum(sidecar.door.usage().served.values()) - before)
                 assert isinstance(answer, m.Matched), answer
                 if at % 200 == 0:
                     reserved = engine.ask(m.Reserve(granted.grant.number, chain(8), 0), 3)
                     assert isinstance(reserved, m.Reserved) and len(reserved.reply.blocks) == 8, reserved
                     engine.ask(m.Abort(reserved.reply.reservation), 4)
-                flooded = sum(sidecar.door.counts().served.values()) - begun - at
+                flooded = sum(sidecar.door.usage().served.values()) - begun - at
                 if flooded > 2000:
                     break
             assert process.poll() is None, "it floods still"

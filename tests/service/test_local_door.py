@@ -332,7 +332,7 @@ def test_what_is_no_message_ends_the_connection_and_nothing_else(sidecar: Sideca
         answer = talk(sidecar, *frames)[-1].answer
         assert isinstance(answer, m.Failed) and answer.fault is m.RequestFault.MALFORMED
         assert handle.put(ids(64), random_pages(handle.layout, 1)).stored == 1
-    assert sidecar.door.counts().malformed == 1
+    assert sidecar.door.usage().malformed == 1
 
 
 @pytest.mark.parametrize(
@@ -477,7 +477,7 @@ def test_whoever_is_turned_away_is_told_why(tmp_path: Path) -> None:
         silent = [socket.socket(socket.AF_UNIX) for _ in range(2 * TURNED_AWAY)]
         for one in silent:
             one.connect(str(sidecar.path))
-        wait_until(lambda: sum(sidecar.door.counts().refused.values()) == 4 * TURNED_AWAY)
+        wait_until(lambda: sum(sidecar.door.usage().refused_for.values()) == 4 * TURNED_AWAY)
         wait_until(lambda: len(sidecar.door) == 1 + TURNED_AWAY)
         assert sidecar.door.usage().connections == 1
         silent[-1].sendall(HELLO)
