@@ -58,6 +58,7 @@ from kvstore.console.stream import Broadcast
 from kvstore.console.watch import SidecarWatch
 from kvstore.listeners.http_server import App, Message, Receive, Send, introduce
 from kvstore.protocol.told import PrefixFigures, RequestRecord
+from kvstore.status.declared import picked
 from kvstore.status.tree import ElsewhereStatus, NamespaceStatus, SidecarStatus
 from tiering.tier import MoveCounts
 
@@ -297,15 +298,12 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast, reasons: Mapping
     async def series(request: Request, window: str = window) -> Response:
         found = seen(request, window)
         return _json(
-            SeriesAnswer(
-                window,
-                found.step,
-                found.times,
-                {name: list(values) for name, values in found.counters.items()},
-                {name: list(values) for name, values in found.gauges.items()},
-                found.sums,
-                found.seen_since,
-                found.restarts,
+            picked(
+                SeriesAnswer,
+                found,
+                window=window,
+                counters={name: list(values) for name, values in found.counters.items()},
+                gauges={name: list(values) for name, values in found.gauges.items()},
             )
         )
 
