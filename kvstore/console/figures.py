@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from kvstore.block.account import HitTier, MissReason
+from kvstore.block.account import HitTier
 from kvstore.console.events import ConsoleEvent
-from kvstore.console.reasons import REASONS
+from kvstore.console.reasons import FINE, NEWER, ReasonText
 from kvstore.console.rings import SidecarReading
 from kvstore.status.declared import picked
 from kvstore.status.tree import (
@@ -296,15 +296,15 @@ def health_of(now: float, contact: Contact, facts: SidecarStatus | None) -> Heal
     return HealthLine("ok", f"{text}.")
 
 
-def misses_of(facts: SidecarStatus, window_sums: dict[str, int]) -> list[MissFigures]:
-    """Every reason with a token, largest in the window first."""
+def misses_of(
+    facts: SidecarStatus, window_sums: Mapping[str, int], reasons: Mapping[str, ReasonText]
+) -> list[MissFigures]:
+    """Every reason with a token, largest in the window first. reasons: their words."""
     found = []
     for name, tokens in facts.looked.miss_tokens.items():
-        known = REASONS.get(MissReason(name)) if name in MissReason.__members__.values() else None
-        words = ("A reason of a newer sidecar.", "-", "-", False)
-        if known is not None:
-            words = (known.meaning, known.cause, known.remedy, known.is_fine)
-        found.append(MissFigures(name, *words, tokens, window_sums.get(f"miss.{name}", 0)))
+        own = {"reason": name, "is_fine": name in FINE, "tokens": tokens}
+        words = reasons.get(name, NEWER)
+        found.append(picked(MissFigures, words, window_tokens=window_sums.get(f"miss.{name}", 0), **own))
     return sorted(found, key=lambda one: (-one.window_tokens, -one.tokens))
 
 

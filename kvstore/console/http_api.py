@@ -52,11 +52,13 @@ from kvstore.console.operate import (
     TicketAnswer,
 )
 from kvstore.console.planning import PlanAnswer, PlannedModel, PlanQuestion, models_of_table, planned
+from kvstore.console.reasons import ReasonText, reasons_of
 from kvstore.console.rings import WINDOWS, RingWindow
 from kvstore.console.stream import Broadcast
 from kvstore.console.watch import SidecarWatch
 from kvstore.listeners.http_server import App, Message, Receive, Send, introduce
 from kvstore.protocol.told import PrefixFigures, RequestRecord
+from kvstore.status.declared import picked
 from kvstore.status.tree import ElsewhereStatus, NamespaceStatus, SidecarStatus
 from tiering.tier import MoveCounts
 
@@ -180,7 +182,7 @@ def make_app(
         static["index.html"] = StaticFile.of("index.html", shown)
     written = help_page(files["dashboard.md"].decode(), static["index.html"].body)
     static["help.html"] = StaticFile.of("help.html", written)
-    _add_api(app, watch, hub)
+    _add_api(app, watch, hub, reasons_of(files["dashboard.md"].decode()))
     if actions is not None:
         _add_actions(app, actions)
     _add_pages(app, guard, static)
@@ -258,7 +260,7 @@ class Gate:
         return answer
 
 
-def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast) -> None:
+def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast, reasons: Mapping[str, ReasonText]) -> None:
     window = Query("1h", description=f"One of {', '.join(WINDOWS)}.", pattern=f"^({'|'.join(WINDOWS)})$")
 
     def known(request: Request) -> SidecarStatus:
@@ -296,21 +298,18 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast) -> None:
     async def series(request: Request, window: str = window) -> Response:
         found = seen(request, window)
         return _json(
-            SeriesAnswer(
-                window,
-                found.step,
-                found.times,
-                {name: list(values) for name, values in found.counters.items()},
-                {name: list(values) for name, values in found.gauges.items()},
-                found.sums,
-                found.seen_since,
-                found.restarts,
+            picked(
+                SeriesAnswer,
+                found,
+                window=window,
+                counters={name: list(values) for name, values in found.counters.items()},
+                gauges={name: list(values) for name, values in found.gauges.items()},
             )
         )
 
     @app.get("/api/misses", summary="Why tokens were computed, by reason")
     async def misses(request: Request, window: str = window) -> Response:
-        return _json(misses_of(known(request), seen(request, window).sums))
+        return _json(misses_of(known(request), seen(request, window).sums, reasons))
 
     @app.get("/api/tenants", summary="Who asked, got and has how much")
     async def tenants(request: Request) -> Response:

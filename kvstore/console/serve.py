@@ -12,6 +12,7 @@ import msgspec
 
 from kvstore.block.errors import BadInput
 from kvstore.console.access import ConsoleTokens, Guard
+from kvstore.console.audit import AuditLog
 from kvstore.console.http_api import make_app
 from kvstore.console.operate import OperatorActions, OperatorVerbs
 from kvstore.console.stream import Broadcast

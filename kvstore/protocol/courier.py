@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.protocol.handing_over import MAX_KEYS, MAX_TICKET_CHARACTERS
+from kvstore.status.tree import MAX_WHERE_CHARACTERS, SourceStatus
 from tiering.frame import HEADER_BYTES, KEY_BYTES
 
 MAX_ADOPTED = 512
@@ -30,7 +31,6 @@ MAX_QUESTIONS = 1024
 LOCATE_SECONDS = 0.0036
 """Without an answer by then, the engine is told that nothing is elsewhere. It waits 5 ms for that: a timer is late by
 up to a millisecond, and the way here and back takes up to half of one."""
-MAX_WHERE_CHARACTERS = 256
 MAX_SOURCES = 256
 """Nodes and engines that a courier reports on."""
 MAX_NOT_REACHED = 256
@@ -148,30 +148,8 @@ class QuestionAnswered(msgspec.Struct, array_like=True, frozen=True):
     not_reached: Annotated[list[tuple[_Where, _Where]], Meta(max_length=MAX_NOT_REACHED)] = []
 
 
-class SourceFigures(msgspec.Struct, array_like=True, frozen=True):
-    """Another node, a remote engine or the directory, as a courier sees it. kind: `peer`, `remote` or `directory`.
-    state: `up`, `down`, `banned` or `open` (its breaker). Since the start: blocks and bytes that came and went,
-    look-ups, hits, failures and refused frames, by what was wrong. gbps, p99_ms: of the last transfers of a megabyte
-    and more, or 0. hints: that are known or announced. late: look-ups that ended after the engine had given up.
-    unwritten: blocks that were to be written, and were not: it had no room, or failed."""
-
-    kind: Annotated[str, Meta(max_length=16)]
-    name: _Where
-    state: Annotated[str, Meta(max_length=16)]
-    blocks_in: _Count = 0
-    blocks_out: _Count = 0
-    bytes_in: _Count = 0
-    bytes_out: _Count = 0
-    lookups: _Count = 0
-    found: _Count = 0
-    failures: _Count = 0
-    refused: Annotated[dict[Annotated[str, Meta(max_length=32)], _Count], Meta(max_length=16)] = {}
-    gbps: float = 0.0
-    p99_ms: float = 0.0
-    hints: _Count = 0
-    detail: _Where = ""
-    late: _Count = 0
-    unwritten: _Count = 0
+class SourceFigures(SourceStatus, array_like=True, frozen=True):
+    """Another node, a remote engine or the directory, as a courier sees it."""
 
 
 class CourierFigures(msgspec.Struct, array_like=True, frozen=True):

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import structs
+from msgspec import Meta, structs
 
 from kvstore.status.declared import counter, gauge, histogram, label, parts
 from tiering.counts.histogram import HistogramCounts as Times
@@ -20,6 +20,11 @@ from tiering.faults import MachineFault
 from tiering.policies.admission import WriteBudget
 from tiering.tier import MoveCounts, ScrubUsage
 
+MAX_WHERE_CHARACTERS = 256
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Word = Annotated[str, Meta(max_length=16)]
+Where = Annotated[str, Meta(max_length=MAX_WHERE_CHARACTERS)]
+"""Of a courier's report, which is bounded where it is read."""
 Counts = dict[str, int]
 CountsByTwo = dict[str, Counts]
 
@@ -378,12 +383,13 @@ class AwaitStatus(msgspec.Struct, frozen=True):
 
 
 class SourceStatus(msgspec.Struct, frozen=True):
-    """Another node, a remote engine or the directory, as a courier reports it: `protocol.courier.SourceFigures`."""
+    """Another node, a remote engine or the directory, as a courier reports it. kind: `peer`, `remote` or `directory`.
+    gbps, p99_ms: of the last transfers of a megabyte and more, or 0. hints: that are known or announced."""
 
-    kind: Annotated[str, label("kind")]
-    name: Annotated[str, label("name")]
+    kind: Annotated[Word, label("kind")]
+    name: Annotated[Where, label("name")]
     state: Annotated[
-        str,
+        Word,
         gauge(
             "What state a source is in: up, down, banned or open (breaker).",
             "source_state",
@@ -391,17 +397,19 @@ class SourceStatus(msgspec.Struct, frozen=True):
             unit="1",
         ),
     ]
-    blocks_in: Annotated[int, counter(BLOCKS_CAME, "source_blocks", WAYS, direction="in")] = 0
-    blocks_out: Annotated[int, counter(BLOCKS_CAME, "source_blocks", WAYS, direction="out")] = 0
-    bytes_in: Annotated[int, counter("The same in bytes.", "source_bytes", WAYS, direction="in")] = 0
-    bytes_out: Annotated[int, counter("The same in bytes.", "source_bytes", WAYS, direction="out")] = 0
-    lookups: int = 0
-    found: int = 0
+    blocks_in: Annotated[Count, counter(BLOCKS_CAME, "source_blocks", WAYS, direction="in")] = 0
+    blocks_out: Annotated[Count, counter(BLOCKS_CAME, "source_blocks", WAYS, direction="out")] = 0
+    bytes_in: Annotated[Count, counter("The same in bytes.", "source_bytes", WAYS, direction="in")] = 0
+    bytes_out: Annotated[Count, counter("The same in bytes.", "source_bytes", WAYS, direction="out")] = 0
+    lookups: Count = 0
+    found: Count = 0
     failures: Annotated[
-        int, counter("Calls to a source that failed, or were late.", "source_failures", "kind name")
+        Count, counter("Calls to a source that failed, or were late.", "source_failures", "kind name")
     ] = 0
     refused: Annotated[
-        Counts, counter("Frames of a source that failed a check.", "source_refused", "kind name", unit="frames")
+        dict[Annotated[str, Meta(max_length=32)], Count],
+        Meta(max_length=16),
+        counter("Frames of a source that failed a check.", "source_refused", "kind name", unit="frames"),
     ] = {}
     gbps: Annotated[
         float,
@@ -422,13 +430,14 @@ class SourceStatus(msgspec.Struct, frozen=True):
             times=1e-3,
         ),
     ] = 0.0
-    hints: int = 0
-    detail: str = ""
+    hints: Count = 0
+    detail: Where = ""
     late: Annotated[
-        int, counter("Look-ups that ended after the engine had given up.", "source_late", "kind name", unit="look-ups")
+        Count,
+        counter("Look-ups that ended after the engine had given up.", "source_late", "kind name", unit="look-ups"),
     ] = 0
     unwritten: Annotated[
-        int, counter("Times that a block was not taken: no room, or a fault.", "source_unwritten_blocks", "kind name")
+        Count, counter("Times that a block was not taken: no room, or a fault.", "source_unwritten_blocks", "kind name")
     ] = 0
 
 

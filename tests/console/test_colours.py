@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from kvstore.block.account import MissReason
-from kvstore.console.reasons import REASONS
+from kvstore.console.reasons import FINE
 
 ROOT = Path(__file__).resolve().parents[2]
 STATIC, GRAFANA = ROOT / "kvstore" / "console" / "static", ROOT / "deploy" / "grafana" / "kvstore.json"
 STYLE = (STATIC / "style.css").read_text()
 HITS, MISSES = ("engine", "dram", "nvme", "remote"), ("miss", "miss2", "calm")
 PIECES = HITS + MISSES
-CALM = {reason for reason, text in REASONS.items() if text.is_fine}
+CALM = set(FINE)
 ALARMING = {
     MissReason.CORRUPT,
     MissReason.TIER_DOWN,

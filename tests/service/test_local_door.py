@@ -235,7 +235,7 @@ def test_a_verb_of_a_later_client_is_answered_unsupported_and_the_connection_goe
     )[-2:]
     assert isinstance(unknown.answer, m.Failed) and unknown.answer.fault is m.RequestFault.UNSUPPORTED
     assert unknown.number == 2 and isinstance(known.answer, m.NamespacesReply) and known.number == 3
-    assert sidecar.door.counts().malformed == 0
+    assert sidecar.door.usage().malformed == 0
 
 
 @pytest.mark.parametrize(
