@@ -404,7 +404,8 @@ class Leasing:
                 return
             row = record.rows[block - record.first_block]
             index, residency = self._blocks.index, self._blocks.residency
-            if index.state(row) != RowState.VISIBLE or residency.place(row, part) != place:
+            is_here = index.state(row) == RowState.VISIBLE and self._blocks.is_above(row)
+            if not is_here or residency.place(row, part) != place:
                 return
             size_bytes = self._blocks.spaces[record.namespace].classes[part].frame_bytes
             is_sound = self._blocks.verify(row, part)

@@ -6,10 +6,12 @@ as bad as it can be. Bytes are a function of the block's name alone, so a block 
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,13 +26,13 @@ from kvstore.client import handle
 from kvstore.config import Limits
 from kvstore.core.rows.index import NO_ROW
 from model.store_model import BLOCK_TOKENS, LATENT, SHARDED, WHOLE, OpenStore, Owned, Prompt
-from model.test_threads import together
 from simulation.two_tiers import Disk, Sizes, bugs, open_two_tiers, wait_until_idle
 from tiering.errors import TierUnavailable
 
 THREADS = 4
 OPERATIONS = 250
 SEEDS = (1, 2)
+HANGS_AFTER_SECONDS = 180
 SPACES = (("default", "a", WHOLE), ("default", "b", SHARDED), ("other", "a", LATENT))
 PROMPTS = [Prompt((first, *rest)) for first in range(8) for rest in ((), (0,), (0, 1), (2, 1, 0, 0), (0, 1, 1, 2, 0))]
 LIMITS = Limits(lease_seconds=5, pinned_fraction=0.5, close_seconds=20)
@@ -55,11 +57,11 @@ def threads_change_places_often(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 class Scene:
     """A store on a simulated disk, and the keys of what it owes: acknowledged as durable and not given up since."""
 
-    def __init__(self, directory: Path, disk: Disk | None = None) -> None:
+    def __init__(self, directory: Path, disk: Disk | None = None, limits: Limits = LIMITS) -> None:
         self.directory = directory
         self.disk = disk or Disk()
         self.owed: dict[tuple[str, bytes], Prompt] = {}
-        self.opened: OpenStore = open_two_tiers(directory, self.disk, Sizes(), LIMITS, gone=self._gone)
+        self.opened: OpenStore = open_two_tiers(directory, self.disk, Sizes(), limits, gone=self._gone)
         self.spaces = [self.opened.namespace(model, layout, tenant) for tenant, model, layout in SPACES]
         self.over = False  # closed, or without power: requests may be refused
 
@@ -80,8 +82,10 @@ class Scene:
 class Worker:
     """One thread's random operations."""
 
-    def __init__(self, scene: Scene, seed: int) -> None:
+    def __init__(self, scene: Scene, seed: int, *, damages: bool = False) -> None:
+        """damages: it flips bits of frames that it holds."""
         self.scene = scene
+        self.damage = {MissReason.CORRUPT} if damages else set()
         self.chance = Random(seed)
         self.held: list[tuple[Owned, Prompt, Any]] = []
         self.counts: Counter[str] = Counter()
@@ -112,7 +116,7 @@ class Worker:
         self.counts[f"put {durability}: {result.reason}"] += 1
         assert (result.stopped_at is None) == (result.reason is None)
         assert result.present + result.stored <= len(prompt.letters)
-        assert result.reason is None or result.reason in OF_A_PUT or self.scene.over, result
+        assert result.reason is None or result.reason in OF_A_PUT | self.damage or self.scene.over, result
         if result.reason is None and durability == "disk":
             self.scene.owe(space, prompt, space.match(prompt).keys)
 
@@ -126,7 +130,10 @@ class Worker:
 
     def load_held(self, space: Owned, prompt: Prompt) -> None:
         if self.held:
-            self._compare(*self.chance.choice(self.held))
+            chosen = self.chance.choice(self.held)
+            if self.damage:
+                self._flip(*chosen)
+            self._compare(*chosen)
 
     def let_go(self, space: Owned, prompt: Prompt) -> None:
         if self.held:
@@ -154,17 +161,25 @@ class Worker:
         except (StoreClosed, TierUnavailable):
             assert self.scene.over
 
+    def _flip(self, space: Owned, prompt: Prompt, lease: Any) -> None:
+        frames = space.frames(lease, self.chance.randrange(lease.blocks)) if lease.blocks else []
+        if frames:  # else it was quarantined before, and its extent is gone
+            view = self.chance.choice(frames).view
+            view[self.chance.choice([0, 100, 4095, 4096, 5000])] ^= 1 << self.chance.randrange(8)
+
     def _lease(self, space: Owned, prompt: Prompt) -> Any:
         match = space.match(prompt)
         lease = space.handle.lease(match, deadline_ms=self.chance.choice([LONG_MS, LONG_MS, 0]))
         if lease.blocks < match.blocks:
             self.counts[f"lease: {lease.reason}"] += 1
-            assert lease.reason in OF_A_LEASE or self.scene.over, lease.reason
+            assert lease.reason in OF_A_LEASE | self.damage or self.scene.over, lease.reason
         return lease
 
     def _compare(self, space: Owned, prompt: Prompt, lease: Any) -> None:
-        tokens = _compared(space, prompt, lease, OF_A_LEASE if not self.scene.over else set(MissReason))
+        reasons = OF_A_LEASE | self.damage if not self.scene.over else set(MissReason)
+        tokens = _compared(space, prompt, lease, reasons)
         self.counts["blocks compared"] += tokens // BLOCK_TOKENS
+        self.counts["cut short"] += tokens < lease.tokens
         self.counts["from NVMe"] += HitTier.NVME in lease.account.hits
 
 
@@ -178,6 +193,30 @@ def _compared(space: Owned, prompt: Prompt, lease: Any, reasons: Collection[Miss
     kv = {token: space.kv(prompt, token // BLOCK_TOKENS) for token in range(0, loaded.tokens, BLOCK_TOKENS)}
     pages.expect(before, kv, ignore_from=loaded.tokens)
     return loaded.tokens
+
+
+def together(workers: list[Callable[[], None]]) -> None:
+    """Run each in a thread; a failure in any is a failure, and a hang shows where everybody stands."""
+    failures: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in workers]
+    faulthandler.dump_traceback_later(HANGS_AFTER_SECONDS)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(HANGS_AFTER_SECONDS + 5)
+        assert not any(thread.is_alive() for thread in threads), "a thread hangs; all stacks are above"
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    if failures:
+        raise failures[0]
 
 
 def nothing_is_left(scene: Scene) -> None:
@@ -235,6 +274,30 @@ def test_threads_at_random(tmp_path: Path, seed: int) -> None:
     nothing_is_left(again)
     assert again.opened.core.usage().dram.capacity == 0
     again.opened.close()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_threads_at_random_over_frames_that_are_damaged(tmp_path: Path, seed: int) -> None:
+    """No lease runs out meanwhile."""
+    print(f"seed {seed}")
+    scene = Scene(tmp_path, limits=replace(LIMITS, lease_seconds=86_400))
+    workers = [Worker(scene, seed * 100 + number, damages=True) for number in range(THREADS)]
+    together([worker.run for worker in workers])
+    counts = sum((worker.counts for worker in workers), Counter())
+    core = scene.opened.core
+    wait_until_idle(core)
+    core.evict(0)
+    core.check()
+    usage = core.usage()
+    print(dict(counts), usage.counters)
+    assert not bugs(core), bugs(core)
+    assert (usage.leases, usage.reservations, usage.pinned_bytes) == (0, 0, 0)
+    assert (usage.dram.reserved, usage.dram.zombie) == (0, 0)
+    assert counts["cut short"] and usage.counters["quarantined_blocks"]
+    for space in scene.spaces:
+        scene.opened.drop(space)
+    assert core.usage().dram.capacity == 0, "with all namespaces dropped all memory is given back"
+    scene.opened.close()
 
 
 @pytest.mark.parametrize("end", ["power", "close"])
