@@ -175,14 +175,6 @@ def bench_kernels(
         list[str] | None,
         typer.Option(metavar="NAME", help="Measure this alone: kernels, transfers or decode. May be given again."),
     ] = None,
-    size: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SIZE", help="KV that is moved at once, such as 1GiB. May be given again."),
-    ] = None,
-    layers: Annotated[int | None, _number("Of a block; 32 on a GPU.")] = None,
-    kv_heads: Annotated[int | None, _number("Of a layer; 8 on a GPU.")] = None,
-    head_dim: Annotated[int | None, _number("Of a head; 128 on a GPU.")] = None,
-    page_tokens: Annotated[int | None, _number("Of a page; 16.")] = None,
     laps: Laps = None,
     check: Check = False,
     as_json: Json = False,
@@ -196,8 +188,7 @@ def bench_kernels(
         show("loading torch and transformers")
         from kv_bench import kernels
 
-        given = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
-        options = kernels.options_for(device, given, page_tokens, size or (), laps)
+        options = kernels.options_for(device, laps)
         result = kernels.run(options, show, device, stage or ())
     return judge([result], as_json, check)
 
@@ -217,7 +208,6 @@ def bench_ttft(
     context: Annotated[
         str | None, typer.Option(metavar="TOKENS,..", help="Lengths of the prefix, such as 8k,32k,128k.")
     ] = None,
-    chunk: Annotated[int | None, typer.Option(metavar="TOKENS", min=1, help="Of the prefill grid.")] = None,
     device: BenchDevice = None,
     laps: Laps = None,
     seconds: Annotated[
@@ -246,7 +236,7 @@ def bench_ttft(
     where it has nothing; and decode's first token where another engine prefills. It runs with the Python that has vLLM,
     on a GPU with --device cuda, where it measures the first of these unless told --only.
     """
-    of_hf = {"--chunk": chunk, "--laps": laps, "--seconds": seconds}
+    of_hf = {"--laps": laps, "--seconds": seconds}
     of_vllm = {"--only": only, "--turns": turns, "--arrivals": arrivals, "--pairs": pairs}
     is_vllm = engine == "vllm"
     foreign = [name for name, value in (of_hf if is_vllm else of_vllm).items() if value is not None]
@@ -265,7 +255,7 @@ def bench_ttft(
         else:
             from kv_bench import ttft
 
-            more: dict[str, Any] = {"shape": shape, "chunk_tokens": chunk, "laps": laps, "seconds": seconds}
+            more: dict[str, Any] = {"shape": shape, "laps": laps, "seconds": seconds}
             result = ttft.run(ttft.options_for(device, context, **more), show, device, engine)
     return judge([result], as_json, check)
 

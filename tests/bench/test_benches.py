@@ -163,7 +163,7 @@ def test_a_bench_has_its_rows(bench: Bench) -> None:
         server_binary()
     result = bench.run()
     told = json.loads(json.dumps(result.to_dict()))
-    assert told["bench"] == bench.name and told["faults"] == [] and told["machine"]["cores"] >= 1
+    assert told["bench"] == bench.name and told["faults"] == []
     wanted = {"bench", "machine", "faults", *bench.lists, *bench.about.split()} | ({"options"} & told.keys())
     assert set(told) == wanted
     for name, (count, names) in bench.lists.items():
@@ -344,8 +344,6 @@ def test_a_prefix_that_does_not_come_from_its_tier_is_a_fault_and_what_does_not_
         (lambda folder: restart.run(restart.RestartOptions(data=f"{folder}/file/x"), quiet), "another directory"),
         (lambda folder: lookup_client.LookupOptions(prompt_tokens=32), "at least one"),
         (lambda folder: codec.SpeedOptions(laps=0), "laps=0"),
-        (lambda folder: kernels.run(replace(KERNELS, page_tokens=7), quiet, "cpu"), "do not divide"),
-        (lambda folder: kernels.run(replace(KERNELS, model="3b"), quiet, "cpu"), "allowed: tiny, 1b, 8b"),
         (lambda folder: kernels.run(replace(KERNELS, route="hip"), quiet, "cpu"), "allowed: triton, twins"),
         (lambda folder: ttft.run(replace(TTFT, shape="9b"), quiet, "cpu"), "allowed: tiny, 1b, 8b"),
         (lambda folder: on_device.device_named("rocm"), "allowed: cuda, cpu"),
