@@ -11,7 +11,6 @@ import shutil
 import sys
 from typing import Annotated, Any
 
-from kvstore.block.errors import BadInput
 from kvstore.cli import main as command_line
 from kvstore.cli.bench import Check, judge, report, traffic_command
 from kvstore.cli.terminal import Json, Show, bench, expanded_path, print_result, shown_progress, typer
@@ -85,29 +84,18 @@ def bench_network(
     seconds: Annotated[
         float, typer.Option(metavar="N", min=0.1, help="Of each quiet and each flooded turn of the local door.")
     ] = 3.0,
-    only: Annotated[
-        str | None, typer.Option(metavar="ROWS", help="These alone: grpc, peers or valkey. All if left out.")
-    ] = None,
     check: Check = False,
     as_json: Json = False,
 ) -> int:
     """What a match of 512 keys takes through gRPC beside an empty call and the local match, and what an engine at the
     local door notices while another tenant floods gRPC with 256 calls at a time, from one core, and while another one
-    waits for as many blocks as it may. Then frames from node to node, by each transport, and to and from a Valkey,
-    beside a raw stream."""
+    waits for as many blocks as it may."""
     with shown_progress() as show:
         show("loading torch")
         from kv_bench import network
 
-        ways: dict[str, Any] = {
-            "grpc": lambda: network.grpc(network.GrpcOptions(seconds=seconds), show),
-            "peers": lambda: network.peers(network.FrameOptions(48), show),
-            "valkey": lambda: network.valkey(network.FrameOptions(16), show),
-        }
-        if only is not None and only not in ways:
-            raise BadInput(f"--only {only}: the rows are {', '.join(ways)}")
-        results = [run() for name, run in ways.items() if only in (None, name)]
-    return judge(results, as_json, check)
+        result = network.run(network.GrpcOptions(seconds=seconds), show)
+    return judge([result], as_json, check)
 
 
 @bench.command("restart")
