@@ -11,7 +11,6 @@ import shutil
 import sys
 from typing import Annotated, Any
 
-from kvstore.block.errors import BadInput
 from kvstore.cli import main as command_line
 from kvstore.cli.bench import Check, judge, report, traffic_command
 from kvstore.cli.terminal import Json, Show, bench, expanded_path, print_result, shown_progress, typer
@@ -85,29 +84,18 @@ def bench_network(
     seconds: Annotated[
         float, typer.Option(metavar="N", min=0.1, help="Of each quiet and each flooded turn of the local door.")
     ] = 3.0,
-    only: Annotated[
-        str | None, typer.Option(metavar="ROWS", help="These alone: grpc, peers or valkey. All if left out.")
-    ] = None,
     check: Check = False,
     as_json: Json = False,
 ) -> int:
     """What a match of 512 keys takes through gRPC beside an empty call and the local match, and what an engine at the
     local door notices while another tenant floods gRPC with 256 calls at a time, from one core, and while another one
-    waits for as many blocks as it may. Then frames from node to node, by each transport, and to and from a Valkey,
-    beside a raw stream."""
+    waits for as many blocks as it may."""
     with shown_progress() as show:
         show("loading torch")
         from kv_bench import network
 
-        ways: dict[str, Any] = {
-            "grpc": lambda: network.grpc(network.GrpcOptions(seconds=seconds), show),
-            "peers": lambda: network.peers(network.FrameOptions(48), show),
-            "valkey": lambda: network.valkey(network.FrameOptions(16), show),
-        }
-        if only is not None and only not in ways:
-            raise BadInput(f"--only {only}: the rows are {', '.join(ways)}")
-        results = [run() for name, run in ways.items() if only in (None, name)]
-    return judge(results, as_json, check)
+        result = network.run(network.GrpcOptions(seconds=seconds), show)
+    return judge([result], as_json, check)
 
 
 @bench.command("restart")
@@ -175,14 +163,6 @@ def bench_kernels(
         list[str] | None,
         typer.Option(metavar="NAME", help="Measure this alone: kernels, transfers or decode. May be given again."),
     ] = None,
-    size: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SIZE", help="KV that is moved at once, such as 1GiB. May be given again."),
-    ] = None,
-    layers: Annotated[int | None, _number("Of a block; 32 on a GPU.")] = None,
-    kv_heads: Annotated[int | None, _number("Of a layer; 8 on a GPU.")] = None,
-    head_dim: Annotated[int | None, _number("Of a head; 128 on a GPU.")] = None,
-    page_tokens: Annotated[int | None, _number("Of a page; 16.")] = None,
     laps: Laps = None,
     check: Check = False,
     as_json: Json = False,
@@ -196,8 +176,7 @@ def bench_kernels(
         show("loading torch and transformers")
         from kv_bench import kernels
 
-        given = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
-        options = kernels.options_for(device, given, page_tokens, size or (), laps)
+        options = kernels.options_for(device, laps)
         result = kernels.run(options, show, device, stage or ())
     return judge([result], as_json, check)
 
@@ -217,7 +196,6 @@ def bench_ttft(
     context: Annotated[
         str | None, typer.Option(metavar="TOKENS,..", help="Lengths of the prefix, such as 8k,32k,128k.")
     ] = None,
-    chunk: Annotated[int | None, typer.Option(metavar="TOKENS", min=1, help="Of the prefill grid.")] = None,
     device: BenchDevice = None,
     laps: Laps = None,
     seconds: Annotated[
@@ -246,7 +224,7 @@ def bench_ttft(
     where it has nothing; and decode's first token where another engine prefills. It runs with the Python that has vLLM,
     on a GPU with --device cuda, where it measures the first of these unless told --only.
     """
-    of_hf = {"--chunk": chunk, "--laps": laps, "--seconds": seconds}
+    of_hf = {"--laps": laps, "--seconds": seconds}
     of_vllm = {"--only": only, "--turns": turns, "--arrivals": arrivals, "--pairs": pairs}
     is_vllm = engine == "vllm"
     foreign = [name for name, value in (of_hf if is_vllm else of_vllm).items() if value is not None]
@@ -265,7 +243,7 @@ def bench_ttft(
         else:
             from kv_bench import ttft
 
-            more: dict[str, Any] = {"shape": shape, "chunk_tokens": chunk, "laps": laps, "seconds": seconds}
+            more: dict[str, Any] = {"shape": shape, "laps": laps, "seconds": seconds}
             result = ttft.run(ttft.options_for(device, context, **more), show, device, engine)
     return judge([result], as_json, check)
 

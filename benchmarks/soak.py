@@ -39,8 +39,8 @@ import grpc
 import numpy as np
 
 from kv_bench.console import viewed
+from kv_bench.flood import bearer, stub_of
 from kv_bench.llamas import TINY, kv_bytes_per_token, save_model
-from kv_bench.network_child import bearer, stub_of
 from kv_bench.process import HOST, Sidecar
 from kv_bench.traffic_engines import KVSTORE, Engines, vllm_server
 from kv_bench.ttft_vllm import connector

@@ -175,7 +175,6 @@ def test_bash_completes_the_commands(tmp_path: Path) -> None:
         (("codec", "--windows", "4"), ("--windows belongs to --quality",)),
         (("codec", "--quality", "--windows", "0"), ("windows=0", "give 1 to 64")),
         (("kernels", "--stage", "gather"), ("stage='gather'", "kernels, transfers, decode")),
-        (("kernels", "--device", "cpu", "--size", "1KiB"), ("1.0 KiB", "give more")),
         (("ttft", "--engine", "sglang"), ("engine='sglang'", "allowed: hf, vllm")),
         (("ttft", "--device", "cpu", "--context", "300"), ("context=300", "use 256")),
     ],

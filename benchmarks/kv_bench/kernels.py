@@ -13,7 +13,7 @@ synchronous device: that shows that it runs, and its figures mean nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,7 +26,7 @@ import torch
 from engine_adapter.hf.buffers import BufferSet
 from engine_adapter.hf.layers import ModelCall, even_cache
 from engine_adapter.hf.model import layout_of
-from kv_bench.llamas import ONE_B, TINY, TTFT_SHAPES, build
+from kv_bench.llamas import ONE_B, TINY, build
 from kv_bench.measure import Say, against, quantile, rate_row, timed
 from kv_bench.on_device import DeviceTimer, describe, device_named, give_memory_back, near_cpus, transfer_device
 from kv_bench.paged_pool import (
@@ -51,7 +51,7 @@ from kv_kernels.transfer import Loader, Saver
 from kv_kernels.transfer_state import LayerSlice, Transfer, TransferOutcome, layer_slices
 from kv_kernels.worker import ThreadWorker
 from kvstore.block.errors import BadInput
-from kvstore.config import format_size, parse_size
+from kvstore.config import format_size
 from kvstore.traffic.row import MS, BenchResult, Row, Section, Target
 from tiering.dram.extents import Extent
 from tiering.frame import HEADER_BYTES, frame_bytes
@@ -107,22 +107,10 @@ SMALL = KernelsOptions(
 """Takes seconds on a CPU."""
 
 
-def options_for(
-    device: str | None,
-    shape: Mapping[str, int | None],
-    page_tokens: int | None = None,
-    sizes: Sequence[str] = (),
-    laps: int | None = None,
-) -> KernelsOptions:
-    """The device's default options, with what was given in their place. shape: fields of a block's shape by name.
-    sizes: of KV as people write them; the largest is also the transfers'. Raises `BadInput`."""
+def options_for(device: str | None, laps: int | None = None) -> KernelsOptions:
+    """The device's default options, with what was given in their place. Raises `BadInput`."""
     usual = KernelsOptions() if device_named(device).type == "cuda" else SMALL
-    given: dict[str, Any] = {"page_tokens": page_tokens, "laps": laps}
-    given["shape"] = replace(usual.shape, **{name: number for name, number in shape.items() if number is not None})
-    if sizes:
-        given["kv_bytes"] = tuple(parse_size(size, "size") for size in sizes)
-        given["transfer_bytes"] = max(given["kv_bytes"])
-    return replace(usual, **{name: value for name, value in given.items() if value is not None})
+    return usual if laps is None else replace(usual, laps=laps)
 
 
 class DeviceBench:
@@ -139,7 +127,9 @@ def run(options: KernelsOptions | None, say: Say, device: str | None = None, sta
     """Measure the given stages, or all. Raises `BadInput` for a missing device, or a size without a whole block."""
     chosen = device_named(device)
     options = options or (KernelsOptions() if chosen.type == "cuda" else SMALL)
-    _check(options, stages)
+    for stage in stages:
+        if stage not in STAGES:
+            raise BadInput(f"stage={stage!r}; allowed: {', '.join(STAGES)}, or leave it out for all")
     bench, rows = DeviceBench(options, chosen), {stage: list[Row]() for stage in STAGES}
     measured = {KERNELS: kernel_rows, TRANSFERS: transfer_rows, DECODE: decode_rows}
     for stage in STAGES:
@@ -175,25 +165,6 @@ def run(options: KernelsOptions | None, say: Say, device: str | None = None, sta
         ),
     ]
     return BenchResult("kernels", options, sections, {"device": facts, "route": bench.route.name}, bench.faults)
-
-
-def _check(options: KernelsOptions, stages: Sequence[str]) -> None:
-    for stage in stages:
-        if stage not in STAGES:
-            raise BadInput(f"stage={stage!r}; allowed: {', '.join(STAGES)}, or leave it out for all")
-    if options.model not in TTFT_SHAPES:
-        raise BadInput(f"model={options.model!r}; allowed: {', '.join(TTFT_SHAPES)}")
-    block = options.shape.payload_bytes
-    for size in (*options.kv_bytes, options.transfer_bytes):
-        if size < block:
-            raise BadInput(
-                f"{format_size(size)} of KV hold no block of {format_size(block)}; give more, or fewer layers"
-            )
-    if options.page_tokens < 1 or options.shape.block_tokens % options.page_tokens:
-        raise BadInput(
-            f"pages of {options.page_tokens} tokens do not divide a block of {options.shape.block_tokens}; give a "
-            "divisor of it"
-        )
 
 
 @contextmanager

@@ -43,7 +43,6 @@ from kvstore.block.errors import BadInput, StoreError
 from kvstore.demo.model import load_trained
 from kvstore.traffic.row import BenchResult
 from paged_memory import kernels_can_run
-from valkey_server import server_binary
 
 __all__ = ["kernels_can_run"]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -141,33 +140,19 @@ BENCHES = (
         "gather_quantize wire",
     ),
     Bench("ttft", lambda: ttft.run(TTFT, quiet, "cpu"), {"rows": (6, FIRST_TOKEN)}, "engine device rates left_out"),
-    Bench("network", lambda: network.grpc(GRPC, quiet), {"rows": (4, "figure")}, "good_calls other_calls"),
-    Bench(
-        "network: peers",
-        lambda: network.peers(network.FrameOptions(20, 128 << 10, 2), quiet),
-        {"rows": (3, "way")},
-        "frame_bytes",
-    ),
-    Bench(
-        "network: valkey",
-        lambda: network.valkey(network.FrameOptions(2, 64 << 10, 2), quiet),
-        {"rows": (4, "verb over")},
-        "server",
-    ),
+    Bench("network", lambda: network.run(GRPC, quiet), {"rows": (4, "figure")}, "good_calls other_calls"),
 )
 
 
 @pytest.mark.parametrize("bench", BENCHES, ids=lambda bench: bench.name)
 def test_a_bench_has_its_rows(bench: Bench) -> None:
-    if "valkey" in bench.name:
-        server_binary()
     result = bench.run()
     told = json.loads(json.dumps(result.to_dict()))
-    assert told["bench"] == bench.name and told["faults"] == [] and told["machine"]["cores"] >= 1
+    assert told["bench"] == bench.name and told["faults"] == []
     wanted = {"bench", "machine", "faults", *bench.lists, *bench.about.split()} | ({"options"} & told.keys())
     assert set(told) == wanted
     for name, (count, names) in bench.lists.items():
-        assert len(told[name]) == count or (bench.name == "network: peers" and len(told[name]) == 4), "with UCX"
+        assert len(told[name]) == count
         for row in told[name]:
             assert {*ROW, *names.split()} <= row.keys(), f"{name}: {row}"
             assert row["value"] >= 0 and row["samples"] >= 1 and row["met"] in (None, True, False)
@@ -248,9 +233,10 @@ def test_a_kernel_that_cannot_be_launched_is_one_line_and_the_others_run(monkeyp
 
 def test_a_transfer_that_cannot_page_lock_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_device.AtOnceHost, "register", lambda *_, **__: "not here")
-    monkeypatch.setattr(kernels, "WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(kernels, "WAIT_SECONDS", 5.0)
+    monkeypatch.setattr(kernels, "DIRECTIONS", ("load",))
     found = kernels.run(KERNELS, quiet, "cpu", ("transfers",))
-    assert len(found.faults) == 12 and all("could not be page-locked" in line for line in found.faults)
+    assert len(found.faults) == 4 and all("could not be page-locked" in line for line in found.faults)
 
 
 @pytest.mark.usefixtures("kernels_can_run")
@@ -344,8 +330,6 @@ def test_a_prefix_that_does_not_come_from_its_tier_is_a_fault_and_what_does_not_
         (lambda folder: restart.run(restart.RestartOptions(data=f"{folder}/file/x"), quiet), "another directory"),
         (lambda folder: lookup_client.LookupOptions(prompt_tokens=32), "at least one"),
         (lambda folder: codec.SpeedOptions(laps=0), "laps=0"),
-        (lambda folder: kernels.run(replace(KERNELS, page_tokens=7), quiet, "cpu"), "do not divide"),
-        (lambda folder: kernels.run(replace(KERNELS, model="3b"), quiet, "cpu"), "allowed: tiny, 1b, 8b"),
         (lambda folder: kernels.run(replace(KERNELS, route="hip"), quiet, "cpu"), "allowed: triton, twins"),
         (lambda folder: ttft.run(replace(TTFT, shape="9b"), quiet, "cpu"), "allowed: tiny, 1b, 8b"),
         (lambda folder: on_device.device_named("rocm"), "allowed: cuda, cpu"),

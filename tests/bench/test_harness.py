@@ -19,7 +19,7 @@ from rich.console import Console
 
 from benches import bench as commands
 from kv_bench import measure, ttft_vllm
-from kv_bench.llamas import LLAMAS, MID, TINY, kv_bytes_per_token, parse_tokens
+from kv_bench.llamas import MID, TINY, kv_bytes_per_token, parse_tokens
 from kv_bench.process import Child, Sidecar
 from kv_bench.ttft_vllm import (
     AT_ONCE,
@@ -86,7 +86,7 @@ def test_together_counts_from_the_first_start_to_the_last_end_and_a_failure_is_t
             team.run([lambda: None, fail])
         assert team.run([lambda: None, lambda: None]).wall >= 0
     assert threading.active_count() == before
-    assert measure.available_bytes() > 0 and measure.resident_bytes() > 1 << 20
+    assert measure.available_bytes() > 0
 
 
 def test_rates_are_of_bytes_per_second_and_times_are_turned_round() -> None:
@@ -163,16 +163,17 @@ def test_every_bench_takes_check_and_json() -> None:
 
 # Processes ------------------------------------------------------------------------------------------------------------
 
+FLOOD = {"address": "unix:nowhere", "token": "", "namespace": "", "keys": "", "calls": 1}
 STORE = {"dram": "1MiB", "nvme": "off"}
 
 
 def test_a_child_answers_until_the_bench_ends_it() -> None:
-    with Child("kv_bench.network_child", {"role": "raw", "size": 4096, "path": ""}) as child:
-        assert child.hear() > 0 and Path(f"/proc/{child.process.pid}").exists()
+    with Child("kv_bench.flood", FLOOD) as child:
+        assert child.hear() == "ready" and Path(f"/proc/{child.process.pid}").exists()
     assert child.process.returncode == 0
     with (
         pytest.raises(StoreError, match="it ended with 1: KeyError"),
-        Child("kv_bench.network_child", {}, "it") as child,
+        Child("kv_bench.flood", {}, "it") as child,
     ):
         child.hear()
 
@@ -262,7 +263,7 @@ def test_options_of_a_vllm_take_what_was_given_and_what_cannot_be_is_one_line() 
     given = {"prefix_tokens": 1024, "turns": 9, "arrivals": 3, "pairs": None}
     options = ttft_vllm.options_for(["hooks", "ttft"], TINY, **given)
     assert (options.prefix_tokens, options.turns, options.pairs, options.parts) == (1024, 9, 2, ("ttft", "hooks"))
-    assert kv_bytes_per_token(MID) == 8192 and LLAMAS[TINY]["num_hidden_layers"] == 4
+    assert kv_bytes_per_token(MID) == 8192
     assert [parse_tokens(text) for text in ("8k", "128K", " 300 ")] == [8192, 131072, 300]
     for work, words in (
         (lambda: ttft_vllm.options_for(shape="8b"), "allowed with --engine vllm: tiny, mid"),
