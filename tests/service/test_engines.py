@@ -213,7 +213,7 @@ def test_a_lease_that_comes_after_its_deadline_is_given_back(tmp_path: Path) -> 
             assert {polled(one).reason for one in pending} == {MissReason.DEADLINE}
         time.sleep(0.05)
         wait_until(lambda: sidecar.store.usage().leases == 0)
-        wait_until(lambda: not sidecar.sessions.leased_blocks(next(iter(sidecar.sessions._callers.values()))))
+        wait_until(lambda: not next(iter(sidecar.sessions._callers.values())).session.leased_blocks)
         sidecar.store.check()
 
 
