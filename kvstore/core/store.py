@@ -89,7 +89,6 @@ class Store(Shared):
         self._serve(ChainWaits(self), SharedExtents(self), reports)
 
     def _serve(self, waits: ChainWaits, extents: SharedExtents, reports: UsageReports) -> None:
-        """The verbs that one part of the store serves alone."""
         leasing, endings, puts, namespaces = self._leasing, self._endings, self._puts, self._namespaces
         self.open_namespace, self.own_number = namespaces.open, namespaces.own_number
         self.drop, self.purge, self.warmed = namespaces.drop, namespaces.purge, self._recovery.wait

@@ -416,7 +416,6 @@ class Handlers:
     # Memory and the rest -------------------------------------------------------------------------------------------
 
     def _extents(self, caller: ClientState, verb: m.Extents) -> Response:
-        """The extents handed over; fewer than asked for once the tenant waits."""
         tenant, extents, descriptors = caller.session.tenant.tenant, [], []
         if self._slow.waits(tenant):
             raise TierUnavailable(

@@ -234,7 +234,6 @@ class Sessions:
         self.release(caller, leases)
 
     def _let_go(self, caller: ClientState, leases: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Returns the leases without a holder left, and those whose remaining holders have all disconnected."""
         ended, expired = [], []
         for lease in leases:
             held = caller.session.leases.get(lease)
