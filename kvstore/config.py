@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 from kvstore.block.errors import BadInput
 from tiering.policies.shares import Share
+from tiering.slab_header import SlabSizes
 
 _UNITS = {
     "": 1,
@@ -503,15 +504,12 @@ class DramConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class NvmeConfig:
-    """The NVMe tier's budget and the size of its slabs, both in bytes, both whole pages."""
-
-    budget_bytes: int
-    slab_bytes: int
+class NvmeConfig(SlabSizes):
+    """The NVMe tier's sizes, from what the user wrote."""
 
     @staticmethod
     def of(nvme: Size, slab: Size | None, available_bytes: int | None) -> NvmeConfig:
-        """From what the user wrote. available_bytes: free on the disk, for a new directory; an existing one grows up to
+        """available_bytes: free on the disk, for a new directory; an existing one grows up to
         its budget as the disk has room."""
         budget = _budget(nvme, "nvme", MIN_NVME_BYTES)
         if available_bytes is not None and budget > available_bytes:

@@ -405,7 +405,6 @@ class MoveQueue:
         return sum(task.tier == tier for task in self._running) < self._shares[tier]
 
     def _begin(self, waiting: list[Priority]) -> _Task:
-        """Take the first move of the highest priority, or of one that was passed too often."""
         due = [priority for priority in waiting if self._passes[priority] >= MOST_PASSES]
         chosen = (due or waiting)[0]
         for priority in waiting:

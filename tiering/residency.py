@@ -457,7 +457,6 @@ class Residency:
         return self.groups.victims_of(groups)
 
     def _victims_kept_last(self, groups: Sequence[int] | None) -> Iterator[int]:
-        """The same, retained ones last; those that were passed over become recent at the end."""
         retention = self.retention
         assert retention is not None
         proposed: set[int] = set()

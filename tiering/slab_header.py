@@ -38,6 +38,14 @@ MAX_ABOUT_BYTES = PAGE_BYTES - _SLAB.size - MAC_BYTES
 
 
 @dataclass(frozen=True, slots=True)
+class SlabSizes:
+    """A tier's budget and the size of its slabs, both in bytes, both whole pages."""
+
+    budget_bytes: int
+    slab_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class SlabHeader:
     """Whose frames a slab holds. about: what the floor above needs to name the namespace; opaque here.
 

@@ -415,7 +415,6 @@ class SocketDoor:
         run.settle()
 
     def _hold(self, run: SidecarConnection, reply: LeaseReply) -> NamedLease:
-        """A lease of the connection, renamed to a number of this client's."""
         number = next(self._numbers)
         self._held[number] = _Held(run, reply.lease)
         return NamedLease(msgspec.structs.replace(reply, lease=number), run.name, reply.lease)

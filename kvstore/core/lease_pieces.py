@@ -81,7 +81,7 @@ class Endings:
 
     def finish_all(self) -> None:
         """The same for all that were begun."""
-        self.finish(self.under_way())
+        self.finish(self._under_way.values())
 
     def begin(self, record: LeaseRecord) -> None:
         """Start ending a lease that expired or was released. If it is ending already, it continues in its new state."""
@@ -112,15 +112,6 @@ class Endings:
 
     def is_under_way(self, record: LeaseRecord) -> bool:
         return self._under_way.get(record.number) is record
-
-    def under_way(self) -> list[LeaseRecord]:
-        return list(self._under_way.values())
-
-    def under_way_of(self, namespace: int) -> list[LeaseRecord]:
-        return [record for record in self._under_way.values() if record.namespace == namespace]
-
-    def __len__(self) -> int:
-        return len(self._under_way)
 
     def check(self, records: Iterable[LeaseRecord]) -> tuple[Counter[int], Counter[int]]:
         """How often each row is pinned and each place is held, by these leases and by the ending ones. records: those

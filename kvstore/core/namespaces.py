@@ -180,7 +180,8 @@ class NamespaceVerbs:
         with self._shared.lock:
             self._await_taken_in(lambda: self._is_moving(number), deadline)
             self._shared.end_due()  # from here on the namespace has no leases, and gets none
-            self._endings.finish([*self._leases.expire_all(number), *self._endings.under_way_of(number)])
+            ending = [one for one in self._leases.ending.values() if one.namespace == number]
+            self._endings.finish([*self._leases.expire_all(number), *ending])
             self._await_taken_in(lambda: self._is_moving(number), deadline)
             self._reservations.cancel_all(number)
             self._shared.fetched.forget(number)

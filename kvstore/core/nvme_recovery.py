@@ -185,7 +185,6 @@ class NvmeRecovery:
             self._below.all_known = not self._closing.is_set()
 
     def _take_in(self, space: OpenedNamespace, group: Sequence[Found]) -> _Undecided | None:
-        """What is undecided of a namespace; None if the store closes meanwhile."""
         root = root_key(space.namespace.layout.block_tokens)
         proof = self._proven(group)
         if self._closing.is_set():

@@ -386,7 +386,7 @@ class Reservations:
             self._give_up(record, len(record.rows) - most)
             self._shared.moves_done.wait(GIVE_WAY_SECONDS)
         while not self._shared.closed and len(record.abandoned_slots) > ABORTED_PLACES:
-            self._blocks.free_abandoned_slots(record.abandoned_slots[-ABORTED_PLACES:])
+            self._blocks.free(record.abandoned_slots[-ABORTED_PLACES:])
             del record.abandoned_slots[-ABORTED_PLACES:]
             self._shared.moves_done.wait(GIVE_WAY_SECONDS)
         if self._shared.closed or self._records.get(record.number) is not record:
@@ -395,7 +395,7 @@ class Reservations:
             self._free_cancelled(record)
         else:
             self._give_up(record, record.published)
-            self._blocks.free_abandoned_slots(record.abandoned_slots)
+            self._blocks.free(record.abandoned_slots)
             del self._records[record.number]
             self._collective.freed(record)
 
@@ -413,7 +413,7 @@ class Reservations:
             if row in record.repairs:
                 record.repairs.discard(row)
                 self._blocks.index.not_refilled(row)
-                self._blocks.unfill(row)
+                self._blocks.free(self._blocks.residency.forget(row))  # it stays lost
                 self._unpin(record.namespace, [row])
             else:
                 self._blocks.give_up(row)
@@ -463,5 +463,5 @@ class Reservations:
     def _free_cancelled(self, record: ReservationRecord) -> None:
         self._records.pop(record.number, None)
         self._collective.freed(record)
-        self._blocks.free_abandoned_slots(record.abandoned_slots)
+        self._blocks.free(record.abandoned_slots)
         self._room.emptied[record.namespace] = None

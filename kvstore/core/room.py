@@ -183,7 +183,8 @@ class Room:
             elif scarce:
                 return MissReason.TIER_DOWN
             else:  # no block may be evicted at all, or none for this tenant
-                return MissReason.QUOTA if blocks.has_evictable() else self._no_room(record)
+                has_evictable = next(blocks.residency.worst(), None) is not None
+                return MissReason.QUOTA if has_evictable else self._no_room(record)
         return None
 
     def _no_room(self, record: ReservationRecord | SlotRequest) -> MissReason:

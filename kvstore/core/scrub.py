@@ -163,7 +163,6 @@ class Scrubbing:
     # Reading, in a thread of the queue -----------------------------------------------------------------------------
 
     def _read(self, window: ReadWindow) -> None:
-        """Read a window's frames. Raises `TierUnavailable`; a further call resumes with the same frame."""
         window.failed = False
         with self._lock:
             aims = [self._aim(frame) for frame in window.frames]

@@ -88,10 +88,9 @@ class Store(Shared):
         self._serve(ChainWaits(self), SharedExtents(self), reports)
 
     def _serve(self, waits: ChainWaits, extents: SharedExtents, reports: UsageReports) -> None:
-        """The verbs that one part of the store serves alone."""
         leasing, endings, puts, namespaces = self._leasing, self._endings, self._puts, self._namespaces
         self.open_namespace, self.own_number = namespaces.open, namespaces.own_number
-        self.drop, self.purge = namespaces.drop, namespaces.purge
+        self.drop, self.purge, self.warmed = namespaces.drop, namespaces.purge, self._recovery.wait
         self.rotate, self.retire = namespaces.rotate, namespaces.retire
         self.park, self.awaited, self._await, self.readable = waits.park, waits.awaited, waits.wait, waits.readable
         self.attach, self.is_leased, self.report = leasing.attach, leasing.is_leased, leasing.report
@@ -209,10 +208,6 @@ class Store(Shared):
         is_any = bool(self.leases.ending or self._to_abort or self._room.emptied)
         return is_any and not self.closed
 
-    def ending_places(self, tenant: bytes) -> int:
-        """Places of a tenant's ended leases that are still pinned."""
-        return self.leases.ending_places[tenant]
-
     def _ticket(self, client: StoreClient, request: m.SealTicket | m.OpenTicket) -> m.Sealed | m.TicketOpened:
         number, now = client.named[request.namespace], self.clock.wall_seconds()
         space, identity = self.blocks.spaces[number], Identity.of(client.keys, self.node)
@@ -289,13 +284,6 @@ class Store(Shared):
         """As `Door.memory`: in the store's own process all memory is mapped."""
         return self.spans(places)
 
-    # Other processes -------------------------------------------------------------------------------------------------
-
-    def tell_of_mapped(self, tell: Callable[[int], object]) -> None:
-        """From now on call `tell` with each extent that is given back while clients map it. It runs under the lock: it
-        must neither wait nor call the store."""
-        self.blocks.dram.mapped_still = tell
-
     # A lower tier ----------------------------------------------------------------------------------------------------
 
     def start_loading(self, tenants: Mapping[bytes, TenantKeys]) -> None:
@@ -313,10 +301,6 @@ class Store(Shared):
     def is_loaded(self) -> bool:
         """Whether recovery from disk is over, successful or not."""
         return not self._recovery.is_under_way
-
-    def warmed(self, timeout_seconds: float) -> bool:
-        """Whether recovery from disk is over after at most that long, and went well."""
-        return self._recovery.wait(timeout_seconds)
 
     # Operations ------------------------------------------------------------------------------------------------------
 

@@ -213,10 +213,6 @@ class BlockTable(Generic[TierBelow]):
         """Groups of tenants that may lose blocks in DRAM for a namespace, in order; None if no tenant has settings."""
         return givers(self.shares, number, self.residency, self.dram)
 
-    def has_evictable(self) -> bool:
-        """Whether any block in DRAM may be evicted."""
-        return next(self.residency.worst(), None) is not None
-
     def evict_worst(self, blocks: int, leaves: Callable[[int], object] | None = None) -> int:
         """5. Evict the worst unpinned leaves from DRAM, up to that many; returns how many went.
 
@@ -282,7 +278,7 @@ class BlockTable(Generic[TierBelow]):
             gone += 1
             if gone == blocks:
                 break
-        self._free(places)
+        self.free(places)
         self.counters["evicted_blocks"] += evicted
         if gone:
             _log.debug("evicted from dram", extra={"blocks": gone, "given_up": evicted, "wanted": blocks})
@@ -290,12 +286,8 @@ class BlockTable(Generic[TierBelow]):
 
     def give_up(self, row: int) -> None:
         """Remove a block that was never published; its children went before."""
-        self._free(self.residency.forget(row))
+        self.free(self.residency.forget(row))
         self._remove(row)
-
-    def unfill(self, row: int) -> None:
-        """A lost row that a put began to refill stays lost."""
-        self._free(self.residency.forget(row))
 
     def orphan(self, row: int) -> list[int]:
         """Remove a pending row whose producer is still writing: its places are returned, and stay taken."""
@@ -303,15 +295,11 @@ class BlockTable(Generic[TierBelow]):
         self._remove(row)
         return places
 
-    def free_abandoned_slots(self, places: Sequence[int]) -> None:
-        """The producer of orphaned places has finished writing."""
-        self._free(places)
-
     def drop(self, row: int) -> None:
         """Remove a readable or lost leaf with its namespace. Its pins ended before."""
         assert self.residency.pins.counts[row] == 0
         self.dirty.discard(row)
-        self._free(self.residency.forget(row))
+        self.free(self.residency.forget(row))
         if self.below is not None and self.below.has(row):
             self.below.leave(row)
         if is_listed := self.residency.is_listed(row):
@@ -329,7 +317,7 @@ class BlockTable(Generic[TierBelow]):
         is_retired = any(self.keys.mac_key(space.tenant, *epoch_in(one)) == b"" for one in headers)
         if is_retired and self.residency.pins.counts[row] > (row in self.demoting):
             return True
-        (self._free if is_retired else self.dram.quarantine)(self.residency.forget(row))
+        (self.free if is_retired else self.dram.quarantine)(self.residency.forget(row))
         self._lost_above(row, TierMiss.RETIRED if is_retired else TierMiss.CORRUPT)
         self.counters["retired_blocks" if is_retired else "quarantined_blocks"] += 1
         self.tally.quarantined[TierName.DRAM] += not is_retired
@@ -495,7 +483,7 @@ class BlockTable(Generic[TierBelow]):
         assert header.block_index == self.index.depth(row)
         assert len(header.parent) == KEY_BYTES and (parent_key is None or header.parent == parent_key)
 
-    def _free(self, places: Sequence[int]) -> None:
+    def free(self, places: Sequence[int]) -> None:
         """Free slots in any state; one that a late reader may still copy is kept from reuse."""
         dram, residency = self.dram, self.residency
         dirty, held, written = [], [], []

@@ -45,7 +45,7 @@ from tiering.nvme.lmdb_index import LmdbMaker, open_to_read
 from tiering.nvme.slab import STAMP_PAGES, STAMP_SLAB, OtherFormat, slab_name
 from tiering.nvme.slab_files import DirectFiles, Files, ReadOnlyFiles
 from tiering.nvme.tier import NvmeTier
-from tiering.slab_header import PAGE_BYTES
+from tiering.slab_header import PAGE_BYTES, SlabSizes
 from tiering.tier import extent_of, slot_of
 
 _ZERO_PAGE = memoryview(bytes(PAGE_BYTES))
@@ -296,7 +296,7 @@ def _build_index(
 ) -> tuple[int, int]:
     slots = {slab.header.number: slab.slots for slab in found.slabs if slab.header is not None}
     size = sum(slab.size_bytes for slab in found.slabs)
-    tier = NvmeTier(DirectFiles(path / "nvme", reach), maker, ring, size, size, new_uid)
+    tier = NvmeTier(DirectFiles(path / "nvme", reach), maker, ring, SlabSizes(size, size), new_uid)
     frames = given_up = 0
     try:
         for one in tier.load(lambda done, total: show("building the index", done, total)):

@@ -192,7 +192,7 @@ class Handlers:
 
     def serve_at_once(self, caller: ClientState, verb: m.LeasePrefix) -> Response | None:
         """As `serve` if a lease need not wait this time; else None, without effect."""
-        return self._served(self._lease_at_once, caller, verb)
+        return self._served(self._lease_by, caller, verb)
 
     def _served(
         self, handler: Callable[[ClientState, Any], Response | m.Answer | None], caller: ClientState, verb: m.Verb
@@ -259,28 +259,12 @@ class Handlers:
         return m.Matched(matched.reply, self.parking.is_served(caller.keys.tenant))
 
     def _lease(self, caller: ClientState, verb: m.LeasePrefix) -> m.Answer:
-        answer = self._lease_by(caller, verb, self._lease_waiting)
+        answer = self._lease_by(caller, verb, waits=True)
         assert answer is not None
         return answer
 
-    def _lease_waiting(self, caller: ClientState, verb: m.LeasePrefix) -> LeaseReply:
-        leased = self._store.handle(caller, verb)
-        assert isinstance(leased, m.Leased)
-        return leased.reply
-
-    def _lease_at_once(self, caller: ClientState, verb: m.LeasePrefix) -> m.Answer | None:
-        def lease(caller: ClientState, verb: m.LeasePrefix) -> LeaseReply | None:
-            return self._store.lease_at_once(caller.named[verb.namespace], verb.keys, verb.first_block)
-
-        return self._lease_by(caller, verb, lease)
-
-    def _lease_by(
-        self,
-        caller: ClientState,
-        verb: m.LeasePrefix,
-        lease: Callable[[ClientState, m.LeasePrefix], LeaseReply | None],
-    ) -> m.Answer | None:
-        """lease: asks the store; None is passed on. Raises `BadInput`."""
+    def _lease_by(self, caller: ClientState, verb: m.LeasePrefix, *, waits: bool = False) -> m.Answer | None:
+        """waits: else None where the store would have to. Raises `BadInput`."""
         number, slices = _check_asked(caller, verb.namespace, verb.keys, verb.request)
         refused = self._check_lease(caller, number, verb)
         if refused is not None:
@@ -295,7 +279,11 @@ class Handlers:
                 full = LeaseReply(0, verb.first_block, 0, reason=MissReason.PINNED_FULL, detail=text)
                 return self._leased(caller, number, verb, full)
             began_at = self._store.clock.monotonic_seconds()
-            reply = lease(caller, fits)
+            reply: LeaseReply | None
+            if waits:
+                reply = self._store.lease(number, fits.keys, fits.first_block, fits.deadline_ms)
+            else:
+                reply = self._store.lease_at_once(number, fits.keys, fits.first_block)
             seconds = self._store.clock.monotonic_seconds() - began_at
             return self._leased(caller, number, verb, _ended_by(reply, detail), seconds) if reply is not None else None
 
@@ -304,7 +292,7 @@ class Handlers:
             raise BadInput(
                 f"first_block={verb.first_block}, deadline_ms={verb.deadline_ms}: give a block of the chain, 0 or more"
             )
-        held = self._sessions.leased_blocks(caller)
+        held = caller.session.leased_blocks
         if len(caller.session.leases) >= MAX_LEASES or held + len(verb.keys) > MAX_LEASED_BLOCKS:
             text = f"the session holds {len(caller.session.leases)} leases of {held} blocks; release some first"
             text = f"{text} (at most {MAX_LEASES}, of {MAX_LEASED_BLOCKS})"
@@ -433,7 +421,6 @@ class Handlers:
     # Memory and the rest -------------------------------------------------------------------------------------------
 
     def _extents(self, caller: ClientState, verb: m.Extents) -> Response:
-        """The extents handed over; fewer than asked for once the tenant waits."""
         tenant, extents, descriptors = caller.session.tenant.tenant, [], []
         if self._slow.waits(tenant):
             raise TierUnavailable(

@@ -543,17 +543,14 @@ class LocalDoor:
             self._pause(listener)
 
     def _own_pools(self) -> list[ThreadPoolExecutor]:
-        """Of the sockets that belong to no tenant."""
         return [one.pool for one in self._listeners if one.pool is not None]
 
     def _most(self, listener: Listener) -> int:
-        """How many connections a socket may have."""
         if listener.pool is not None:
             return listener.most
         return max(1, self._limits.connections // sum(one.pool is None for one in self._listeners))
 
     def _there(self) -> tuple[int, int]:
-        """Connections of tenants, and of the admin and observers' sockets; couriers' are in neither."""
         there = [one for one in list(self._connections) if one.refusal is None and one.listener.couriers is None]
         admin = sum(one.admin is not None for one in there)
         return len(there) - admin, admin
@@ -691,7 +688,6 @@ class LocalDoor:
     # Disconnecting ---------------------------------------------------------------------------------------------------
 
     def _disconnect(self, connection: Connection) -> None:
-        """Close a connection; what it held is given back."""
         if connection.closed:
             return
         self._connections.discard(connection)
@@ -712,7 +708,6 @@ class LocalDoor:
             self._gone(connection.caller)
 
     def _hang_up_on_the_worst(self, beside: Connection) -> None:
-        """Disconnect the client with the most descriptors unread for a while, other than the one that waits."""
         since = self._clock.monotonic_seconds() - UNREAD_SECONDS
         counts = {one: one.unread.count_since(since) for one in self._connections}
         worst = max(counts, key=lambda one: counts[one], default=beside)

@@ -161,10 +161,6 @@ class Sessions:
 
     # Leases --------------------------------------------------------------------------------------------------------
 
-    def leased_blocks(self, caller: ClientState) -> int:
-        """Blocks in the session's leases; a block counts once per lease."""
-        return caller.session.leased_blocks
-
     @contextmanager
     def asking(self, caller: ClientState, places: int) -> Iterator[bool]:
         """A context for a lease request of so many blocks times parts; yields whether it may be granted, and reserves
@@ -172,7 +168,7 @@ class Sessions:
         `MAX_LEASED_PLACES`, two a third each, and there is always some for the next."""
         session, tenant = caller.session, caller.session.tenant.tenant
         with self._lock:
-            taken = self._leased_places[tenant] + self.store.ending_places(tenant) + places
+            taken = self._leased_places[tenant] + self.store.leases.ending_places[tenant] + places
             is_granted = session.leased_places + places <= MAX_LEASED_PLACES - taken
             if is_granted:
                 self._count(session, places)
@@ -238,7 +234,6 @@ class Sessions:
         self.release(caller, leases)
 
     def _let_go(self, caller: ClientState, leases: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Returns the leases without a holder left, and those whose remaining holders have all disconnected."""
         ended, expired = [], []
         for lease in leases:
             held = caller.session.leases.get(lease)
@@ -348,13 +343,13 @@ class Sessions:
 
     def watch_memory(self, wake: Callable[[], None]) -> None:
         """From now on notify clients that may map memory when it is given back. wake: called, by any thread and under
-        the store's lock, when `notify` is due."""
+        the store's lock, when `notify` is due; it must neither wait nor call the store."""
 
         def is_mapped(extent: int) -> None:
             self._mapped.append(extent)
             wake()
 
-        self.store.tell_of_mapped(is_mapped)
+        self.store.blocks.dram.mapped_still = is_mapped
 
     def notify(self) -> None:
         """Notify every client that may map memory which was given back since the last call."""

@@ -173,7 +173,7 @@ def test_leases_that_a_drop_ends_are_over_before_anybody_else_is_let_in(
     a, handle, keys = stocked()
     numbers = leases(a, handle, keys, 6)
     seen: list[tuple[int, int]] = []
-    watched(a.store, lambda count: seen.append((len(list(a.store.leases.live.values())), len(a.store._endings))))
+    watched(a.store, lambda count: seen.append((len(list(a.store.leases.live.values())), len(a.store.leases.ending))))
     a.store.drop(handle.number)
     assert seen[0] == (0, 6), "none of them is live or forgotten"
     for number in numbers:

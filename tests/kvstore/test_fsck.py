@@ -36,7 +36,7 @@ from tiering.nvme.lmdb_index import LmdbMaker
 from tiering.nvme.slab import META, StoreStamp, record_key, slab_name
 from tiering.nvme.slab_files import DirectFiles
 from tiering.nvme.tier import NvmeTier
-from tiering.slab_header import PAGE_BYTES, SlabHeader, read_slab_header
+from tiering.slab_header import PAGE_BYTES, SlabHeader, SlabSizes, read_slab_header
 from workbench import MODEL, one_line, prompt_of, put_prompt, read_prompt, small_layout
 
 PROMPTS, BLOCKS = 3, 12
@@ -811,7 +811,7 @@ def test_after_a_repair_no_frame_waits_to_be_proved(dropped: Path) -> None:
     good = fsck.repair(dropped).totals()["good"]
     ring = KeyRing(KeyFile(dropped / "keys").by_name().values())
     files, maker = DirectFiles(dropped / "nvme"), LmdbMaker(dropped / "nvme" / "index")
-    tier = NvmeTier(files, maker, ring, 4 << 20, 256 << 10, new_uid)
+    tier = NvmeTier(files, maker, ring, SlabSizes(4 << 20, 256 << 10), new_uid)
     found = list(tier.load())
     tier.close()
     assert sum(len(one.places) for one in found) == good > 0 and all(one.is_proven for one in found)

@@ -25,6 +25,7 @@ from tiering.dram.extents import MappedExtent
 from tiering.dram.keeping import NAME_BYTES, KeptExtent
 from tiering.frame import FrameHeader
 from tiering.nvme.tier import NvmeTier
+from tiering.slab_header import SlabSizes
 from tiering.tier import SLOT_BITS, extent_of, slot_of
 from workbench import SECRET, Bench, FakeClock, bench, blank_pages, ids, random_pages, same_tokens, small_layout
 
@@ -340,7 +341,7 @@ def on_disk(disk: Disk, holder: Holder, run: int) -> Bench:
     clock, ring = FakeClock(), KeyRing()
     keys = TenantKeys.derive(SECRET)
     ring.add(keys)
-    tier = NvmeTier(disk.process(), disk, ring, 4 << 20, 1 << 20, disk.new_uid)
+    tier = NvmeTier(disk.process(), disk, ring, SlabSizes(4 << 20, 1 << 20), disk.new_uid)
     dram = DramConfig(1 << 20, 64 << 10)
     store = build_store(dram, Limits(), ring, clock, tier, parts_of(holder, GUARD * run))
     store.start_loading({keys.tenant: keys})

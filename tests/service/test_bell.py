@@ -188,7 +188,7 @@ def test_it_is_rung_where_an_answer_that_nobody_waits_for_told_it(sidecar: Sidec
     listener.told()
     listener.fill(40)
     # Before the door looks at what was given back: as if the answer to this had come first.
-    sidecar.sessions.store.tell_of_mapped(lambda extent: None)
+    sidecar.core.blocks.dram.mapped_still = lambda extent: None
     assert sidecar.core.drop(listener.namespace) == 40
     assert isinstance(listener.ask(m.Release([1])), m.Done)
     assert listener.rings() == 1

@@ -49,7 +49,7 @@ def test_a_token_leads_to_no_other_tenants_session(a: Bench, sessions: Sessions)
     sessions.release_request(theirs, "r")
     sessions.release(theirs, [lease])
     assert a.store.is_leased(lease) and sessions.request_of(theirs, lease) is None
-    assert sessions.leased_blocks(theirs) == 0 and sessions.leased_blocks(again) == BLOCKS
+    assert theirs.session.leased_blocks == 0 and again.session.leased_blocks == BLOCKS
     assert len(list(sessions.sessions())) == 2
 
 
@@ -117,7 +117,7 @@ def test_what_is_asked_for_and_what_is_ending_counts_too(
     lease, _ = leased(a, sessions, caller)
     monkeypatch.setattr("kvstore.core.lease_pieces.Endings.work", lambda self, most=0: None)
     sessions.release(caller, [lease])
-    assert caller.session.leased_places == 0 and a.store.ending_places(a.keys.tenant) == BLOCKS
+    assert caller.session.leased_places == 0 and a.store.leases.ending_places[a.keys.tenant] == BLOCKS
     with sessions.asking(caller, most // 2) as is_granted:
         assert not is_granted
     sessions.store.finish_ending()

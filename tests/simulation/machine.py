@@ -13,6 +13,7 @@ from tiering.frame import HEADER_BYTES, FrameHeader, Sealer, Stamp, digest, open
 from tiering.nvme.frame_index import FrameIndex
 from tiering.nvme.slab_recovery import Found
 from tiering.nvme.tier import NvmeTier
+from tiering.slab_header import SlabSizes
 from tiering.tier import SlotClass
 
 MAC_KEY = bytes(range(32))
@@ -77,7 +78,7 @@ class Machine:
 
     def start(self, make: Callable[..., NvmeTier] = NvmeTier) -> list[Found]:
         """Open the directory and load all of it."""
-        self.tier = make(self.files, self, OneKey(), self.budget_bytes, SLAB_BYTES, self.new_uid)
+        self.tier = make(self.files, self, OneKey(), SlabSizes(self.budget_bytes, SLAB_BYTES), self.new_uid)
         return list(self.tier.load())
 
     def stop(self) -> None:

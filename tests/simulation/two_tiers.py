@@ -39,6 +39,7 @@ from tiering.nvme.tier import NvmeTier
 from tiering.policies.admission import AdmissionMaker, AdmitAll
 from tiering.policies.lru import LeafFirstLru
 from tiering.policies.policy import PolicyMaker
+from tiering.slab_header import SlabSizes
 from workbench import FakeClock
 
 IDLE_SECONDS = 60
@@ -238,7 +239,7 @@ def open_two_tiers(
         keys.tenant("default")
         for one in keys.tenants():
             ring.add(one)
-        tier = NvmeTier(disk.process(), disk, ring, sizes.nvme, sizes.slab, disk.new_uid)
+        tier = NvmeTier(disk.process(), disk, ring, SlabSizes(sizes.nvme, sizes.slab), disk.new_uid)
         if while_loading is not None:
             _interrupt(tier, while_loading)
         clock = clock or FakeClock()

@@ -40,7 +40,7 @@ from tiering.nvme.slab import (
 )
 from tiering.nvme.slab_recovery import Found
 from tiering.nvme.tier import NvmeTier
-from tiering.slab_header import PAGE_BYTES
+from tiering.slab_header import PAGE_BYTES, SlabSizes
 from tiering.slots import FrameState
 from tiering.tier import extent_of, place_of, slot_of
 from torture.tier import RealMachine
@@ -772,7 +772,7 @@ def test_a_load_says_how_far_it_is() -> None:
             customer.machine.discard()
         said.clear()
         machine = customer.machine
-        machine.tier = NvmeTier(machine.files, machine, Keys(), 6 * SLAB_BYTES, SLAB_BYTES, machine.new_uid)
+        machine.tier = NvmeTier(machine.files, machine, Keys(), SlabSizes(6 * SLAB_BYTES, SLAB_BYTES), machine.new_uid)
         assert customer.tier.usage().capacity == 0
         seen = 0
         for slab in customer.tier.load(lambda done, total: said.append((done, total))):
@@ -791,7 +791,7 @@ def test_a_load_that_is_not_finished_is_no_clean_end() -> None:
     machine.stop()
     machine.discard()
     customer.index_lost = True
-    machine.tier = NvmeTier(machine.files, machine, Keys(), 6 * SLAB_BYTES, SLAB_BYTES, machine.new_uid)
+    machine.tier = NvmeTier(machine.files, machine, Keys(), SlabSizes(6 * SLAB_BYTES, SLAB_BYTES), machine.new_uid)
     loading = customer.tier.load()
     next(loading)
     loading.close()
@@ -811,7 +811,7 @@ def test_a_slab_can_be_used_while_others_are_loaded() -> None:
         if lost:
             machine.discard()
             customer.index_lost = True
-        machine.tier = NvmeTier(machine.files, machine, Keys(), 6 * SLAB_BYTES, SLAB_BYTES, machine.new_uid)
+        machine.tier = NvmeTier(machine.files, machine, Keys(), SlabSizes(6 * SLAB_BYTES, SLAB_BYTES), machine.new_uid)
         found = []
         for number, slab in enumerate(customer.tier.load()):
             found.append(slab)
@@ -1157,7 +1157,7 @@ def test_frames_are_written_by_several_threads(tmp_path: Path, threads: int, has
     monkeypatch.setattr("tiering.nvme.group_commit.PARALLEL_BYTES", 0)
     machine = RealMachine(tmp_path)
     machine.tier = NvmeTier(
-        machine.files, machine, OneKey(), machine.budget_bytes, SLAB_BYTES, machine.new_uid, threads
+        machine.files, machine, OneKey(), SlabSizes(machine.budget_bytes, SLAB_BYTES), machine.new_uid, threads
     )
     list(machine.tier.load())
     customer = Customer(machine)

@@ -14,6 +14,7 @@ from tiering.frame import Sealer, Stamp, digest
 from tiering.nvme.frame_index import FrameIndex
 from tiering.nvme.scrub import LEAST_CHARGE_BYTES, CheckResult, Scrub, ScrubLimits
 from tiering.nvme.tier import NvmeTier, Resident
+from tiering.slab_header import SlabSizes
 from tiering.tier import SlotClass, extent_of
 from workbench import FakeClock
 
@@ -34,7 +35,11 @@ class Shelf:
         self.index = SimulatedIndex()
         self.uids = iter(range(1, 1 << 20))
         self.tier = NvmeTier(
-            SimulatedFiles(), self, OneKey(), self.budget_bytes, SLAB_BYTES, lambda: next(self.uids).to_bytes(16, "big")
+            SimulatedFiles(),
+            self,
+            OneKey(),
+            SlabSizes(self.budget_bytes, SLAB_BYTES),
+            lambda: next(self.uids).to_bytes(16, "big"),
         )
         assert not list(self.tier.load())
         stamps = [Stamp(b"key-id-0", 1, b"t" * 16, b"n" * 32, "raw", at, 3, 64, 1, PAYLOADS[at]) for at in range(3)]

@@ -161,7 +161,6 @@ class Scrub:
         )
 
     def _begin(self, now: float) -> None:
-        """A pass goes round: from some slab up to the last one, then from the first one on."""
         self._in_pass, self._pass_began, self._good_in_pass = True, now, False
         self._verified_before = self._verified
         numbers = self._frames.slab_numbers()

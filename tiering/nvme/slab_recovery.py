@@ -115,7 +115,6 @@ class SlabRecovery:
         self._to_load.append(NvmeSlab(header, key))
 
     def _is_unfinished(self, name: str, size: int) -> bool:
-        """Whether making a slab was cut short: it has no header, and never had a frame."""
         try:
             self._slab_header(name, size)
             return False

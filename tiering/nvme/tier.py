@@ -26,7 +26,7 @@ from tiering.nvme.session import StoreSession, take_up
 from tiering.nvme.slab import MAX_NUMBER, SLOTS_PER_RECORD, record_key, slab_name, slab_number, unproven_key
 from tiering.nvme.slab_files import Files
 from tiering.nvme.slab_recovery import Found, Progress, SlabRecovery
-from tiering.slab_header import PAGE_BYTES, SlabHeader
+from tiering.slab_header import PAGE_BYTES, SlabHeader, SlabSizes
 from tiering.slots import FrameState, SlotLedger
 from tiering.tier import Column, SlotClass, Usage, extent_of, place_of, slot_of
 
@@ -54,8 +54,7 @@ class NvmeTier:
         files: Files,
         maker: IndexMaker,
         keys: MacKeys,
-        budget_bytes: int,
-        slab_bytes: int,
+        sizes: SlabSizes,
         new_uid: Callable[[], bytes],
         threads: int = 1,
         faults: FaultReports | None = None,
@@ -66,8 +65,8 @@ class NvmeTier:
 
         Raises `OtherFormat`, and `TierUnavailable` if the disk fails.
         """
-        self.slab_bytes = self.piece_bytes = slab_bytes
-        self.budget_bytes = budget_bytes
+        self.slab_bytes = self.piece_bytes = sizes.slab_bytes
+        self.budget_bytes = sizes.budget_bytes
         self.threads = threads
         self._files = files
         self._new_uid = new_uid

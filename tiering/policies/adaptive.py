@@ -114,7 +114,6 @@ class Adaptive:
         self._place()
 
     def _grown(self, nodes: Any, names: int) -> list[Any]:
-        """Nodes for so many names, with heads. Unused ones take no memory yet."""
         more = LazyRecords(names + 1, nodes.dtype).array
         more[: len(nodes)] = nodes
         heads = LazyRecords(1 << max(names - 1, 1).bit_length(), np.dtype(np.int32)).array
@@ -271,7 +270,6 @@ class Adaptive:
         self._last_place = EVENTS - 1
 
     def _make_room(self, blocks: int) -> bool:
-        """Make room for a request longer than all before, unless long ones wait too."""
         waiting = (self._numbers[arrays.FIRST] + np.arange(self._waiting)) % arrays.REQUESTS
         longest = max(self._requests["length"][waiting], default=0)
         if longest > LONGEST_COPIED:

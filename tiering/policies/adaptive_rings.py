@@ -46,8 +46,6 @@ def lower(state):
 
 @intrinsic
 def _bits(typing_context, number):
-    """A number's sign, exponent and fraction, as IEEE 754 has them."""
-
     def as_whole(context, builder, signature, given):
         return builder.bitcast(given[0], context.get_value_type(types.int64))
 

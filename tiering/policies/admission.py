@@ -282,7 +282,6 @@ class LearnedAdmission:
             affordable = max(0.0, affordable - part)
 
     def _shares(self) -> list[float]:
-        """The share of each class that comes back; rare ones use the average over all sizes."""
         came, gone, shares = self._came, self._gone, [1.0] * CLASSES
         for first in range(CLASSES):
             if first % _KINDS >= 4:  # a size above the first

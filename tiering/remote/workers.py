@@ -252,7 +252,6 @@ class RemoteWorkers:
             self._breaker.probed(now, str(fault))
 
     def _abandon_late(self, now: float) -> None:
-        """Also those whose result no caller waits for."""
         for call in [one for one in self._running if one.deadline + GRACE_SECONDS <= now]:
             self._abandon(call, now)
 

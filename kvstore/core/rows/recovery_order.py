@@ -180,7 +180,6 @@ def _pair_slowly(
 
 
 def _parents(keys: Column, parent_keys: Column, depths: Column, root: Column) -> Column:
-    """Each block's parent, as a position. A parent at the wrong depth counts as elsewhere."""
     if not len(keys):
         return np.empty(0, np.int64)
     by_word = np.argsort(keys[:, 0])
