@@ -21,9 +21,10 @@ from kvstore.bench.child import Child
 from kvstore.bench.measure import Cost, Stopwatch, Turn, against
 from kvstore.bench.row import BenchResult, Row, Section, Target, rate_row
 from kvstore.peers.checks import FrameChecks
+from kvstore.peers.reader import PullTransport
 from kvstore.peers.sealed import FRAMES, PIECE_BYTES, FrameSeal
 from kvstore.peers.sockets import SocketPullTransport
-from kvstore.peers.transport import RECORD, PullOffer, PullTransport, numeric_address
+from kvstore.peers.transport import RECORD, PullOffer, numeric_address
 from kvstore.peers.ucx import UcxPullTransport
 from tiering.clock import SystemClock
 
