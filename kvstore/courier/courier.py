@@ -430,7 +430,6 @@ class PeerHolder:
         call: AskedBy,
         mac_of: Callable[[bytes, PullTerms], bytes],
     ) -> tuple[CourierRun, CourierSpace, PullTerms] | str:
-        """The tenant and namespace of a request; or why it gets no answer. Raises `BadInput`."""
         joined = request.keys  # read once: each access to a message's field copies it
         if len(joined) % KEY_BYTES:
             raise BadInput(f"keys of {len(joined)} bytes; give {KEY_BYTES} for each block")

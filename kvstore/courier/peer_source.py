@@ -281,7 +281,6 @@ class PeerSource:
         return offer, pull_secret(space.grant.identity_key, terms, answer.nonce)
 
     def _connected(self, offer: PullOffer, secret: bytes, stops: Stops) -> FramePuller | None:
-        """A connection to the node's data server; None if this transport does not reach it, and another is left."""
         ways, entry, name = self._ways, self.entry, offer.transport
         now, ends_at = ways.clock.monotonic_seconds(), stops.ends_at
         is_last = ways.usable.is_last(name)
