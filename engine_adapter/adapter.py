@@ -308,7 +308,6 @@ class StoreRequest:
         return account
 
     def _decodes(self, computed: int, blocks: int) -> range:
-        """Of the first `blocks` blocks, all restored, those that an inexact codec decoded: from `computed` on."""
         is_exact = self._namespace is not None and self._namespace.is_exact
         return range(blocks, blocks) if is_exact else range(min(computed, blocks), blocks)
 
@@ -319,7 +318,6 @@ class StoreRequest:
         return [run for run in ((0, min(start, tokens)), (min(stop, tokens), tokens)) if run[0] < run[1]]
 
     def _fail(self, error: Exception) -> MissReason:
-        """Record a fault; the store is not asked again in this request. Returns the miss reason."""
         self._namespace = None
         self.release()
         reason = reason_of(error)

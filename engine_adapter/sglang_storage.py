@@ -368,6 +368,5 @@ def _is_first(info: Extra) -> bool:
 
 
 def _names(keys: Sequence[str]) -> list[bytes]:
-    """The keys as bytes, up to the first that is not a hash of the known kind."""
     known = [len(key) == HASH_DIGITS and key.isascii() for key in keys]
     return [key.encode() for key in keys[: [*known, False].index(False)]]

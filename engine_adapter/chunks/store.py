@@ -256,7 +256,6 @@ class ChunkStore:
             self._workers[space].start_saves()
 
     def _reached(self, name: bytes) -> tuple[ChunkSpace, NamespaceHandle] | None:
-        """The space that a chunk's name belongs to, with its handle; None without either: the store was not reached."""
         place = self._space_of(name)
         space = self._spaces[place] if 0 <= place < len(self._spaces) and not self._is_closed else None
         handle = space.handle if space is not None else None

@@ -225,7 +225,7 @@ SURPRISE = log(2.0)
 the tier has changed: what is seen is believed up to 4 times, 16 times, ... what was believed before. Faster is believed
 at once."""
 LONGEST_SURPRISE = 2.0
-"""The same for a tier that was not seen for long."""
+"""The same for a tier that was never seen, or not for long."""
 MOST_STRIKES = 6
 FURTHEST = log(1e5)
 """A belief stays within this of the prior."""
@@ -252,17 +252,16 @@ class _TierBelief:
 
     def believed(self, error: float, now_seconds: float) -> float:
         """How much of an error of a load that this tier decided is believed."""
-        kept = self.kept(now_seconds)
-        if not self.loads:
-            return error
-        if abs(error) <= max(SURPRISE, LONGEST_SURPRISE * (1.0 - kept)):
+        kept = self.kept(now_seconds) if self.loads else 0.0
+        doubt = LONGEST_SURPRISE * (1.0 - kept)
+        if abs(error) <= max(SURPRISE, doubt):
             self.strikes = 0
             return max(GAIN, 1.0 / (self.loads + 1), 1.0 - kept) * error
         if error < 0:
             self.strikes = 0
             return error
         self.strikes = min(MOST_STRIKES, self.strikes + 1)
-        return GAIN * SURPRISE if self.strikes == 1 else min(error, SURPRISE * 2.0 ** (self.strikes - 1))
+        return max(GAIN * SURPRISE, doubt) if self.strikes == 1 else min(error, SURPRISE * 2.0 ** (self.strikes - 1))
 
 
 class LoadSpeed:

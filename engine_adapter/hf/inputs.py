@@ -130,7 +130,6 @@ def _unpacked(given: Any, attention_mask: Any) -> tuple[Any, Any]:
 
 
 def _is_flat(given: Any, what: str) -> bool:
-    """Whether this is one row of numbers, and not rows of them."""
     if isinstance(given, torch.Tensor | np.ndarray):
         return int(_with_dimension(given, what).ndim) == 1
     if isinstance(given, bytes | bytearray | memoryview):

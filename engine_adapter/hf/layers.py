@@ -156,7 +156,6 @@ def _attention_of(config: Any, name: str) -> Iterator[None]:
 
 
 def _check_cache_layers(model: Any) -> None:
-    """Refuse a model for which transformers itself would choose anything but plain, full KV layers."""
     name = model.config.model_type
     for number, layer in enumerate(DynamicCache(config=model.config).layers):
         if type(layer) is not DynamicLayer:

@@ -215,7 +215,6 @@ class PrefixLookup:
         return promised
 
     def _is_good(self, first_token: int) -> bool:
-        """Whether a lease is held of all that is wanted behind the engine's own tokens, and not for too long."""
         if self.lease is None or self.lease.released:
             return False
         return self.lease.first_token <= first_token and self._clock() - self._leased_at <= HELD_SECONDS

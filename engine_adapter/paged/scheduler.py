@@ -396,7 +396,6 @@ class PagedScheduler:
         return is_read and self._namespace.now() is not None
 
     def _look_up(self, state: RequestState) -> None:
-        """Submit a request's look-up, or note why it is a miss."""
         request, facts, tokens = state.request, state.facts, state.request.num_tokens
         self._let_go(state)
         state.chosen_for, state.late_at = -1, 0

@@ -82,8 +82,9 @@ def pd_proxy(
     """
     from kvstore.openai.api import Legs
     from kvstore.openai.client import checked_url
-    from kvstore.openai.proxy import ProxyLimits
-    from kvstore.openai.serve import ProxyOptions, serve_proxy
+    from kvstore.openai.fleet import Fleet, ProxiedEngine
+    from kvstore.openai.proxy import PdProxy, ProxyLimits
+    from kvstore.openai.serve import serve_proxy
     from kvstore.service.settings import host_and_port
     from tiering.clock import SystemClock
 
@@ -95,17 +96,6 @@ def pd_proxy(
         raise typer.BadParameter("--prefiller belongs to --legs at-once; leave it out")
     if not score and (score_token_file is not None or score_model is not None):
         raise typer.BadParameter("--score-token-file and --score-model belong to --score; leave them out")
-    options = ProxyOptions(
-        checked_url(prefill, "--prefill"),
-        [checked_url(one, "--decode") for one in decode],
-        [checked_url(one, "--score") for one in score or ()],
-        first_line(score_token_file),
-        score_model or "",
-        Legs(legs),
-        host_and_port(prefiller, "--prefiller") if prefiller is not None else None,
-        ProxyLimits(requests=requests, prefill_seconds=prefill_seconds, decode_seconds=decode_seconds),
-        pass_on or (),
-    )
     address = host_and_port(listen, "--listen")
 
     def started(port: int) -> None:
@@ -116,7 +106,22 @@ def pd_proxy(
     def told(line: str) -> None:
         say(f"kvstore: {line}", sys.stderr)
 
-    serve_proxy(options, address, lambda: secrets.token_hex(16), SystemClock(), started, told)
+    scores = [checked_url(one, "--score") for one in score] if score else [None] * len(decode)
+    decodes = [
+        ProxiedEngine(f"decode-{number}", checked_url(url, "--decode"), scorer, told)
+        for number, (url, scorer) in enumerate(zip(decode, scores, strict=True))
+    ]
+    prefills = ProxiedEngine("prefill", checked_url(prefill, "--prefill"), None, told)
+    fleet = Fleet(prefills, decodes, first_line(score_token_file), score_model or "")
+    proxy = PdProxy(
+        fleet,
+        Legs(legs),
+        lambda: secrets.token_hex(16),
+        prefiller=host_and_port(prefiller, "--prefiller") if prefiller is not None else None,
+        limits=ProxyLimits(requests=requests, prefill_seconds=prefill_seconds, decode_seconds=decode_seconds),
+        passed=pass_on or (),
+    )
+    serve_proxy(fleet, proxy, address, SystemClock(), started)
     return OK
 
 

@@ -32,8 +32,9 @@ from kvstore.courier.link import CourierLink, CourierRun, CourierSpace
 from kvstore.courier.locate import LOOK_SECONDS, Locator
 from kvstore.courier.members import NamedPeers
 from kvstore.courier.peer_source import PeerSource, PeerWays, hand_over
+from kvstore.peers.reader import PullTransport
 from kvstore.peers.tokens import NONCE_BYTES, PullTerms, ask_mac, pull_secret
-from kvstore.peers.transport import FrameDoor, OfferedFrames, PeerFault, PullBusy, PullTransport
+from kvstore.peers.transport import FrameDoor, OfferedFrames, PeerFault, PullBusy
 from kvstore.pool.announcer import Announcer
 from kvstore.pool.choice import HolderChoice
 from kvstore.pool.directory import MAX_FINGERPRINTS, HeldElsewhere, NodeEntry
@@ -429,7 +430,6 @@ class PeerHolder:
         call: AskedBy,
         mac_of: Callable[[bytes, PullTerms], bytes],
     ) -> tuple[CourierRun, CourierSpace, PullTerms] | str:
-        """The tenant and namespace of a request; or why it gets no answer. Raises `BadInput`."""
         joined = request.keys  # read once: each access to a message's field copies it
         if len(joined) % KEY_BYTES:
             raise BadInput(f"keys of {len(joined)} bytes; give {KEY_BYTES} for each block")

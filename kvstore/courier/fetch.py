@@ -181,7 +181,6 @@ class Fetcher:
         job.misses(filled.reason, filled.detail)
 
     def _is_published(self, job: FetchJob, space: CourierSpace, source: PeerSource, sources: list[Source]) -> bool:
-        """Whether the ticket's node has published the next block. If it does not answer, others are asked."""
         pause = AGAIN_SECONDS
         following: Sequence[bytes] = job.question.keys[job.reached :]
         while not job.stops.over.is_set() and self._left(job) > 0:

@@ -17,12 +17,11 @@ from kvstore.courier.asking import Dialled, PeerAway, PeerCalls, UsableTransport
 from kvstore.courier.figures import Figures, OncePerKind
 from kvstore.courier.link import CourierRun, CourierSpace
 from kvstore.courier.window import Forged, ReservedWindow
+from kvstore.peers.reader import FramePuller, PullTransport
 from kvstore.peers.tokens import NONCE_BYTES, PullTerms, ask_mac, pull_secret
 from kvstore.peers.transport import (
     PeerFault,
     PullOffer,
-    PullReader,
-    PullTransport,
     TimedOutPull,
     numeric_address,
     stays_here,
@@ -226,7 +225,7 @@ class PeerSource:
 
     def _pulled(self, window: ReservedWindow, stops: Stops) -> Filled:
         ways, entry = self._ways, self.entry
-        reader: PullReader | None = None
+        reader: FramePuller | None = None
         while reader is None:
             opened = self._opened(window, stops)
             if isinstance(opened, Filled):
@@ -281,8 +280,7 @@ class PeerSource:
             raise PeerFault("a door at the loopback of this host, where the node is not")
         return offer, pull_secret(space.grant.identity_key, terms, answer.nonce)
 
-    def _connected(self, offer: PullOffer, secret: bytes, stops: Stops) -> PullReader | None:
-        """A connection to the node's data server; None if this transport does not reach it, and another is left."""
+    def _connected(self, offer: PullOffer, secret: bytes, stops: Stops) -> FramePuller | None:
         ways, entry, name = self._ways, self.entry, offer.transport
         now, ends_at = ways.clock.monotonic_seconds(), stops.ends_at
         is_last = ways.usable.is_last(name)

@@ -132,7 +132,6 @@ class PlainGenerate:
         return ColdAgainstGenerate(median(cold_ms), median(generate_ms), ratio, len(same), sum(same))
 
     def _timed(self, number: int, prompt: list[int]) -> tuple[float, int]:
-        """Milliseconds and the token, as a user of transformers would ask, with the passes' draws."""
         tokens = torch.tensor([prompt])
         mask = torch.ones_like(tokens)
         with torch.random.fork_rng(devices=[]):

@@ -42,7 +42,6 @@ def configuration(given: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _ours(given: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str, Any]]:
-    """Our connectors and tiers, also those among several (`MultiConnector`, `TieringOffloadingSpec`)."""
     if given.get("kv_connector") == CONNECTOR or given.get("type") == TIER:
         yield given
     extra = given.get("kv_connector_extra_config")

@@ -115,7 +115,6 @@ def colours_of(count: int) -> list[Any]:
 
 
 def _style(at: int, count: int) -> dict[str, Any]:
-    """Later curves lie above, so they are smaller."""
     part = 1 - 0.65 * at / max(1, count - 1)
     return {
         "markersize": LARGEST_MARK * part,

@@ -337,7 +337,6 @@ class _Here:
         return tried[min(tried, key=lambda count: abs(count - wanted))]
 
     def _coin(self, share: float, wanted: int) -> Replayed:
-        """Search the chance whose replay writes nearest to so many blocks."""
         tried: dict[int, Replayed] = {}
 
         def written(chance: float) -> int:

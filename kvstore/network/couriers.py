@@ -16,8 +16,9 @@ from kvstore.network.credentials import Rotated, SourceFile
 from kvstore.network.dialling import GrpcPeers, channel_credentials
 from kvstore.network.serve import NetworkParts
 from kvstore.peers.door import SocketFrameDoor
+from kvstore.peers.reader import PullTransport
 from kvstore.peers.sockets import SocketPullTransport
-from kvstore.peers.transport import FrameDoor, PullTransport, written_address
+from kvstore.peers.transport import FrameDoor, written_address
 from kvstore.pool.announcer import Announcer
 from kvstore.pool.directory import NodeEntry
 from kvstore.pool.members import AliveTable

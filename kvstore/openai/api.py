@@ -160,7 +160,6 @@ def decode_body(
 
 
 def _object(value: Raw | None) -> Body:
-    """Empty if it is not an object: the connector reports what it does not understand."""
     try:
         return msgspec.json.decode(value, type=Body) if value is not None else {}
     except _UNREADABLE:

@@ -290,7 +290,6 @@ class PdProxy:
         raise ApiRefusal(503, f"no engine decodes: {fault}")
 
     async def _passed_on(self, answer: AnswerStream, exchange: Exchange) -> None:
-        """Pass on each event when it is complete, or the whole answer. Raises `EngineFault` and `TimeoutError`."""
         if not answer.has_events:
             whole = await answer.whole()
             _retry_told(whole, exchange)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Any, Protocol
 
 from kvstore.block.errors import BadInput
 from kvstore.peers import sealed
@@ -26,7 +26,8 @@ Opening = Callable[[], bool]
 
 
 class FramePuller(ABC):
-    """`PullReader` over the transport's methods below."""
+    """A puller's connection, for one offer, over the transport's methods below. Of one thread at a time. ended: why the
+    holder sends no more of its offer, if it told."""
 
     breaks: tuple[type[Exception], ...] = (OSError,)
     """Exceptions of these methods that mean a broken connection, besides `PullFault`."""
@@ -68,7 +69,20 @@ class FramePuller(ABC):
         except self.breaks as error:
             raise broken(error) from None
 
+    @abstractmethod
+    def free_slots(self, when_free: Callable[[], None]) -> bool:
+        """Whether no slot of this connection can be written any more, after a fault too. If not, `when_free` is called
+        once they are free, from another thread; slots must not be reused before."""
+
     def pull(self, slots: Sequence[memoryview], check: Check, deadline: float) -> int:
+        """Read the next frames of the offer into slots, a slot each. Returns how many leading ones are whole and
+        checked; fewer than `slots`: the holder has no more (`ended`).
+
+        check: given a slot's place in `slots` and its bytes, whether this is the frame that belongs there; see
+        `FrameChecks`. It may be called from another thread. deadline: monotonic seconds. Raises `PeerFault` and
+        `TimedOutPull`, with the number in `verified`: the connection is over then, and slots behind that number may
+        contain anything.
+        """
         if self.ended is not None:
             return 0
         if self._is_over:
@@ -94,6 +108,7 @@ class FramePuller(ABC):
         return verified
 
     def close(self) -> None:
+        """End it, from any thread; a running pull raises `PeerFault`."""
         self._is_over = True
         self._hang_up()
         if self._checker is not None:
@@ -169,6 +184,16 @@ class FramePuller(ABC):
         if left <= 0:
             raise t.TimedOutPull("the deadline came before the frames")
         return left
+
+
+class PullTransport(Protocol):
+    """A way to pull frames."""
+
+    name: str
+
+    def connect(self, offer: t.PullOffer, secret: bytes, deadline: float) -> FramePuller:
+        """Raises `PeerFault`, `TimedOutPull`, and `BadInput` if this side lacks something that the offer needs."""
+        ...
 
 
 def broken(error: Exception) -> t.PeerFault:

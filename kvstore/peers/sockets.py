@@ -54,8 +54,6 @@ class SocketPullTransport:
 
 
 class SocketPullReader(FramePuller):
-    """`PullReader` of one connection."""
-
     def __init__(
         self,
         sock: socket.socket,

@@ -130,43 +130,6 @@ class OfferedFrames:
         assert all(span.nbytes == self.frame_bytes[at % parts] for at, span in enumerate(self.spans))
 
 
-class PullReader(Protocol):
-    """A puller's connection, for one offer. Of one thread at a time."""
-
-    ended: PullStatus | None
-    """Why the holder sends no more of its offer, if it told."""
-
-    def pull(self, slots: Sequence[memoryview], check: Callable[[int, memoryview], bool], deadline: float) -> int:
-        """Read the next frames of the offer into slots, a slot each. Returns how many leading ones are whole and
-        checked; fewer than `slots`: the holder has no more (`ended`).
-
-        check: given a slot's place in `slots` and its bytes, whether this is the frame that belongs there; see
-        `FrameChecks`. It may be called from another thread. deadline: monotonic seconds. Raises `PeerFault` and
-        `TimedOutPull`, with the number in `verified`: the connection is over then, and slots behind that number may
-        contain anything.
-        """
-        ...
-
-    def free_slots(self, when_free: Callable[[], None]) -> bool:
-        """Whether no slot of this connection can be written any more, after a fault too. If not, `when_free` is called
-        once they are free, from another thread; slots must not be reused before."""
-        ...
-
-    def close(self) -> None:
-        """End it, from any thread; a running pull raises `PeerFault`."""
-        ...
-
-
-class PullTransport(Protocol):
-    """A way to pull frames."""
-
-    name: str
-
-    def connect(self, offer: PullOffer, secret: bytes, deadline: float) -> PullReader:
-        """Raises `PeerFault`, `TimedOutPull`, and `BadInput` if this side lacks something that the offer needs."""
-        ...
-
-
 class FrameDoor(Protocol):
     """A holder's data server."""
 

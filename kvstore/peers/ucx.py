@@ -156,7 +156,7 @@ class UcxPullTransport:
 
 
 class UcxPullReader(FramePuller):
-    """`PullReader` of one connection, with a worker of its own."""
+    """One connection, with a worker of its own."""
 
     def __init__(
         self,

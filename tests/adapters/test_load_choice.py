@@ -89,7 +89,7 @@ def test_a_load_that_is_dropped_teaches_nothing() -> None:
     assert engine.choice.load_ms(640, engine.now) == inf, "no load was seen"
     engine.load("b", match((HitTier.DRAM, 10)), 5.0)
     first = engine.choice.load_ms(640, engine.now)
-    engine.load("c", match((HitTier.DRAM, 10)), 8.0)
+    engine.load("c", match((HitTier.DRAM, 10)), 5.0)
     assert inf > engine.choice.load_ms(640, engine.now) > first
 
 
