@@ -20,7 +20,8 @@ from kvstore.block.errors import BadInput
 from kvstore.cli.standard_streams import say
 from kvstore.config import expanded
 
-EXTRA_OF = dict.fromkeys("typer rich lmdb fastapi starlette httpx2 grpc grpc_health google h11".split(), "server") | {
+_OF_SERVER = "typer rich lmdb fastapi starlette httpx2 grpc grpc_health google h11 prometheus_client"
+EXTRA_OF = dict.fromkeys(_OF_SERVER.split(), "server") | {
     "matplotlib": "plot",
     "torch": "hf",
     "transformers": "hf",

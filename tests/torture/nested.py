@@ -42,6 +42,7 @@ from kvstore.insight.trace import read_trace
 from kvstore.protocol import messages as m
 from kvstore.protocol.lease_ticket import LeaseTicket
 from kvstore.protocol.replies import Grant
+from kvstore.protocol.words import layout_in_words, printable
 from kvstore.service.settings import read_settings
 from kvstore.status import tree as f
 from tiering.dram.extents import Extent
@@ -123,7 +124,7 @@ def packed(random: Random) -> str:
     again = namespace.pack()
     if len(again) <= MAX_PACKED_BYTES:
         assert Namespace.unpack(again).digest() == namespace.digest(), "packed again it is another one"
-    msgspec.msgpack.encode([f.layout_in_words(namespace.layout), f.printable(namespace.model), namespace.weights_epoch])
+    msgspec.msgpack.encode([layout_in_words(namespace.layout), printable(namespace.model), namespace.weights_epoch])
     assert isinstance(namespace.difference(NAMESPACES[0]), str)
     parts = namespace.layout.parts
     sizes: Any = [part.raw_bytes for part in parts]
