@@ -1,11 +1,13 @@
 """`kvstore console`: serves the dashboard and its API, beside a running sidecar."""
 
+import errno
 import json
 import os
 import secrets
+import stat
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -75,7 +77,7 @@ def console(
     for a sidecar that is not there yet. With --operator it has a page that drops, purges and warms.
     """
     from kvstore.console.access import ConsoleTokens, checked_tokens
-    from kvstore.console.audit import AuditFile, AuditLog
+    from kvstore.console.audit import AuditLog
     from kvstore.console.serve import ConsoleParts, serve_console
     from kvstore.service.settings import OBSERVE_SOCKET, TENANT_SOCKET, default_socket, host_and_port
     from tiering.clock import SystemClock
@@ -102,7 +104,9 @@ def console(
     acts = None
     if operator is not None:
         sockets = _tenant_sockets(tenant_socket or [f"{DEFAULT_TENANT}={default_socket(data, TENANT_SOCKET)}"])
-        acts = OperatorCommands(operator, sockets, SystemClock()), AuditLog(AuditFile(file))
+        lines = AuditFile(file)
+        log = AuditLog(lines.append, lines.last())
+        acts = OperatorCommands(operator, sockets, SystemClock()), log
     elif audit_file or tenant_socket:
         raise typer.BadParameter("--audit-file and --tenant-socket are for a console that is given --operator")
     parts = ConsoleParts(
@@ -119,6 +123,7 @@ def console(
 
 
 def _tenant_sockets(given: list[str]) -> dict[str, str]:
+    """Socket paths by tenant."""
     pairs = [one.partition("=") for one in given]
     wrong = next((one for one, (name, _, path) in zip(given, pairs, strict=True) if not name or not path), None)
     if wrong is not None:
@@ -127,16 +132,72 @@ def _tenant_sockets(given: list[str]) -> dict[str, str]:
 
 
 def static_files() -> dict[str, bytes]:
+    """Contents of the console's files, by name."""
     root = Path(str(resources.files("kvstore.console") / "static"))
     return {str(one.relative_to(root)): one.read_bytes() for one in sorted(root.rglob("*")) if one.is_file()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The operator's verbs for the console, as `kvstore drop`, `purge` and `warm`.
+# The operator's verbs for the console, as `kvstore drop`, `purge` and `warm`, and the audit log's file.
 
 
 ACTION_SECONDS = 30.0
 """Deadline of a drop or a purge."""
+
+MOST_AUDIT_BYTES = 4 << 20
+"""A full file becomes FILE.1, replacing the last of that name."""
+LAST_AUDIT_BYTES = 256 << 10
+"""Read from each file at the start."""
+
+
+class AuditFile:
+    """The lines of an `AuditLog` on the disk. Not thread-safe."""
+
+    def __init__(self, path: Path, most_bytes: int = MOST_AUDIT_BYTES) -> None:
+        """Raises `BadInput` if it cannot be written."""
+        self._path = path
+        self._before = path.with_name(f"{path.name}.1")
+        self._most_bytes = most_bytes
+        try:
+            os.close(self._open())
+        except OSError as error:
+            raise BadInput(f"{path}: {error.strerror}; give another --audit-file (console.audit_file)") from None
+
+    def append(self, line: bytes) -> None:
+        file = self._open()
+        size = os.fstat(file).st_size
+        if size and size + len(line) > self._most_bytes:
+            os.close(file)
+            os.replace(self._path, self._before)
+            file, size = self._open(), 0
+        try:
+            is_torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"  # cut off by a crash, or edited by hand
+            written = b"\n" + line if is_torn else line
+            if os.write(file, written) < len(written):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file)
+        except OSError:
+            os.ftruncate(file, size)
+            raise
+        finally:
+            os.close(file)
+
+    def last(self) -> Iterator[bytes]:
+        for path in (self._before, self._path):
+            try:
+                with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+                    file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_AUDIT_BYTES))
+                    yield from file.read(LAST_AUDIT_BYTES).splitlines()
+            except OSError:
+                pass
+
+    def _open(self) -> int:
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        file = os.open(self._path, flags, 0o600)
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            raise OSError(errno.EINVAL, "not a file")
+        return file
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +209,12 @@ class OperatorCommands:
     clock: Clock
 
     def drop(self, tenant: str, namespace: str) -> tuple[int, str]:
+        """As `OperatorVerbs.drop`."""
         gone = ask.drop(self.operator, self.clock, namespace, tenant, ACTION_SECONDS)
         return gone.blocks, gone.elsewhere
 
     def purge(self, tenant: str) -> tuple[int, str]:
+        """As `OperatorVerbs.purge`."""
         gone = ask.purge(self.operator, self.clock, tenant, ACTION_SECONDS)
         return gone.blocks, gone.elsewhere
 

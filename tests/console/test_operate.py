@@ -18,8 +18,9 @@ from console.browser import CHROMIUM, Browser
 from console.running import Answered, RunningConsole, console
 from console.test_beside import free_port, status_at
 from kvstore.block.errors import BadInput, StoreError
+from kvstore.cli.console import AuditFile
 from kvstore.cli.main import _beside
-from kvstore.console.audit import MOST_SHOWN, AuditEntry, AuditFile, AuditLog
+from kvstore.console.audit import MOST_SHOWN, AuditEntry, AuditLog
 from kvstore.console.operate import MOST_ORDER_BYTES, MOST_TICKETS, TICKET_SECONDS, OperatorActions, PurgeOrder
 from kvstore.service.keeper import CONSOLE
 from kvstore.service.settings import read_settings
@@ -240,7 +241,7 @@ class _Clock(SystemClock):
 
 
 def log_of(file: AuditFile) -> AuditLog:
-    return AuditLog(file)
+    return AuditLog(file.append, file.last())
 
 
 class _Verbs:
