@@ -148,7 +148,9 @@ class DramRecovery:
 
     def _take_over(self, space: OpenedNamespace, families: list[_Family]) -> None:
         root = root_key(space.namespace.layout.block_tokens)
-        by_key = {family.header.prefix_key: family for family in sorted(families, key=_generation)}
+        by_key = {
+            family.header.prefix_key: family for family in sorted(families, key=lambda one: one.header.generation)
+        }
         order: list[_Family] = []
         seen: set[bytes] = set()
         for family in by_key.values():
@@ -249,10 +251,6 @@ class Recovery:
         """A namespace is dropped. Under the lock."""
         if self.of_nvme is not None:
             self.of_nvme.forget(number)
-
-
-def _generation(family: _Family) -> int:
-    return family.header.generation
 
 
 def read_first(shared: Shared, rows: Sequence[int], deadline: float) -> bool:

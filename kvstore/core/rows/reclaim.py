@@ -183,7 +183,8 @@ class SlabReclaim:
     def blocks(self) -> list[int]:
         """The blocks that go for one slab, the deepest of each chain first; empty if no slab can be freed. A slab with
         retained blocks is chosen only if there is no other."""
-        slab = min(self._rows, key=self._cost, default=None)
+        cost = {slab: (slab in self._wanted, self._remains(slab), slab) for slab in self._rows}
+        slab = min(cost, key=lambda one: cost[one], default=None)
         if slab is None:
             return []
         return [row for row in self._index.families(self._rows[slab]) if self._residency.all_places(row)]
@@ -199,9 +200,6 @@ class SlabReclaim:
         retention = self._residency.retention
         if retention is not None and any(retention.holds(row) for row in rows):
             self._wanted.add(slab)
-
-    def _cost(self, slab: int) -> tuple[bool, int, int]:
-        return slab in self._wanted, self._remains(slab), slab
 
     def _remains(self, slab: int) -> int:
         return len(self._rows[slab]) - self._going[slab]
