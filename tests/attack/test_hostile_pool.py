@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
-valkey = pytest.importorskip("valkey", reason="valkey is not installed (extra: valkey)")
+valkey = pytest.importorskip("valkey", reason="valkey is not installed (extra: test)")
 
 from courier.nodes import Asker, Node, pool  # noqa: E402
 from kvstore.block.account import HitTier  # noqa: E402

@@ -14,7 +14,7 @@ import pytest
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed; it comes with the extra test")
 pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
-pytest.importorskip("valkey", reason="valkey is not installed (extra: valkey)")
+pytest.importorskip("valkey", reason="valkey is not installed (extra: test)")
 pytest.importorskip("cryptography", reason="cryptography is not installed (extra: tls)")
 
 from courier.namespaces import rack  # noqa: E402

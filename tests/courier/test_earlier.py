@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
-pytest.importorskip("valkey", reason="valkey is not installed (extra: valkey)")
+pytest.importorskip("valkey", reason="valkey is not installed (extra: test)")
 
 from courier.nodes import Asker, Node, make_keys, of_tree, wait_for_peers
 from kvstore.block.account import MissReason

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
-pytest.importorskip("valkey", reason="valkey is not installed (extra: valkey)")
+pytest.importorskip("valkey", reason="valkey is not installed (extra: test)")
 pytest.importorskip("cryptography", reason="cryptography is not installed (extra: tls)")
 
 from courier.namespaces import Rack, rack

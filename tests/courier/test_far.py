@@ -157,7 +157,7 @@ def test_a_remote_tier_that_is_too_far_away_is_counted_and_said(far: tuple[list[
 
 
 def test_a_directory_that_stalled_is_asked_again(tmp_path: Path) -> None:
-    pytest.importorskip("valkey", reason="valkey is not installed (extra: valkey)")
+    pytest.importorskip("valkey", reason="valkey is not installed (extra: test)")
     with ExitStack() as stack:
         way = stack.enter_context(distance(stack.enter_context(valkey_server(tmp_path)).port))
         network = {"directory": f"valkey://127.0.0.1:{way.port}"}

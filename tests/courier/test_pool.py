@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
-pytest.importorskip("valkey", reason="valkey is not installed (extra: valkey)")
+pytest.importorskip("valkey", reason="valkey is not installed (extra: test)")
 
 from courier.nodes import Asker, Node, pool, wait_for_peers
 from kvstore.block.account import MissReason

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
-pytest.importorskip("valkey", reason="valkey is not installed (extra: valkey)")
+pytest.importorskip("valkey", reason="valkey is not installed (extra: test)")
 
 from courier.nodes import BLOCK_TOKENS, LAYOUT, SOON, Node, pool, prompt, wait_for_peers
 from kvstore.wire import score_pb2, store_pb2
