@@ -428,6 +428,22 @@ def test_too_many_at_a_time_are_told_so_all_alike(two: Ranks) -> None:
     puts.check({})
 
 
+def test_time_is_over_for_those_who_hold_slots_too(two: Ranks) -> None:
+    replies = [two.reserve(rank, 3) for rank in range(2)]
+    assert two.commit(0, replies[0], 1) == 1
+    two.bench.clock.advance(29)
+    two.store.expire_due()
+    assert two.store.usage().dram.reserved == 5
+    two.bench.clock.advance(1)
+    two.store.expire_due()
+    assert two.whole.match(ids(192)).reason is MissReason.ABSENT
+    assert two.commit(1, replies[1]) == 0
+    for reply in replies:
+        two.store.abort(reply.reservation)
+    two.store.check()
+    assert two.store.usage().reservations == 0
+
+
 def test_names_of_what_is_over_are_forgotten() -> None:
     puts = CollectivePuts(30)
     over = ReserveReply(0, 1)

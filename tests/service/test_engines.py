@@ -180,6 +180,19 @@ def test_a_forked_child_is_of_the_same_session(tmp_path: Path) -> None:
 # Polls that never wait ------------------------------------------------------------------------------------------------
 
 
+def test_a_lease_that_comes_after_its_deadline_is_given_back(tmp_path: Path) -> None:
+    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=LAYOUT)
+        handle.put(ids(512), PAGES)
+        match = handle.match(ids(512))
+        handle.door._limits = type(handle.door._limits)(lease=0.0)  # type: ignore[attr-defined]
+        with sidecar.core.lock:  # no lease is granted meanwhile
+            pending = [handle.submit_lease(match, deadline_ms=1) for _ in range(10)]
+            assert {polled(one).reason for one in pending} == {MissReason.DEADLINE}
+        wait_until(lambda: sidecar.door.usage().served.get("lease", 0) == 10 and sidecar.store.usage().leases == 0)
+        sidecar.store.check()
+
+
 @pytest.mark.parametrize("length", [1, 15, 65, 1000])
 def test_a_token_of_another_length_is_refused(tmp_path: Path, length: int) -> None:
     with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.client() as store:
