@@ -82,6 +82,7 @@ def one_of_each(packed: bytes, keys: list[bytes], lease: int) -> list[m.Verb]:
         m.Adopt: m.Adopt(1, 0, 0, [bytes(4096)], HitTier.PEER),
         m.Holdings: m.Holdings(0, 0),
         m.Questions: m.Questions(),
+        m.UnknownVerb: m.UnknownVerb(),
     }
     assert set(made) == set(m.Verb.__args__), "a new verb: say here that it is refused"
     return [verb for kind, verb in made.items() if kind not in TELLING]
