@@ -167,9 +167,9 @@ class StatReport:
 
 _SAID = frozenset(
     "run pid state at up_seconds blocks health faults warnings node incarnation looked policy policy_note nvme_writes "
-    "namespaces version whatif".split()
+    "namespaces version whatif served".split()
 )
-"""Fields of a status that have lines of their own, or that the console draws."""
+"""Fields of a status that have lines of their own, that the console draws, or that are metrics alone."""
 _NOTHING, _MOST_COLUMNS = ("", "-", "0", "0 B", "0.00 ms", "no"), 8
 _INSTANTS = ("since", "used_at", "last_pass_ended")
 

@@ -480,3 +480,21 @@ def test_what_is_not_a_packed_namespace_is_refused(other: bytes, bit: int) -> No
             Namespace.unpack(raw)
     with contextlib.suppress(ValueError):  # the last bits of a compressed stream may be unused
         assert Namespace.unpack(bytes(damaged)).digest() == PLAIN.digest()
+
+
+def test_extra_keys_differ_by_value_position_order_and_kind() -> None:
+    variants: list[Sequence[ExtraKey | bytes | str]] = [
+        (),
+        (b"one",),
+        ("one",),
+        (b"two",),
+        (b"one", b"two"),
+        (b"two", b"one"),
+        (b"onetwo",),
+        (ExtraKey(b"one"),),
+        (ExtraKey(b"one", 1),),
+        (ExtraKey(b"one", 63),),
+        (ExtraKey(b""),),
+        (ExtraKey(b""), ExtraKey(b"")),
+    ]
+    assert len({keys_of(range(64), extras)[0] for extras in variants}) == len(variants)

@@ -129,3 +129,13 @@ def test_a_node_that_is_late_has_failed_where_it_had_a_fair_time_and_sent_nothin
     given: float, came: int, has_failed: bool
 ) -> None:
     assert late_has_failed(given, came) is has_failed
+
+
+def test_two_failures_of_one_run_ban_it_for_ten_seconds() -> None:
+    choice = HolderChoice(HERE, SpeedBook())
+    choice.failed(node(1), RUNS[0], 100.0)
+    assert [one.node for one in choice.choose([holder(1)], alive(1), b"p", BLOCK, 100.0)] == [node(1)]
+    choice.failed(node(1), RUNS[0], 101.0)
+    assert choice.choose([holder(1)], alive(1), b"p", BLOCK, 101.0 + BAN_SECONDS - 0.01) == []
+    assert choice.choose([holder(1)], alive(1), b"p", BLOCK, 101.0 + BAN_SECONDS) != []
+    assert choice.choose([holder(1, run=1)], alive(1, run=1), b"p", BLOCK, 101.0) != [], "it was started again"
