@@ -264,4 +264,6 @@ def start(path: Path, transfer: dict[str, Any] | None = None, **options: Any) ->
     )
     if transfer is not None:
         given["kv_transfer_config"] = KVTransferConfig(**transfer)
+    if "deepseek" in (path / "config.json").read_text() and hasattr(EngineArgs, "attention_backend"):
+        given["attention_backend"] = "CPU_MLA"  # with AMX vLLM would take a backend that has no float32
     return LLM(model=str(path), **given)
