@@ -130,22 +130,15 @@ class ReplayResult:
     policies: tuple[str, ...]
 
     def to_dict(self) -> dict[str, object]:
-        traces = [
-            {
-                "trace": one.name,
-                "block_tokens": one.block_tokens,
-                "requests": one.requests,
-                "blocks": len(one.blocks),
-                "distinct_blocks": one.distinct_blocks,
-                "out_of_order": one.out_of_order,
-            }
-            for one in self.traces
-        ]
         options = asdict(self.options)
         for name in ("blocks", "admission", "write_shares"):
             options[name] = list(options[name])
         options["policies"] = list(self.policies)
-        return {"options": options, "traces": traces, "rows": [asdict(row) for row in self.rows]}
+        return {
+            "options": options,
+            "traces": [one.to_dict() for one in self.traces],
+            "rows": [asdict(row) for row in self.rows],
+        }
 
     def render(self, console: Any) -> None:
         counted = "partly filled blocks count" if self.options.count_partial else "full blocks alone"
@@ -163,7 +156,8 @@ class ReplayResult:
             console.print(_tiers(rows) if self.options.nvme_blocks else _one_tier(rows))
 
 
-def _table(heads: str) -> Table:
+def headed(heads: str) -> Table:
+    """A table with these heads, parted by |; a column whose head begins with * stands to the right."""
     table = Table(box=None, pad_edge=False)
     for head in heads.split("|"):
         table.add_column(head.lstrip("*"), justify="right" if head.startswith("*") else "left")
@@ -171,7 +165,7 @@ def _table(heads: str) -> Table:
 
 
 def _one_tier(rows: Sequence[ReplayRow]) -> Table:
-    table = _table("policy|*DRAM blocks|*hit blocks|*of asked|*of optimum|*tokens|*prefill saved|*written")
+    table = headed("policy|*DRAM blocks|*hit blocks|*of asked|*of optimum|*tokens|*prefill saved|*written")
     best = {row.dram_blocks: row.hit_blocks for row in rows if row.policy == OPTIMUM}
     for row in rows:
         table.add_row(
@@ -188,7 +182,7 @@ def _one_tier(rows: Sequence[ReplayRow]) -> Table:
 
 
 def _tiers(rows: Sequence[ReplayRow]) -> Table:
-    table = _table(
+    table = headed(
         "policy|admission|*DRAM blocks|*NVMe blocks|*DRAM hits|*NVMe hits|*of asked|*prefill saved|*to DRAM|*to NVMe"
         "|*share"
     )
