@@ -22,7 +22,7 @@ from rich.text import Text
 
 from kvstore.block.errors import BadInput
 from kvstore.config import format_size
-from kvstore.insight.lru_curve import HOT_NAMES, HOT_SHARE, LEAST_NAMES, MARKS, NAMES, LruCurve, Marks
+from kvstore.insight.lru_curve import HOT_NAMES, HOT_SHARE, MARKS, NAMES, LruCurve, Marks
 from kvstore.insight.replays import KV_BYTES_PER_TOKEN, MOST_BLOCKS, Builder, headed
 from kvstore.insight.trace import Trace
 from kvstore.insight.whatif import mixed
@@ -58,19 +58,6 @@ class WhatIfOptions:
     seed: int = 0
     kv_bytes_per_token: int = KV_BYTES_PER_TOKEN
     is_exact: bool = False
-
-    def __post_init__(self) -> None:
-        for blocks in self.blocks:
-            if not 1 <= blocks <= MOST_BLOCKS:
-                raise BadInput(f"{blocks} blocks; give 1 to {MOST_BLOCKS}")
-        if self.policy not in ESTIMATED:
-            raise BadInput(f"--policy {self.policy[:40]!r}; give {' or '.join(ESTIMATED)}")
-        if not LEAST_NAMES <= self.names <= MOST_NAMES:
-            raise BadInput(f"--names {self.names}; give {LEAST_NAMES} to {MOST_NAMES}")
-        if not 0 <= self.seed < 1 << 31:
-            raise BadInput(f"--seed {self.seed}; give 0 to {(1 << 31) - 1}")
-        if not 0 < self.kv_bytes_per_token < 1 << 40:
-            raise BadInput(f"--kv-bytes-per-token {self.kv_bytes_per_token}; give bytes, more than 0")
 
 
 @dataclass(frozen=True, slots=True)
