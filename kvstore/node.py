@@ -60,8 +60,7 @@ from kvstore.core.rows.index import PrefixIndex
 from kvstore.core.store import Store
 from kvstore.core.table import BlockTable
 from kvstore.core.usage import StoreUsage
-from kvstore.insight.counting_tier import CountingTier
-from kvstore.insight.replay import Replay
+from kvstore.insight.replay import CountingTier, Replay
 from kvstore.keys.node_file import NodeLock, node_of
 from kvstore.keys.rotation import KeyRotation
 from kvstore.keys.store_keys import StoreKeys, refuse_new_keys, warn_of_left_alone

@@ -118,13 +118,3 @@ class LoadChoice:
         now, before = asdict(self.costs.counts), self._told
         self._told = now
         return {name: count - before.get(name, 0) for name, count in now.items()} if now != before else {}
-
-    def to_dict(self, now: float) -> dict[str, object]:
-        return {
-            "cost": asdict(self.costs.counts),
-            "prefill": self.costs.prefill.to_dict(),
-            "loads": self.costs.loads.to_dict(now),
-            "holdout": self.holdout.to_dict(),
-            "audits": self.audits.counts.to_dict(),
-            "saving": self.saving.to_dict(),
-        }

@@ -81,7 +81,7 @@ class PrefillSpeed:
         self._unsolved_steps = 0
         self._spread = _SPREAD_AT_FIRST
         self._telling_steps = 0
-        self._steps = self._outliers = self._refused = 0
+        self._steps = self._outliers = 0
         self._typical_step_seconds = 0.0
 
     def observe(self, scheduled: Sequence[tuple[int, int]], decode_requests: int, step_seconds: float) -> None:
@@ -98,7 +98,6 @@ class PrefillSpeed:
 
     def _take(self, scheduled: Sequence[tuple[int, int]], decode_requests: int, step_seconds: float) -> None:
         if not is_duration(step_seconds):
-            self._refused += 1
             return
         typical = self._typical_step_seconds or step_seconds
         self._typical_step_seconds = typical + _STEP_GAIN * (min(step_seconds, 4 * typical) - typical)
@@ -146,14 +145,13 @@ class PrefillSpeed:
 
     def to_dict(self) -> dict[str, object]:
         """For `--json`: seconds of a step, per token, per pair of tokens, and per decoding request. outliers: steps
-        that counted less. refused: observations that cannot be true."""
+        that counted less."""
         is_learned = self.is_learned
         step, linear, quadratic, decode = self._coefficients()
         return {
             "is_learned": is_learned,
             "steps": self._steps,
             "outliers": self._outliers,
-            "refused": self._refused,
             "step_seconds": step,
             "token_seconds": linear / TOKENS_UNIT,
             "pair_seconds": quadratic / PAIRS_UNIT,
@@ -265,14 +263,13 @@ class _TierBelief:
 
 
 class LoadSpeed:
-    """How long loads take, by tier. refused: observations that cannot be true."""
+    """How long loads take, by tier."""
 
     def __init__(self, priors: Mapping[HitTier, TierPrior] = PRIORS) -> None:
         """priors: of every tier that loads come from. What is in the engine already costs nothing."""
         self._beliefs = {
             tier: _TierBelief(prior.overhead_seconds, 1.0 / prior.bytes_per_second) for tier, prior in priors.items()
         }
-        self.refused = 0
 
     def has_seen(self, tier: HitTier) -> bool:
         """Whether a load from it has ended."""
@@ -317,7 +314,6 @@ class LoadSpeed:
         if not sizes:
             return
         if not is_duration(load_seconds):
-            self.refused += 1
             return
         taken = []
         total = max(0.0, min(queued_seconds, LONGEST_SECONDS))
@@ -330,17 +326,6 @@ class LoadSpeed:
         for (belief, _), seconds in zip(sizes, taken, strict=True):
             belief.slow = max(-FURTHEST, min(belief.slow + seconds / total * believed, FURTHEST))
             belief.seen_at, belief.loads = now_seconds, belief.loads + 1
-
-    def to_dict(self, now_seconds: float) -> dict[str, object]:
-        """For `--json`: by tier, what is believed now and from how many loads."""
-        return {
-            str(tier): {
-                "overhead_ms": 1e3 * belief.speeds(now_seconds)[0],
-                "gigabytes_per_second": 1e-9 / belief.speeds(now_seconds)[1],
-                "loads": belief.loads,
-            }
-            for tier, belief in self._beliefs.items()
-        }
 
 
 def _joined(parts: Sequence[tuple[HitTier, float]]) -> dict[HitTier, float]:

@@ -20,9 +20,11 @@ from kvstore.cli.terminal import (
     OK,
     Json,
     bench,
-    expanded_path,
     lines_of,
     listed,
+    option,
+    path_argument,
+    path_option,
     print_result,
     real,
     shown_progress,
@@ -77,76 +79,50 @@ def traffic_command(choose: EngineChoice | None = None) -> Callable[..., int]:
 
     def bench_traffic(
         trace: Annotated[
-            str,
-            typer.Argument(
-                metavar="TRACE",
-                callback=expanded_path,
-                help="JSON lines of Mooncake's form, or of kvstore record; gzip is unpacked.",
-            ),
+            str, path_argument("TRACE", "JSON lines of Mooncake's form, or of kvstore record; gzip is unpacked.")
         ],
         endpoint: Annotated[
-            list[str] | None,
-            typer.Option(metavar="NAME=URL", help="An engine with OpenAI's API. May be given again: they take turns."),
+            list[str] | None, option("NAME=URL", "An engine with OpenAI's API. May be given again: they take turns.")
         ] = None,
         sidecar: Annotated[
-            list[str] | None,
-            typer.Option(metavar="NAME=URL", help="Where the sidecar of that endpoint has its /metrics."),
+            list[str] | None, option("NAME=URL", "Where the sidecar of that endpoint has its /metrics.")
         ] = None,
         engines: Annotated[
             str | None,
-            typer.Option(
-                metavar="NAME,..",
-                help="In a checkout, start these in place of --endpoint, a vLLM each: none (no prefix cache), own (its "
+            option(
+                "NAME,..",
+                "In a checkout, start these in place of --endpoint, a vLLM each: none (no prefix cache), own (its "
                 "own alone), kvstore (with a sidecar), pd (prefill and decode apart).",
             ),
         ] = None,
-        shape: Annotated[
-            str | None, typer.Option(metavar="NAME", help="Of the model that --engines have: tiny or mid.")
-        ] = None,
+        shape: Annotated[str | None, option("NAME", "Of the model that --engines have: tiny or mid.")] = None,
         own_share: Annotated[
-            float,
-            typer.Option(metavar="X", min=0, max=10, help="Of the workload, what a cache of --engines holds itself."),
+            float, option("X", "Of the workload, what a cache of --engines holds itself.", min=0, max=10)
         ] = 0.1,
-        seconds: Annotated[
-            float, typer.Option(metavar="N", min=0.1, max=86400, help="Of arrivals, in each turn.")
-        ] = 60.0,
-        requests: Annotated[int, typer.Option(metavar="N", min=1, max=1_000_000, help="In each turn, at most.")] = 1000,
-        turns: Annotated[
-            int, typer.Option(metavar="N", min=1, max=1000, help="Each endpoint's, in another order.")
-        ] = 2,
-        speed: Annotated[
-            float, typer.Option(metavar="X", min=0.001, max=1000, help="Arrivals come so many times as fast.")
-        ] = 1.0,
+        seconds: Annotated[float, option("N", "Of arrivals, in each turn.", min=0.1, max=86400)] = 60.0,
+        requests: Annotated[int, option("N", "In each turn, at most.", min=1, max=1_000_000)] = 1000,
+        turns: Annotated[int, option("N", "Each endpoint's, in another order.", min=1, max=1000)] = 2,
+        speed: Annotated[float, option("X", "Arrivals come so many times as fast.", min=0.001, max=1000)] = 1.0,
         scale: Annotated[
             float | None,
-            typer.Option(
-                metavar="X",
-                min=0.0001,
-                max=1,
-                help="Tokens for one of the trace; the longest request just fits if left out.",
-            ),
+            option("X", "Tokens for one of the trace; the longest request just fits if left out.", min=0.0001, max=1),
         ] = None,
         form: Annotated[
-            str, typer.Option(metavar="NAME", help="How prompts are sent: tokens, text or chat (words of w5 w6 ..).")
+            str, option("NAME", "How prompts are sent: tokens, text or chat (words of w5 w6 ..).")
         ] = "tokens",
-        vocabulary: Annotated[
-            int, typer.Option(metavar="N", min=16, max=1 << 24, help="Token ids are drawn from 5 up to here.")
-        ] = 1000,
-        model: Annotated[str | None, typer.Option(metavar="NAME", help="The first one that an endpoint has.")] = None,
-        ttft_slo: Annotated[str, typer.Option(metavar="MS,..", help="First tokens that count as good.")] = "200,500",
-        itl_slo: Annotated[str, typer.Option(metavar="MS,..", help="Mean gaps that count as good.")] = "100",
+        vocabulary: Annotated[int, option("N", "Token ids are drawn from 5 up to here.", min=16, max=1 << 24)] = 1000,
+        model: Annotated[str | None, option("NAME", "The first one that an endpoint has.")] = None,
+        ttft_slo: Annotated[str, option("MS,..", "First tokens that count as good.")] = "200,500",
+        itl_slo: Annotated[str, option("MS,..", "Mean gaps that count as good.")] = "100",
         request_seconds: Annotated[
-            float, typer.Option(metavar="N", min=0.1, max=86400, help="After so long an answer has failed.")
+            float, option("N", "After so long an answer has failed.", min=0.1, max=86400)
         ] = 120.0,
         block_tokens: Annotated[
-            int | None, typer.Option(metavar="N", help="Of a block of the trace, where its lengths do not say.")
+            int | None, option("N", "Of a block of the trace, where its lengths do not say.")
         ] = None,
-        seed: Annotated[int, typer.Option(metavar="N", min=0, max=1 << 31, help="Tokens are drawn from it.")] = 0,
+        seed: Annotated[int, option("N", "Tokens are drawn from it.", min=0, max=1 << 31)] = 0,
         api_key_file: Annotated[
-            str | None,
-            typer.Option(
-                metavar="FILE", callback=expanded_path, help="Its first line is sent to endpoints as their key."
-            ),
+            str | None, path_option("FILE", "Its first line is sent to endpoints as their key.")
         ] = None,
         anywhere: Annotated[
             bool, typer.Option("--anywhere", help="Endpoints may be on other hosts: it is load for them.")

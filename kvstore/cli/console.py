@@ -18,7 +18,7 @@ from kvstore.block.errors import BadInput
 from kvstore.cli import ask
 from kvstore.cli.operate import Data, ObserveSocket
 from kvstore.cli.standard_streams import say
-from kvstore.cli.terminal import OK, Checks, Json, app, expanded_path, typer
+from kvstore.cli.terminal import OK, Checks, Json, app, option, path_option, typer
 from kvstore.config import AUDIT_FILE, DEFAULT_TENANT
 from kvstore.protocol.words import printable
 from tiering.clock import Clock
@@ -31,39 +31,29 @@ _MOST_TOKEN_BYTES = 1 << 20
 def console(
     data: Data = "./kv",
     socket: ObserveSocket = None,
-    listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where pages are served; port 0 is any free one.")
-    ] = LISTEN,
+    listen: Annotated[str, option("HOST:PORT", "Where pages are served; port 0 is any free one.")] = LISTEN,
     token_file: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE",
-            callback=expanded_path,
-            help="Who gives its first line may read all; a further line NAME TOKEN is for a tenant, which sees itself "
+        path_option(
+            "FILE",
+            "Who gives its first line may read all; a further line NAME TOKEN is for a tenant, which sees itself "
             "alone. Needed where other hosts can come in.",
         ),
     ] = None,
     operator: Annotated[
         str | None,
-        typer.Option(
-            metavar="PATH",
-            callback=expanded_path,
-            help="The operator's socket: who has the first token may drop, purge and warm then. Needs --token-file.",
+        path_option(
+            "PATH", "The operator's socket: who has the first token may drop, purge and warm then. Needs --token-file."
         ),
     ] = None,
     audit_file: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            callback=expanded_path,
-            help=f"Where it is written down what an operator did.  [default: DIR/{AUDIT_FILE}]",
-        ),
+        str | None, path_option("FILE", f"Where it is written down what an operator did.  [default: DIR/{AUDIT_FILE}]")
     ] = None,
     tenant_socket: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=PATH",
-            help="A tenant whose prefixes may be warmed, and its socket; as often as there are tenants.  "
+        option(
+            "NAME=PATH",
+            "A tenant whose prefixes may be warmed, and its socket; as often as there are tenants.  "
             "[default: default=DIR/kvstore.sock]",
         ),
     ] = None,

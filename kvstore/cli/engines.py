@@ -15,8 +15,10 @@ from kvstore.cli.terminal import (
     OK,
     Json,
     app,
-    expanded_path,
+    argument,
     lines_of,
+    option,
+    path_option,
     print_result,
     shown_progress,
     typer,
@@ -30,49 +32,42 @@ MOST_SHOWN_FAILURES = 10
 
 @app.command("pd-proxy")
 def pd_proxy(
-    prefill: Annotated[str, typer.Option(metavar="URL", help="The engine that computes prompts.")],
-    decode: Annotated[list[str], typer.Option(metavar="URL", help="An engine that generates. May be given again.")],
+    prefill: Annotated[str, option("URL", "The engine that computes prompts.")],
+    decode: Annotated[list[str], option("URL", "An engine that generates. May be given again.")],
     score: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="URL",
-            help="Where the sidecar beside a decode engine answers POST /query: once for each --decode, in that order. "
+        option(
+            "URL",
+            "Where the sidecar beside a decode engine answers POST /query: once for each --decode, in that order. "
             "They are asked in turn if left out.",
         ),
     ] = None,
     score_token_file: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", callback=expanded_path, help="Its first line is the tenant's token for --score."),
+        str | None, path_option("FILE", "Its first line is the tenant's token for --score.")
     ] = None,
     score_model: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="What sidecars call the model. As requests call it if left out."),
+        str | None, option("NAME", "What sidecars call the model. As requests call it if left out.")
     ] = None,
     legs: Annotated[
-        str, typer.Option(metavar="NAME", help="What the two are told of each other: nixlv2, shared-storage, at-once.")
+        str, option("NAME", "What the two are told of each other: nixlv2, shared-storage, at-once.")
     ] = "nixlv2",
     prefiller: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="With at-once and vLLM's tier of peers: where prefill is reached."),
+        str | None, option("HOST:PORT", "With at-once and vLLM's tier of peers: where prefill is reached.")
     ] = None,
-    listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where clients come; port 0 is any free one.")
-    ] = PROXY_LISTEN,
+    listen: Annotated[str, option("HOST:PORT", "Where clients come; port 0 is any free one.")] = PROXY_LISTEN,
     pass_on: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="A field, or a key of kv_transfer_params, that clients may set although engines follow it to other "
+        option(
+            "NAME",
+            "A field, or a key of kv_transfer_params, that clients may set although engines follow it to other "
             "hosts' or clients' KV. May be given again.",
         ),
     ] = None,
-    requests: Annotated[int, typer.Option(metavar="N", min=1, max=4096, help="Under way at a time.")] = 256,
+    requests: Annotated[int, option("N", "Under way at a time.", min=1, max=4096)] = 256,
     prefill_seconds: Annotated[
-        float, typer.Option(metavar="N", min=0.1, max=3600, help="After so long decode computes the prompt itself.")
+        float, option("N", "After so long decode computes the prompt itself.", min=0.1, max=3600)
     ] = 120.0,
-    decode_seconds: Annotated[
-        float, typer.Option(metavar="N", min=0.1, max=86400, help="An answer may take so long in all.")
-    ] = 3600.0,
+    decode_seconds: Annotated[float, option("N", "An answer may take so long in all.", min=0.1, max=86400)] = 3600.0,
     as_json: Json = False,
 ) -> int:
     """Serve OpenAI's completions and chat from one prefill engine and several decode engines, until SIGTERM.
@@ -129,31 +124,24 @@ def pd_proxy(
 def prime(
     files: Annotated[
         list[str],
-        typer.Argument(
-            metavar="FILE..",
-            help="JSON lines (.jsonl, also packed), each with messages or a prompt; any other file is one text.",
+        argument(
+            "FILE..", "JSON lines (.jsonl, also packed), each with messages or a prompt; any other file is one text."
         ),
     ],
-    engine: Annotated[str, typer.Option(metavar="URL", help="An engine that has the connector of this store.")],
+    engine: Annotated[str, option("URL", "An engine that has the connector of this store.")],
     ttl: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", help="Kept so long; a day if neither this nor --priority is given."),
+        float | None, option("SECONDS", "Kept so long; a day if neither this nor --priority is given.")
     ] = None,
     priority: Annotated[
-        int | None, typer.Option(metavar="N", help="1 to 100: kept for as many times nine seconds since the last use.")
+        int | None, option("N", "1 to 100: kept for as many times nine seconds since the last use.")
     ] = None,
     role: Annotated[
-        str, typer.Option("--as", metavar="ROLE", help="What a text is: system, user, or prompt (without a template).")
+        str, option("ROLE", "What a text is: system, user, or prompt (without a template).", "--as")
     ] = "system",
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="The first one that the engine has.")] = None,
-    at_once: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Prompts under way at a time.")] = 1,
-    request_seconds: Annotated[
-        float, typer.Option(metavar="N", min=0.1, max=86400, help="After so long a prompt has failed.")
-    ] = 600.0,
-    api_key_file: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", callback=expanded_path, help="Its first line is sent to the engine as its key."),
-    ] = None,
+    model: Annotated[str | None, option("NAME", "The first one that the engine has.")] = None,
+    at_once: Annotated[int, option("N", "Prompts under way at a time.", min=1, max=64)] = 1,
+    request_seconds: Annotated[float, option("N", "After so long a prompt has failed.", min=0.1, max=86400)] = 600.0,
+    api_key_file: Annotated[str | None, path_option("FILE", "Its first line is sent to the engine as its key.")] = None,
     as_json: Json = False,
 ) -> int:
     """Have an engine compute system prompts and documents once, ahead of use, and its store retain them.

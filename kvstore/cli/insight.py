@@ -11,10 +11,12 @@ import kvstore
 from kvstore.cli.terminal import (
     Json,
     app,
+    argument,
     check_folder,
-    expanded_path,
     lines_of,
     listed,
+    option,
+    path_option,
     print_result,
     real,
     shown_progress,
@@ -26,50 +28,32 @@ from kvstore.config import DEFAULT_POLICY, POLICIES, REMOVED_POLICY, checked_pol
 
 @app.command()
 def replay(
-    traces: Annotated[
-        list[str], typer.Argument(metavar="TRACE...", help="JSON lines in Mooncake's form, gzip or not.")
-    ],
+    traces: Annotated[list[str], argument("TRACE...", "JSON lines in Mooncake's form, gzip or not.")],
     policy: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME,..", help="lru or adaptive. May be given again; lru if left out."),
+        list[str] | None, option("NAME,..", "lru or adaptive. May be given again; lru if left out.")
     ] = None,
-    blocks: Annotated[
-        list[str] | None, typer.Option(metavar="N,..", help="Blocks that DRAM has room for. May be given again.")
-    ] = None,
-    dram_blocks: Annotated[
-        list[str] | None, typer.Option(metavar="N,..", help="The same, for use beside --nvme-blocks.")
-    ] = None,
-    nvme_blocks: Annotated[
-        str, typer.Option(metavar="N", help="Blocks that a tier below has room for. None if left out.")
-    ] = "0",
+    blocks: Annotated[list[str] | None, option("N,..", "Blocks that DRAM has room for. May be given again.")] = None,
+    dram_blocks: Annotated[list[str] | None, option("N,..", "The same, for use beside --nvme-blocks.")] = None,
+    nvme_blocks: Annotated[str, option("N", "Blocks that a tier below has room for. None if left out.")] = "0",
     admission: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME,..", help="To it, beside all: learned, random, oracle. learned if left out."),
+        list[str] | None, option("NAME,..", "To it, beside all: learned, random, oracle. learned if left out.")
     ] = None,
     write_share: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SHARE,..", help="Budgets of learned and random, of the bytes that all writes."),
+        list[str] | None, option("SHARE,..", "Budgets of learned and random, of the bytes that all writes.")
     ] = None,
     count_partial: Annotated[
         bool, typer.Option("--count-partial", help="Store and count a prompt's last block also if it is not full.")
     ] = False,
-    block_tokens: Annotated[
-        str | None, typer.Option(metavar="N", help="Of the traces' blocks. Found out if left out.")
-    ] = None,
-    warmup: Annotated[
-        str, typer.Option(metavar="SHARE", help="Of the requests: these fill the store and are not counted.")
-    ] = "0",
-    seed: Annotated[str, typer.Option(metavar="N", help="Of what a policy draws.")] = "0",
+    block_tokens: Annotated[str | None, option("N", "Of the traces' blocks. Found out if left out.")] = None,
+    warmup: Annotated[str, option("SHARE", "Of the requests: these fill the store and are not counted.")] = "0",
+    seed: Annotated[str, option("N", "Of what a policy draws.")] = "0",
     prefill_rate: Annotated[
-        str, typer.Option(metavar="N", help="Tokens per second of a short prompt, for the seconds that hits save.")
+        str, option("N", "Tokens per second of a short prompt, for the seconds that hits save.")
     ] = "10000",
     kv_bytes_per_token: Annotated[
-        str, typer.Option(metavar="N", help="For the bytes that are written. Those of an 8B model if left out.")
+        str, option("N", "For the bytes that are written. Those of an 8B model if left out.")
     ] = str(128 << 10),
-    plot: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", callback=expanded_path, help="Draw the curves there: .png, .svg or .pdf."),
-    ] = None,
+    plot: Annotated[str | None, path_option("FILE", "Draw the curves there: .png, .svg or .pdf.")] = None,
     as_json: Json = False,
 ) -> int:
     """What policies would have found of recorded requests, through the store's own tables, beside the offline optimum.
@@ -135,31 +119,22 @@ def replay(
 
 @app.command()
 def whatif(
-    trace: Annotated[str, typer.Argument(metavar="TRACE", help="JSON lines in Mooncake's form, gzip or not.")],
+    trace: Annotated[str, argument("TRACE", "JSON lines in Mooncake's form, gzip or not.")],
     sizes: Annotated[
-        list[str] | None,
-        typer.Option(metavar="N,..", help="Blocks that there is room for. Ten sizes that fit the trace if left out."),
+        list[str] | None, option("N,..", "Blocks that there is room for. Ten sizes that fit the trace if left out.")
     ] = None,
-    dram: Annotated[
-        list[str] | None, typer.Option(metavar="SIZE,..", help="The same in bytes, such as 64GiB,128GiB.")
-    ] = None,
-    policy: Annotated[str, typer.Option(metavar="NAME", help="lru or adaptive.")] = DEFAULT_POLICY,
-    names: Annotated[
-        str, typer.Option(metavar="N", help="Of the trace's blocks, that are followed at a time; more err less.")
-    ] = "4096",
-    seed: Annotated[str, typer.Option(metavar="N", help="Of which blocks are sampled.")] = "0",
-    block_tokens: Annotated[
-        str | None, typer.Option(metavar="N", help="Of the trace's blocks. Found out if left out.")
-    ] = None,
-    kv_bytes_per_token: Annotated[
-        str, typer.Option(metavar="N", help="For sizes in bytes. Those of an 8B model if left out.")
-    ] = str(128 << 10),
+    dram: Annotated[list[str] | None, option("SIZE,..", "The same in bytes, such as 64GiB,128GiB.")] = None,
+    policy: Annotated[str, option("NAME", "lru or adaptive.")] = DEFAULT_POLICY,
+    names: Annotated[str, option("N", "Of the trace's blocks, that are followed at a time; more err less.")] = "4096",
+    seed: Annotated[str, option("N", "Of which blocks are sampled.")] = "0",
+    block_tokens: Annotated[str | None, option("N", "Of the trace's blocks. Found out if left out.")] = None,
+    kv_bytes_per_token: Annotated[str, option("N", "For sizes in bytes. Those of an 8B model if left out.")] = str(
+        128 << 10
+    ),
     exact: Annotated[
         bool, typer.Option("--exact", help="Replay each size in full as well, and print by how much the estimate errs.")
     ] = False,
-    svg: Annotated[
-        str | None, typer.Option(metavar="FILE", callback=expanded_path, help="Draw the curve there.")
-    ] = None,
+    svg: Annotated[str | None, path_option("FILE", "Draw the curve there.")] = None,
     as_json: Json = False,
 ) -> int:
     """What other sizes would have found of recorded requests, estimated from a few thousand of their blocks.

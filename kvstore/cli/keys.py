@@ -8,17 +8,15 @@ from typing import Annotated, Any
 
 from kvstore.block.key_file import KeyFile, PooledTenant
 from kvstore.cli.operate import Data
-from kvstore.cli.terminal import Json, expanded_path, print_result, typer
+from kvstore.cli.terminal import Json, argument, option, path_argument, print_result, typer
 from kvstore.cli.terminal import keys as app
 from kvstore.keys import pool_keys
 from kvstore.keys.pool_keys import PoolKeys, TenantSecrets, read_source
 from kvstore.keys.secret_dir import SecretDirectory
 from kvstore.keys.store_keys import revive as revive_tenant
 
-Dir = Annotated[
-    str, typer.Argument(metavar="DIR", callback=expanded_path, help="Directory of keys, as `keys.directory` names it.")
-]
-Tenant = Annotated[str, typer.Argument(metavar="TENANT", help="The tenant's name.")]
+Dir = Annotated[str, path_argument("DIR", "Directory of keys, as `keys.directory` names it.")]
+Tenant = Annotated[str, argument("TENANT", "The tenant's name.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +83,7 @@ class ReviveReport:
 @app.command()
 def init(
     directory: Dir,
-    tenants: Annotated[
-        list[str] | None, typer.Argument(metavar="[TENANT]...", help="Names of tenants.  [default: default]")
-    ] = None,
+    tenants: Annotated[list[str] | None, argument("[TENANT]...", "Names of tenants.  [default: default]")] = None,
     as_json: Json = False,
 ) -> int:
     """Make keys for tenants that have none there. Every node of the pool needs the same directory."""
@@ -99,11 +95,10 @@ def init(
 def show(
     path: Annotated[
         str,
-        typer.Argument(
-            metavar="PATH",
-            callback=expanded_path,
+        path_argument(
+            "PATH",
+            "A directory of keys, one file of it, or the file keys of a store's directory.",
             envvar="KVSTORE_KEYS_DIRECTORY",
-            help="A directory of keys, one file of it, or the file keys of a store's directory.",
         ),
     ],
     as_json: Json = False,
@@ -124,17 +119,10 @@ def show(
 @app.command(name="import")
 def take_in(
     source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE",
-            callback=expanded_path,
-            help="A directory of keys, one file of it, or the file keys of a store's directory.",
-        ),
+        str, path_argument("SOURCE", "A directory of keys, one file of it, or the file keys of a store's directory.")
     ],
     directory: Dir,
-    tenants: Annotated[
-        list[str] | None, typer.Option("--tenant", metavar="NAME", help="This tenant alone. May be given again.")
-    ] = None,
+    tenants: Annotated[list[str] | None, option("NAME", "This tenant alone. May be given again.", "--tenant")] = None,
     cold_start: Annotated[
         bool, typer.Option("--cold-start", help="Also where another identity is there: what it stored is lost.")
     ] = False,
@@ -159,7 +147,7 @@ def rotate(directory: Dir, tenant: Tenant, as_json: Json = False) -> int:
 def retire(
     directory: Dir,
     tenant: Tenant,
-    epoch: Annotated[int, typer.Argument(metavar="EPOCH", help="The epoch's number.")],
+    epoch: Annotated[int, argument("EPOCH", "The epoch's number.")],
     as_json: Json = False,
 ) -> int:
     """End an epoch: blocks signed in it are evicted from every tier, and no node accepts them any more.

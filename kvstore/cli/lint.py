@@ -10,8 +10,10 @@ from kvstore.cli.terminal import (
     CHECK_FAILED,
     Json,
     app,
-    expanded_path,
     lines_of,
+    option,
+    path_argument,
+    path_option,
     print_result,
     real,
     shown_progress,
@@ -24,22 +26,16 @@ _MOST_TOKENIZER_BYTES = 1 << 28
 
 @app.command()
 def lint(
-    prompts: Annotated[
-        str,
-        typer.Argument(metavar="PROMPTS", callback=expanded_path, help="JSON lines, gzip or not: a prompt each."),
-    ],
+    prompts: Annotated[str, path_argument("PROMPTS", "JSON lines, gzip or not: a prompt each.")],
     tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH", callback=expanded_path, help="A model's folder, or its tokenizer.json, for prompts of text."
-        ),
+        str | None, path_option("PATH", "A model's folder, or its tokenizer.json, for prompts of text.")
     ] = None,
     as_bytes: Annotated[
         bool, typer.Option("--bytes", help="Take bytes of the text for tokens, where there is no tokenizer.")
     ] = False,
-    block: Annotated[str, typer.Option(metavar="N", help="Tokens of the cache's blocks.")] = "64",
+    block: Annotated[str, option("N", "Tokens of the cache's blocks.")] = "64",
     min_hit_rate: Annotated[
-        str | None, typer.Option(metavar="SHARE", help="Status 1 where a smaller share of the tokens is found.")
+        str | None, option("SHARE", "Status 1 where a smaller share of the tokens is found.")
     ] = None,
     as_json: Json = False,
 ) -> int:

@@ -65,9 +65,11 @@ from kvstore.cli.terminal import (
     UsageError,
     app,
     check_folder,
-    expanded_path,
     fail,
     needs,
+    option,
+    path_argument,
+    path_option,
     print_result,
     shown_progress,
     typer,
@@ -95,30 +97,18 @@ def _kvstore(
 
 @app.command()
 def demo(
-    dram: Annotated[
-        str, typer.Option(metavar="SIZE", envvar="KVSTORE_DRAM", help="Memory for blocks, such as 512MiB.")
-    ] = "512MiB",
-    nvme: Annotated[
-        str, typer.Option(metavar="SIZE", envvar="KVSTORE_NVME", help="Disk space for blocks, such as 1GiB.")
-    ] = "1GiB",
+    dram: Annotated[str, option("SIZE", "Memory for blocks, such as 512MiB.", envvar="KVSTORE_DRAM")] = "512MiB",
+    nvme: Annotated[str, option("SIZE", "Disk space for blocks, such as 1GiB.", envvar="KVSTORE_NVME")] = "1GiB",
     data: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR",
-            callback=expanded_path,
-            envvar="KVSTORE_DATA",
-            help="Directory of the store. A temporary one if left out.",
-        ),
+        str | None, path_option("DIR", "Directory of the store. A temporary one if left out.", envvar="KVSTORE_DATA")
     ] = None,
-    requests: Annotated[
-        int, typer.Option(metavar="N", help="Ask only the first so many of the twenty questions.")
-    ] = 20,
-    tokens: Annotated[int, typer.Option(metavar="N", help="Length of every answer, in tokens.")] = 32,
+    requests: Annotated[int, option("N", "Ask only the first so many of the twenty questions.")] = 20,
+    tokens: Annotated[int, option("N", "Length of every answer, in tokens.")] = 32,
     threads: Annotated[
-        int | None, typer.Option(metavar="N", help="Threads that compute. One if left out; with --seed, all cores.")
+        int | None, option("N", "Threads that compute. One if left out; with --seed, all cores.")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Draw random weights from this instead of taking the trained ones.")
+        int | None, option("N", "Draw random weights from this instead of taking the trained ones.")
     ] = None,
     dashboard: Annotated[
         bool,
@@ -167,19 +157,14 @@ def _demo_sidecar(options: Any, stack: ExitStack) -> Any:
 
 @app.command()
 def fsck(
-    directory: Annotated[
-        str, typer.Argument(metavar="DIR", callback=expanded_path, help="A store's directory that no process uses.")
-    ],
+    directory: Annotated[str, path_argument("DIR", "A store's directory that no process uses.")],
     repair: Annotated[
         bool, typer.Option("--repair", help="Give up what is damaged, and build the index again from the headers.")
     ] = False,
     keys: Annotated[
         str | None,
-        typer.Option(
-            metavar="DIR",
-            callback=expanded_path,
-            envvar="KVSTORE_KEYS_DIRECTORY",
-            help="Directory of its tenants' keys, where these are a pool's.",
+        path_option(
+            "DIR", "Directory of its tenants' keys, where these are a pool's.", envvar="KVSTORE_KEYS_DIRECTORY"
         ),
     ] = None,
     as_json: Json = False,
@@ -200,46 +185,27 @@ def fsck(
 
 @app.command()
 def serve(
-    config: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", callback=expanded_path, help="TOML; docs/sidecar.md says what may stand in it."),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", callback=expanded_path, help="Directory of keys and slabs.  [default: ./kv]"),
-    ] = None,
+    config: Annotated[str | None, path_option("FILE", "TOML; docs/sidecar.md says what may stand in it.")] = None,
+    data: Annotated[str | None, path_option("DIR", "Directory of keys and slabs.  [default: ./kv]")] = None,
     dram: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory for blocks. Half of what the cgroup allows if left out.")
+        str | None, option("SIZE", "Memory for blocks. Half of what the cgroup allows if left out.")
     ] = None,
     nvme: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Disk space for blocks, or off. Four fifths of what is free if left out."),
+        str | None, option("SIZE", "Disk space for blocks, or off. Four fifths of what is free if left out.")
     ] = None,
     socket: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH",
-            callback=expanded_path,
-            help="UNIX socket of the default tenant.  [default: DIR/kvstore.sock]",
-        ),
+        str | None, path_option("PATH", "UNIX socket of the default tenant.  [default: DIR/kvstore.sock]")
     ] = None,
     admin_socket: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH", callback=expanded_path, help="UNIX socket of the operator.  [default: DIR/admin.sock]"
-        ),
+        str | None, path_option("PATH", "UNIX socket of the operator.  [default: DIR/admin.sock]")
     ] = None,
     keys: Annotated[
         str | None,
-        typer.Option(
-            metavar="DIR",
-            callback=expanded_path,
-            help="Directory of tenants' keys that nodes share, as kvstore keys makes it. The store's own if left out.",
+        path_option(
+            "DIR", "Directory of tenants' keys that nodes share, as kvstore keys makes it. The store's own if left out."
         ),
     ] = None,
-    http: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Serve liveness, readiness and metrics there.")
-    ] = None,
+    http: Annotated[str | None, option("HOST:PORT", "Serve liveness, readiness and metrics there.")] = None,
     kept_at: Annotated[
         int | None, typer.Option(hidden=True, help="For the keeper alone: where it can be told.")
     ] = None,

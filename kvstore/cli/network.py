@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from kvstore.cli.operate import Data, ObserveSocket
 from kvstore.cli.standard_streams import say
-from kvstore.cli.terminal import OK, Checks, Json, app, expanded_path, typer
+from kvstore.cli.terminal import OK, Checks, Json, app, option, path_option, typer
 
 LISTEN = "127.0.0.1:7470"
 NONE = "none"
@@ -24,87 +24,50 @@ def network(
     data: Data = "./kv",
     socket: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="[TENANT=]PATH",
-            help="A tenant's socket, the default tenant's without a name; again for each tenant.  [default: "
+        option(
+            "[TENANT=]PATH",
+            "A tenant's socket, the default tenant's without a name; again for each tenant.  [default: "
             "DIR/kvstore.sock]",
         ),
     ] = None,
     observe_socket: ObserveSocket = None,
     listen: Annotated[
-        str,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Of gRPC: HOST:PORT (port 0 is any free one) or unix:PATH; none: for --remote alone.",
-        ),
+        str, option("ADDRESS", "Of gRPC: HOST:PORT (port 0 is any free one) or unix:PATH; none: for --remote alone.")
     ] = LISTEN,
-    http: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Serve POST /query to routers there.")] = None,
+    http: Annotated[str | None, option("HOST:PORT", "Serve POST /query to routers there.")] = None,
     token_file: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE",
-            callback=expanded_path,
-            help="The operator's token, and a line NAME TOKEN for each tenant: for callers on this host.",
-        ),
+        path_option("FILE", "The operator's token, and a line NAME TOKEN for each tenant: for callers on this host."),
     ] = None,
     certificate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", callback=expanded_path, help="In PEM: callers come with certificates then, by TLS."
-        ),
+        str | None, path_option("FILE", "In PEM: callers come with certificates then, by TLS.")
     ] = None,
-    key: Annotated[
-        str | None, typer.Option(metavar="FILE", callback=expanded_path, help="The certificate's key.")
-    ] = None,
-    client_ca: Annotated[
-        str | None, typer.Option(metavar="FILE", callback=expanded_path, help="The CA that signs callers.")
-    ] = None,
+    key: Annotated[str | None, path_option("FILE", "The certificate's key.")] = None,
+    client_ca: Annotated[str | None, path_option("FILE", "The CA that signs callers.")] = None,
     reflection: Annotated[
         bool, typer.Option("--reflection", help="Tell callers with a credential which services and messages there are.")
     ] = False,
-    peer: Annotated[
-        list[str] | None, typer.Option(metavar="HOST:PORT", help="Another node's gRPC; again for each.")
-    ] = None,
+    peer: Annotated[list[str] | None, option("HOST:PORT", "Another node's gRPC; again for each.")] = None,
     directory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL", help="valkey://[USER@]HOST:PORT or valkey+unix:/PATH, where nodes tell what they have."
-        ),
+        str | None, option("URL", "valkey://[USER@]HOST:PORT or valkey+unix:/PATH, where nodes tell what they have.")
     ] = None,
-    directory_password_file: Annotated[
-        str | None, typer.Option(metavar="FILE", callback=expanded_path, help="Of the directory's user.")
-    ] = None,
+    directory_password_file: Annotated[str | None, path_option("FILE", "Of the directory's user.")] = None,
     pull: Annotated[
         str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Where other nodes pull blocks from here.  [default: any port of the host that --listen names]",
+        option(
+            "HOST:PORT", "Where other nodes pull blocks from here.  [default: any port of the host that --listen names]"
         ),
     ] = None,
-    transport: Annotated[str, typer.Option(metavar="NAME", help="sockets, or ucx before them.")] = "sockets",
-    seal: Annotated[
-        str, typer.Option(metavar="WHEN", help="auto: blocks are sealed beyond loopback; or always.")
-    ] = "auto",
+    transport: Annotated[str, option("NAME", "sockets, or ucx before them.")] = "sockets",
+    seal: Annotated[str, option("WHEN", "auto: blocks are sealed beyond loopback; or always.")] = "auto",
     remote: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="valkey://[USER@]HOST:PORT or valkey+unix:/PATH of a remote engine."),
+        str | None, option("URL", "valkey://[USER@]HOST:PORT or valkey+unix:/PATH of a remote engine.")
     ] = None,
-    remote_password_file: Annotated[
-        str | None, typer.Option(metavar="FILE", callback=expanded_path, help="Of the remote engine's user.")
-    ] = None,
-    remote_writes: Annotated[
-        str, typer.Option(metavar="WHICH", help="Blocks that are written there: all, learned or none.")
-    ] = "all",
-    remote_ttl: Annotated[
-        float, typer.Option(metavar="SECONDS", help="For which they are kept there; 0 for no end.")
-    ] = 86400.0,
+    remote_password_file: Annotated[str | None, path_option("FILE", "Of the remote engine's user.")] = None,
+    remote_writes: Annotated[str, option("WHICH", "Blocks that are written there: all, learned or none.")] = "all",
+    remote_ttl: Annotated[float, option("SECONDS", "For which they are kept there; 0 for no end.")] = 86400.0,
     courier_socket: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH",
-            callback=expanded_path,
-            help="Of the sidecar, for blocks from elsewhere.  [default: DIR/courier.sock]",
-        ),
+        str | None, path_option("PATH", "Of the sidecar, for blocks from elsewhere.  [default: DIR/courier.sock]")
     ] = None,
     keeper: Annotated[int | None, typer.Option(hidden=True, help="For the keeper alone: its process.")] = None,
     beats: Annotated[int | None, typer.Option(hidden=True, help="For the keeper alone: a pipe of it.")] = None,

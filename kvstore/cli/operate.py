@@ -17,8 +17,11 @@ from kvstore.cli.terminal import (
     Json,
     Live,
     app,
+    argument,
     check_folder,
-    expanded_path,
+    option,
+    path_argument,
+    path_option,
     print_result,
     shown_progress,
     typer,
@@ -27,58 +30,35 @@ from kvstore.cli.terminal import (
 WATCH_SECONDS = 2
 
 
-Data = Annotated[
-    str,
-    typer.Option(
-        "--data",
-        metavar="DIR",
-        callback=expanded_path,
-        envvar="KVSTORE_DATA",
-        help="Directory that the sidecar serves.",
-    ),
-]
+Data = Annotated[str, path_option("DIR", "Directory that the sidecar serves.", "--data", envvar="KVSTORE_DATA")]
 
 
 AdminSocket = Annotated[
     str | None,
-    typer.Option(
+    path_option(
+        "PATH",
+        "The operator's socket. --socket is its former name.  [default: DIR/admin.sock]",
         "--admin-socket",
         "--socket",
-        metavar="PATH",
-        callback=expanded_path,
-        help="The operator's socket. --socket is its former name.  [default: DIR/admin.sock]",
     ),
 ]
 
 
-ObserveSocket = Annotated[
-    str | None,
-    typer.Option(metavar="PATH", callback=expanded_path, help="The observers' socket.  [default: DIR/observe.sock]"),
-]
+ObserveSocket = Annotated[str | None, path_option("PATH", "The observers' socket.  [default: DIR/observe.sock]")]
 
-Seconds = Annotated[float, typer.Option("--seconds", metavar="N", help="How long it may take.")]
+Seconds = Annotated[float, option("N", "How long it may take.", "--seconds")]
 
 
 @app.command()
 def doctor(
-    config: Annotated[
-        str | None, typer.Option(metavar="FILE", callback=expanded_path, help="The sidecar's settings, as for serve.")
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option(metavar="DIR", callback=expanded_path, help="Its directory.  [default: ./kv]")
-    ] = None,
-    dram: Annotated[str | None, typer.Option(metavar="SIZE", help="Its memory for blocks.")] = None,
-    nvme: Annotated[str | None, typer.Option(metavar="SIZE", help="Its disk space for blocks, or off.")] = None,
-    socket: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", callback=expanded_path, help="The default tenant's socket, which is to answer."),
-    ] = None,
-    keys: Annotated[
-        str | None, typer.Option(metavar="DIR", callback=expanded_path, help="A pool's directory of keys.")
-    ] = None,
+    config: Annotated[str | None, path_option("FILE", "The sidecar's settings, as for serve.")] = None,
+    data: Annotated[str | None, path_option("DIR", "Its directory.  [default: ./kv]")] = None,
+    dram: Annotated[str | None, option("SIZE", "Its memory for blocks.")] = None,
+    nvme: Annotated[str | None, option("SIZE", "Its disk space for blocks, or off.")] = None,
+    socket: Annotated[str | None, path_option("PATH", "The default tenant's socket, which is to answer.")] = None,
+    keys: Annotated[str | None, path_option("DIR", "A pool's directory of keys.")] = None,
     engine: Annotated[
-        str | None,
-        typer.Option(metavar="JSON|FILE", help="What vLLM is given as --kv-transfer-config, or a file that has it."),
+        str | None, option("JSON|FILE", "What vLLM is given as --kv-transfer-config, or a file that has it.")
     ] = None,
     as_json: Json = False,
 ) -> int:
@@ -131,8 +111,7 @@ def stat(
     data: Data = "./kv",
     socket: AdminSocket = None,
     watch: Annotated[
-        float | None,
-        typer.Option(metavar="[SECONDS]", help=f"Draw it again and again, every {WATCH_SECONDS} seconds if left out."),
+        float | None, option("[SECONDS]", f"Draw it again and again, every {WATCH_SECONDS} seconds if left out.")
     ] = None,
     as_json: Json = False,
 ) -> int:
@@ -170,7 +149,7 @@ def stat(
 
 @app.command()
 def why(
-    request: Annotated[str, typer.Argument(metavar="REQUEST", help="The engine's name of it, or its beginning.")],
+    request: Annotated[str, argument("REQUEST", "The engine's name of it, or its beginning.")],
     data: Data = "./kv",
     socket: AdminSocket = None,
     as_json: Json = False,
@@ -187,7 +166,7 @@ def why(
 
 @app.command()
 def prefixes(
-    tenant: Annotated[str, typer.Option(metavar="NAME", help="Whose alone.")] = "",
+    tenant: Annotated[str, option("NAME", "Whose alone.")] = "",
     data: Data = "./kv",
     socket: AdminSocket = None,
     as_json: Json = False,
@@ -209,8 +188,8 @@ def namespaces(data: Data = "./kv", socket: AdminSocket = None, as_json: Json = 
 
 @app.command()
 def drop(
-    namespace: Annotated[str, typer.Argument(metavar="NAMESPACE_ID", help="Or its first digits.")],
-    tenant: Annotated[str, typer.Option(metavar="NAME", help="Whose, where several tenants have it.")] = "",
+    namespace: Annotated[str, argument("NAMESPACE_ID", "Or its first digits.")],
+    tenant: Annotated[str, option("NAME", "Whose, where several tenants have it.")] = "",
     data: Data = "./kv",
     socket: AdminSocket = None,
     seconds: Seconds = 30.0,
@@ -225,7 +204,7 @@ def drop(
 
 @app.command()
 def purge(
-    tenant: Annotated[str, typer.Argument(metavar="TENANT", help="The tenant's name.")],
+    tenant: Annotated[str, argument("TENANT", "The tenant's name.")],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     data: Data = "./kv",
     socket: AdminSocket = None,
@@ -253,19 +232,11 @@ def purge(
 @app.command()
 def warm(
     file: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE",
-            callback=expanded_path,
-            help='JSON lines: [1, 2, ...], or {"token_ids": [...], "extra_keys": [...]}.',
-        ),
+        str, path_argument("FILE", 'JSON lines: [1, 2, ...], or {"token_ids": [...], "extra_keys": [...]}.')
     ],
-    namespace: Annotated[str, typer.Option(metavar="ID", help="Its id, or the first digits.")],
+    namespace: Annotated[str, option("ID", "Its id, or the first digits.")],
     data: Data = "./kv",
-    socket: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", callback=expanded_path, help="The tenant's socket.  [default: DIR/kvstore.sock]"),
-    ] = None,
+    socket: Annotated[str | None, path_option("PATH", "The tenant's socket.  [default: DIR/kvstore.sock]")] = None,
     as_json: Json = False,
 ) -> int:
     """Promote the stored prefixes of prompts to DRAM, before engines ask for them."""
@@ -283,16 +254,11 @@ def warm(
 
 @app.command()
 def record(
-    file: Annotated[
-        str,
-        typer.Argument(metavar="FILE", callback=expanded_path, help="What is written: JSON lines in Mooncake's form."),
-    ],
-    namespace: Annotated[
-        str, typer.Option(metavar="ID", help="Of these blocks alone. Needed where blocks differ in size.")
-    ] = "",
-    tenant: Annotated[str, typer.Option(metavar="NAME", help="Whose, where several tenants have it.")] = "",
+    file: Annotated[str, path_argument("FILE", "What is written: JSON lines in Mooncake's form.")],
+    namespace: Annotated[str, option("ID", "Of these blocks alone. Needed where blocks differ in size.")] = "",
+    tenant: Annotated[str, option("NAME", "Whose, where several tenants have it.")] = "",
     seconds: Annotated[
-        float | None, typer.Option(metavar="N", min=0.0, help="For how long. Until SIGINT or SIGTERM, if left out.")
+        float | None, option("N", "For how long. Until SIGINT or SIGTERM, if left out.", min=0.0)
     ] = None,
     data: Data = "./kv",
     socket: AdminSocket = None,

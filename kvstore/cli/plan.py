@@ -7,8 +7,10 @@ from typing import Annotated, Any
 from kvstore.cli.terminal import (
     Json,
     app,
-    expanded_path,
+    argument,
     lines_of,
+    option,
+    path_option,
     print_result,
     real,
     shown_progress,
@@ -23,66 +25,36 @@ _SPAN = re.compile(r"\s*([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([a-z]*)\s*")
 
 @app.command()
 def plan(
-    model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="A model of the table (--models), such as llama-3.1-8b.")
-    ] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", callback=expanded_path, help="Or the config.json of a model of Hugging Face."),
-    ] = None,
-    layers: Annotated[str | None, typer.Option(metavar="N", help="Or a model as described: its layers,")] = None,
-    kv_heads: Annotated[str | None, typer.Option(metavar="N", help="the KV heads of a layer,")] = None,
-    head_dim: Annotated[str | None, typer.Option(metavar="N", help="and the numbers of a head.")] = None,
-    dtype: Annotated[
-        str, typer.Option(metavar="NAME", help="Of the engine's KV pool. The model's own if left out.")
-    ] = "",
-    codec: Annotated[
-        str, typer.Option(metavar="NAME", help="Of the store: int8-kc64 or raw. int8-kc64 where it can be.")
-    ] = "",
-    block: Annotated[str, typer.Option(metavar="N", help="Tokens of a block: a multiple of 64.")] = "64",
-    tensor_parallel: Annotated[str, typer.Option(metavar="N", help="GPUs that share the model.")] = "1",
-    context: Annotated[str, typer.Option(metavar="N", help="Tokens of a user's prompt and answer.")] = "8192",
-    gpu_memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="Of one GPU: how many users fit beside the weights.")
-    ] = "0",
-    weights: Annotated[str, typer.Option(metavar="SIZE", help="Of the whole model, such as 16GB.")] = "0",
-    activations: Annotated[str, typer.Option(metavar="SIZE", help="What else the engine takes of each GPU.")] = "1GiB",
-    utilisation: Annotated[
-        str, typer.Option(metavar="SHARE", help="Of the GPU's memory that the engine may take.")
-    ] = "0.9",
-    users: Annotated[str, typer.Option(metavar="N", help="For the longest context that so many can have.")] = "1",
-    window: Annotated[
-        str, typer.Option(metavar="TIME", help="How long KV is to be reused, such as 15m, 24h or 7d.")
-    ] = "15m",
+    model: Annotated[str | None, argument("[MODEL]", "A model of the table (--models), such as llama-3.1-8b.")] = None,
+    config: Annotated[str | None, path_option("FILE", "Or the config.json of a model of Hugging Face.")] = None,
+    layers: Annotated[str | None, option("N", "Or a model as described: its layers,")] = None,
+    kv_heads: Annotated[str | None, option("N", "the KV heads of a layer,")] = None,
+    head_dim: Annotated[str | None, option("N", "and the numbers of a head.")] = None,
+    dtype: Annotated[str, option("NAME", "Of the engine's KV pool. The model's own if left out.")] = "",
+    codec: Annotated[str, option("NAME", "Of the store: int8-kc64 or raw. int8-kc64 where it can be.")] = "",
+    block: Annotated[str, option("N", "Tokens of a block: a multiple of 64.")] = "64",
+    tensor_parallel: Annotated[str, option("N", "GPUs that share the model.")] = "1",
+    context: Annotated[str, option("N", "Tokens of a user's prompt and answer.")] = "8192",
+    gpu_memory: Annotated[str, option("SIZE", "Of one GPU: how many users fit beside the weights.")] = "0",
+    weights: Annotated[str, option("SIZE", "Of the whole model, such as 16GB.")] = "0",
+    activations: Annotated[str, option("SIZE", "What else the engine takes of each GPU.")] = "1GiB",
+    utilisation: Annotated[str, option("SHARE", "Of the GPU's memory that the engine may take.")] = "0.9",
+    users: Annotated[str, option("N", "For the longest context that so many can have.")] = "1",
+    window: Annotated[str, option("TIME", "How long KV is to be reused, such as 15m, 24h or 7d.")] = "15m",
     new_tokens_per_second: Annotated[
-        str | None, typer.Option(metavar="N", help="Tokens that no cache has yet: sizes of DRAM and NVMe.")
+        str | None, option("N", "Tokens that no cache has yet: sizes of DRAM and NVMe.")
     ] = None,
-    dram: Annotated[str, typer.Option(metavar="SIZE", help="What there is of DRAM.")] = "0",
-    nvme: Annotated[str, typer.Option(metavar="SIZE", help="What there is of NVMe.")] = "0",
-    prefill_rate: Annotated[
-        str, typer.Option(metavar="N", help="Tokens per second of a short prompt in your engine.")
-    ] = "10000",
-    dram_speed: Annotated[
-        str | None, typer.Option(metavar="RATE", help="From DRAM to one GPU, or off. 12GB/s if left out.")
-    ] = None,
-    dram_overhead: Annotated[
-        str | None, typer.Option(metavar="MS", help="Of each load from it. 2 if left out.")
-    ] = None,
-    nvme_speed: Annotated[
-        str | None, typer.Option(metavar="RATE", help="From NVMe to all GPUs, or off. 3GB/s if left out.")
-    ] = None,
-    nvme_overhead: Annotated[
-        str | None, typer.Option(metavar="MS", help="Of each load from it. 5 if left out.")
-    ] = None,
+    dram: Annotated[str, option("SIZE", "What there is of DRAM.")] = "0",
+    nvme: Annotated[str, option("SIZE", "What there is of NVMe.")] = "0",
+    prefill_rate: Annotated[str, option("N", "Tokens per second of a short prompt in your engine.")] = "10000",
+    dram_speed: Annotated[str | None, option("RATE", "From DRAM to one GPU, or off. 12GB/s if left out.")] = None,
+    dram_overhead: Annotated[str | None, option("MS", "Of each load from it. 2 if left out.")] = None,
+    nvme_speed: Annotated[str | None, option("RATE", "From NVMe to all GPUs, or off. 3GB/s if left out.")] = None,
+    nvme_overhead: Annotated[str | None, option("MS", "Of each load from it. 5 if left out.")] = None,
     trace: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", callback=expanded_path, help="Take rates and hit rates from a recording (kvstore record)."
-        ),
+        str | None, path_option("FILE", "Take rates and hit rates from a recording (kvstore record).")
     ] = None,
-    block_tokens: Annotated[
-        str | None, typer.Option(metavar="N", help="Of the recording's blocks. Found out if left out.")
-    ] = None,
+    block_tokens: Annotated[str | None, option("N", "Of the recording's blocks. Found out if left out.")] = None,
     models: Annotated[bool, typer.Option("--models", help="List the models of the table, and leave.")] = False,
     as_json: Json = False,
 ) -> int:

@@ -81,6 +81,25 @@ def expanded_path(path: str | None) -> str | None:
     return expanded(path) if path else path
 
 
+def option(metavar: str, about: str, *names: str, **more: Any) -> Any:
+    """An option that has a value."""
+    return typer.Option(*names, metavar=metavar, help=about, **more)
+
+
+def path_option(metavar: str, about: str, *names: str, **more: Any) -> Any:
+    """The same for a path, which is expanded."""
+    return option(metavar, about, *names, callback=expanded_path, **more)
+
+
+def argument(metavar: str, about: str, **more: Any) -> Any:
+    return typer.Argument(metavar=metavar, help=about, **more)
+
+
+def path_argument(metavar: str, about: str, **more: Any) -> Any:
+    """For a path, which is expanded."""
+    return argument(metavar, about, callback=expanded_path, **more)
+
+
 Checks = Annotated[
     bool, typer.Option("--check", hidden=True, help="For serve alone: say what is wrong with the settings, and end.")
 ]

@@ -521,6 +521,15 @@ def asked_stat(wire: FramedSocket, seconds: float) -> SidecarStatus:
     raise StoreError(answer.text if isinstance(answer, m.Failed) else "an answer of another kind; another version?")
 
 
+def stat_at(path: str, name: str, clock: Clock, seconds: float) -> SidecarStatus:
+    """The same, over a connection of its own."""
+    wire = FramedSocket(path, name, b"", clock, seconds)
+    try:
+        return asked_stat(wire, seconds)
+    finally:
+        wire.close()
+
+
 def checked_facts(facts: SidecarStatus) -> SidecarStatus:
     """Check that a status can be printed. Raises `ValueError`."""
     check_numbers(msgspec.to_builtins(facts))

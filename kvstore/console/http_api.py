@@ -51,7 +51,7 @@ from kvstore.console.operate import (
     OperatorActions,
     TicketAnswer,
 )
-from kvstore.console.planning import PlanAnswer, PlannedModel, PlanQuestion, models_of_table, planned
+from kvstore.console.planning import PlanAnswer, PlannedModel, models_of_table, planned
 from kvstore.console.reasons import ReasonText, reasons_of
 from kvstore.console.rings import WINDOWS, RingWindow
 from kvstore.console.stream import Broadcast
@@ -365,21 +365,22 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast, reasons: Mapping
         nvme: str = Query("", max_length=32),
         new_tokens_per_second: float | None = Query(None, ge=0, le=1e9),
     ) -> Response:
-        asked = PlanQuestion(
-            model,
-            context_tokens,
-            users,
-            tensor_parallel,
-            window_seconds,
-            prefill_rate,
-            gpu_memory,
-            weights,
-            dram,
-            nvme,
-            new_tokens_per_second,
-        )
         try:
-            return _json(planned(asked, watch.facts() if request.scope[TENANT] is None else None))
+            return _json(
+                planned(
+                    watch.facts() if request.scope[TENANT] is None else None,
+                    model,
+                    gpu_memory,
+                    weights,
+                    (dram, nvme),
+                    new_tokens_per_second,
+                    context_tokens=context_tokens,
+                    users=users,
+                    tensor_parallel=tensor_parallel,
+                    window_seconds=window_seconds,
+                    prefill_rate=prefill_rate,
+                )
+            )
         except BadInput as error:
             raise HTTPException(422, " ".join(str(error).split())) from None
 

@@ -5,6 +5,8 @@ Pure. The command's function makes the figures.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from kvstore.block.errors import BadInput
@@ -53,50 +55,37 @@ class PlanAnswer(msgspec.Struct, frozen=True):
     sections: list[PlanSection]
 
 
-class PlanQuestion(msgspec.Struct, frozen=True):
-    """Parameters as people write them. Sizes: "80GB"; "" for the sidecar's."""
-
-    model: str
-    context_tokens: int
-    users: int
-    tensor_parallel: int
-    window_seconds: float
-    prefill_rate: float
-    gpu_memory: str
-    weights: str
-    dram: str
-    nvme: str
-    new_tokens_per_second: float | None
-
-
 def models_of_table() -> list[PlannedModel]:
     return [
         PlannedModel(one.name, one.bytes_per_token(one.dtype), one.state_bytes, one.source) for one in MODELS.values()
     ]
 
 
-def planned(asked: PlanQuestion, facts: SidecarStatus | None) -> PlanAnswer:
-    """facts: the sidecar's, None before its first answer. Raises `BadInput`."""
-    dram, nvme = (_size(given, name, facts) for given, name in ((asked.dram, "dram"), (asked.nvme, "nvme")))
-    model = model_named(asked.model)
+def planned(
+    facts: SidecarStatus | None,
+    model_name: str,
+    gpu_memory: str,
+    weights: str,
+    tiers: tuple[str, str],
+    new_tokens_per_second: float | None,
+    **numbers: Any,
+) -> PlanAnswer:
+    """facts: the sidecar's, None before its first answer. gpu_memory, weights: as people write sizes; tiers: likewise,
+    of DRAM and NVMe, "" for the sidecar's. numbers: of `PlanRequest`. Raises `BadInput`."""
+    dram, nvme = (_size(given, name, facts) for given, name in zip(tiers, ("dram", "nvme"), strict=True))
+    model = model_named(model_name)
     load = _new_tokens(facts)
     measured = load if _serves_only(model, facts) else None
-    new_tokens = asked.new_tokens_per_second
-    is_measured = new_tokens is None and measured is not None
-    if new_tokens is None:
-        new_tokens = measured or 0.0
+    is_measured = new_tokens_per_second is None and measured is not None
+    new_tokens = (measured or 0.0) if new_tokens_per_second is None else new_tokens_per_second
     request = PlanRequest(
         model=model,
-        context_tokens=asked.context_tokens,
-        users=asked.users,
-        tensor_parallel=asked.tensor_parallel,
-        window_seconds=asked.window_seconds,
-        prefill_rate=asked.prefill_rate,
-        gpu_memory_bytes=parse_size(asked.gpu_memory or "0", "gpu_memory"),
-        weights_bytes=parse_size(asked.weights or "0", "weights"),
+        gpu_memory_bytes=parse_size(gpu_memory or "0", "gpu_memory"),
+        weights_bytes=parse_size(weights or "0", "weights"),
         dram_bytes=dram,
         nvme_bytes=nvme,
         new_tokens_per_second=new_tokens,
+        **numbers,
     )
     found = plan(request)
     notes = list(found.notes)

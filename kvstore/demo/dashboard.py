@@ -17,8 +17,8 @@ from typing import Any
 
 import kvstore
 from kvstore.block.errors import StoreError
-from kvstore.client.connection import asked_stat
-from kvstore.client.framing import FramedSocket, TimedOut
+from kvstore.client.connection import stat_at
+from kvstore.client.framing import TimedOut
 from kvstore.client.sidecar_store import SidecarStore
 from kvstore.node import EmbeddedStore
 from kvstore.status.tree import SidecarStatus
@@ -66,15 +66,9 @@ class DemoSidecar:
         """Raises `StoreError`."""
         path = str(self._directory / "observe.sock")
         try:
-            wire = FramedSocket(path, "kvstore demo", b"", SystemClock(), ANSWER_SECONDS)
-        except (StoreError, TimedOut, OSError) as error:
+            return stat_at(path, "kvstore demo", SystemClock(), ANSWER_SECONDS)
+        except (StoreError, TimedOut, ValueError, OSError) as error:
             raise StoreError(f"{path}: {error}") from None
-        try:
-            return asked_stat(wire, ANSWER_SECONDS)
-        except (TimedOut, ValueError) as error:
-            raise StoreError(f"{path}: {error}") from None
-        finally:
-            wire.close()
 
     def restart(self) -> None:
         """End the sidecar in order, which flushes dirty blocks, and start another that has recovered the disk. Raises

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -56,11 +56,7 @@ class Examination:
         return sum(one.health is Health.LACKS for one in self.findings)
 
     def to_dict(self) -> dict[str, object]:
-        found = [
-            {"check": one.check, "health": one.health.value, "text": one.text, "remedy": one.remedy}
-            for one in self.findings
-        ]
-        return {"is_well": not self.lacking, "lacking": self.lacking, "findings": found}
+        return {"is_well": not self.lacking, "lacking": self.lacking, "findings": [*map(asdict, self.findings)]}
 
     def render(self, console: Any) -> None:
         """For people: a line each, whatever the terminal's width."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvstore.block.errors import Rejected, StoreError, Unreachable
-from kvstore.client.connection import asked_stat
+from kvstore.client.connection import stat_at
 from kvstore.client.framing import FramedSocket, Silent, TimedOut
 from kvstore.doctor.findings import Finding, lacks, note, ok, one_line, refused
 from kvstore.protocol import messages as m
@@ -86,15 +86,9 @@ def _owner(check: str, path: str) -> Finding:
 def status_of(path: str) -> SidecarStatus | None:
     """What a sidecar says of itself to its observers; None where it says nothing."""
     try:
-        wire = FramedSocket(path, NAME, b"", SystemClock(), CALL_SECONDS)
-    except StoreError:
-        return None
-    try:
-        return asked_stat(wire, CALL_SECONDS)
+        return stat_at(path, NAME, SystemClock(), CALL_SECONDS)
     except (StoreError, TimedOut, ValueError):
         return None
-    finally:
-        wire.close()
 
 
 def state(path: str, told: SidecarStatus | None, now: float) -> Iterator[Finding]:

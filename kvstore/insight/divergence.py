@@ -83,10 +83,6 @@ class PromptSketch:
     fingerprints: Column
     places: Column
 
-    @property
-    def size_bytes(self) -> int:
-        return int(self.fingerprints.nbytes + self.places.nbytes)
-
 
 class Shingler:
     """Hashes runs of tokens under one key. Equal runs have equal hashes under equal keys, and only then.
@@ -97,30 +93,16 @@ class Shingler:
     """
 
     def __init__(self, key: bytes) -> None:
-        """key: 1 to 64 bytes, secret if sketches leave this process. Not thread-safe: calls share scratch memory,
-        because allocating it each time would cost more than the sums."""
+        """key: 1 to 64 bytes, secret if sketches leave this process. Not thread-safe."""
         digest = blake2b(digest_size=32, key=key, person=b"kv-shingles-v1").digest()
         token, xor, base, final = (int.from_bytes(digest[at : at + 8], "little") for at in (0, 8, 16, 24))
         self._token, self._xor, self._final = _U64(token | 1), _U64(xor), _U64(final | 1)
         self._base = base | 5
         self._inverse = pow(self._base, -1, 1 << 64)
-        self._powers = self._inverses = self._scratch = self._sums = np.zeros(0, _U64)
+        self._powers = self._inverses = np.zeros(0, _U64)
 
     def hashes(self, tokens: Column) -> Column:
         """Hash every run. tokens: uint32. Returns uint64, one for each first token: len(tokens) - 31 of them."""
-        return self._hashes(tokens).copy()
-
-    def sketch(self, tokens: Column) -> PromptSketch:
-        """Keep one run in 64, chosen by its hash. Takes 0.1 ms for 32,768 tokens."""
-        found = self._hashes(tokens)
-        places = np.flatnonzero(found < _U64((1 << 64) // SKETCH_EVERY))
-        kept = found[places]
-        kept ^= kept >> _U64(29)
-        kept *= self._final
-        kept ^= kept >> _U64(32)
-        return PromptSketch(len(tokens), kept, places.astype(np.uint32))
-
-    def _hashes(self, tokens: Column) -> Column:
         count = len(tokens)
         if count < SHINGLE_TOKENS:
             return np.zeros(0, _U64)
@@ -128,16 +110,21 @@ class Shingler:
             size = 1 << (count - 1).bit_length()
             self._powers = _powers(self._base, size)
             self._inverses = _powers(self._inverse, size) * self._final
-            self._scratch, self._sums = np.zeros(size, _U64), np.zeros(size + 1, _U64)
-        numbers, sums = self._scratch[:count], self._sums[: count + 1]
-        np.multiply(tokens, self._token, out=numbers, dtype=_U64)
-        numbers ^= self._xor
-        numbers *= self._powers[:count]
-        np.cumsum(numbers, out=sums[1:])
-        found = numbers[: count - SHINGLE_TOKENS + 1]
-        np.subtract(sums[SHINGLE_TOKENS:], sums[:-SHINGLE_TOKENS], out=found)
+        sums = np.zeros(count + 1, _U64)
+        np.cumsum((np.multiply(tokens, self._token, dtype=_U64) ^ self._xor) * self._powers[:count], out=sums[1:])
+        found: Column = sums[SHINGLE_TOKENS:] - sums[:-SHINGLE_TOKENS]
         found *= self._inverses[: len(found)]
         return found
+
+    def sketch(self, tokens: Column) -> PromptSketch:
+        """Keep one run in 64, chosen by its hash. Takes 0.1 ms for 32,768 tokens."""
+        found = self.hashes(tokens)
+        places = np.flatnonzero(found < _U64((1 << 64) // SKETCH_EVERY))
+        kept = found[places]
+        kept ^= kept >> _U64(29)
+        kept *= self._final
+        kept ^= kept >> _U64(32)
+        return PromptSketch(len(tokens), kept, places.astype(np.uint32))
 
 
 def _powers(base: int, count: int) -> Column:
@@ -170,10 +157,6 @@ class SketchIndex:
             owners.append(number)
             if len(owners) > MOST_OWNERS:
                 del owners[0]  # and not the newest, which is forgotten last
-
-    def get(self, number: int) -> PromptSketch:
-        """Raises `KeyError`."""
-        return self._sketches[number]
 
     def nearest(self, sketch: PromptSketch, first_token: int, most: int = 4) -> list[int]:
         """Numbers of the sketches that share most fingerprints with the prompt from first_token on, best first. Leaves
@@ -296,67 +279,3 @@ def _first_again(old: Column, new: Column) -> tuple[int, int] | None:
         return None
     at = int(np.argmin((was + stands) * (NEAR_TOKENS * 4) + np.abs(was - stands)))
     return int(was[at]), int(stands[at])
-
-
-# Saying it -------------------------------------------------------------------------------------------------------
-
-
-def advice(
-    kind: PromptChange,
-    prompts: str,
-    place: str,
-    lengths: tuple[int | None, int | None],
-    equal_tokens: int,
-    lost: str,
-    what: str,
-    block_tokens: int,
-) -> str:
-    """A sentence and a half: what is wrong with prompts that part in the same way, and what to do.
-
-    prompts: their number, in words ("1 prompt..." is singular). place: in words; for SHORT the number of shared tokens.
-    lengths: tokens there in the earlier prompt and in these, None if unknown. lost: in words.
-    """
-    is_one = prompts.startswith("1 prompt")
-    s, have, are = ("s", "has", "is") if is_one else ("", "have", "are")
-    earlier, tokens = lengths
-    again = f"and {are} the same again for {equal_tokens:,}: {lost}"
-    if kind is PromptChange.CHANGED:
-        differ = "some tokens" if tokens is None else f"{tokens:,} token{'s' * (tokens != 1)}"
-        if tokens != earlier and earlier is not None:
-            differ += f" (where an earlier one has {earlier:,})"
-        return f"{prompts} part{s} at {place}, differ{s} for {differ}, {again}. Move what changes to the end."
-    if kind is PromptChange.INSERTED:
-        there = "tokens more or fewer"
-        if tokens is not None and earlier is not None:
-            count, word = (tokens, "more") if tokens else (earlier, "fewer")
-            there = f"{count:,} token{'s' * (count != 1)} {word}"
-        return (
-            f"{prompts} part{s} at {place}, {have} {there} there, {again}. "
-            "Put what only some prompts have behind what all share."
-        )
-    if kind is PromptChange.REORDERED:
-        return (
-            f"{prompts} part{s} at {place}, and {have} {equal_tokens:,} equal tokens behind it in another order: "
-            f"{lost}. Write these parts in one order, such as by name."
-        )
-    if kind is PromptChange.SHORT:
-        return (
-            f"{prompts} share{s} {place} at the start, which fill no block of {block_tokens}: none of them is found. "
-            f"Begin with at least {block_tokens} tokens that all share, or take smaller blocks."
-        )
-    if kind is PromptChange.SALTED:
-        return (
-            f"{prompts} begin{s} with {equal_tokens:,} tokens of an earlier one under another cache_salt: "
-            f"{lost}. Give prompts that may share one salt, or none."
-        )
-    return (
-        f"{prompts} begin{s} with {equal_tokens:,} tokens of an earlier one in another namespace ({what}): "
-        f"{lost}. KV of one is no KV of the other: send what shares a start to one of them."
-    )
-
-
-def tokens_in_words(tokens: float) -> str:
-    for size, unit in ((10**9, " G"), (10**6, " M")):
-        if tokens >= size:
-            return f"{tokens / size:.1f}{unit}"
-    return f"{tokens:,.0f}"

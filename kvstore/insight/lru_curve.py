@@ -107,15 +107,6 @@ class LruCurve:
         return len(self._cold) + len(self._hot)
 
     @property
-    def hot_names(self) -> int:
-        return len(self._hot)
-
-    @property
-    def hot_segments(self) -> int:
-        """Into how many pieces the hot names fall; a request that uses a piece whole uses it in one step."""
-        return len(self._segments)
-
-    @property
     def sample_ratio(self) -> float:
         """The share of names that are sampled, not counting hot ones."""
         return self.threshold / MARKS

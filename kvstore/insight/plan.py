@@ -20,7 +20,7 @@ from kvstore.block.layout import DTYPE_BYTES, MAX_SHARDS, Attention, KvGroup, La
 from kvstore.block.payload import RAW, block_bytes, default_codec, payload_bytes
 from kvstore.config import format_size
 from kvstore.insight.models import KvKind, KvLayers, ModelKv
-from kvstore.insight.replays import MOST_BLOCKS, QUADRATIC_TOKENS, Builder, Progress
+from kvstore.insight.replays import MOST_BLOCKS, QUADRATIC_TOKENS, Builder, Progress, headed
 from kvstore.insight.trace import MOST_TOKENS, Column, Trace
 from tiering.frame import frame_bytes
 from tiering.policies.lru import LeafFirstLru
@@ -557,10 +557,7 @@ def _span(seconds: float) -> str:
 
 
 def models_table(models: Sequence[ModelKv]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for head, justify in (("model", "left"), ("B per token", "right"), ("in windows", "right"), ("state", "right")):
-        table.add_column(head, justify=justify)  # type: ignore[arg-type]
-    table.add_column("from")
+    table = headed("model|*B per token|*in windows|*state|from")
     for one in models:
         short = one.bytes_per_token(one.dtype, KvKind.WINDOW, KvKind.CHUNK)
         state = format_size(one.state_bytes) if one.states else "-"

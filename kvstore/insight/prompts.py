@@ -33,10 +33,8 @@ from kvstore.insight.divergence import (
     SeenPrompt,
     Shingler,
     SketchIndex,
-    advice,
     compare_prompts,
     shared_start,
-    tokens_in_words,
 )
 from kvstore.insight.trace import Column
 
@@ -253,20 +251,49 @@ class LintGroup:
     @property
     def sentence(self) -> str:
         """What is wrong, and what to do."""
-        place = f"token {self.first_place:,}"
-        if self.kind is PromptChange.SHORT:
-            place = f"{self.first_place:,} tokens"
-        elif self.last_place != self.first_place:
+        count, s, have, are = f"{self.prompts:,} prompts", "", "have", "are"
+        if self.prompts == 1:
+            count, s, have, are = "1 prompt", "s", "has", "is"
+        place, equal = f"token {self.first_place:,}", f"{self.equal_tokens:,}"
+        if self.last_place != self.first_place:
             place = f"tokens {self.first_place:,} to {self.last_place:,}"
-        return advice(
-            self.kind,
-            "1 prompt" if self.prompts == 1 else f"{self.prompts:,} prompts",
-            place,
-            (self.earlier_tokens, self.tokens),
-            self.equal_tokens,
-            f"{tokens_in_words(self.lost_tokens)} tokens computed that were stored",
-            self.what,
-            self.block_tokens,
+        lost = f"{_in_words(self.lost_tokens)} tokens computed that were stored"
+        again = f"and {are} the same again for {equal}: {lost}"
+        earlier, tokens = self.earlier_tokens, self.tokens
+        match self.kind:
+            case PromptChange.CHANGED:
+                differ = "some tokens" if tokens is None else f"{tokens:,} token{'s' * (tokens != 1)}"
+                if tokens != earlier and earlier is not None:
+                    differ += f" (where an earlier one has {earlier:,})"
+                return f"{count} part{s} at {place}, differ{s} for {differ}, {again}. Move what changes to the end."
+            case PromptChange.INSERTED:
+                there = "tokens more or fewer"
+                if tokens is not None and earlier is not None:
+                    number, word = (tokens, "more") if tokens else (earlier, "fewer")
+                    there = f"{number:,} token{'s' * (number != 1)} {word}"
+                return (
+                    f"{count} part{s} at {place}, {have} {there} there, {again}. "
+                    "Put what only some prompts have behind what all share."
+                )
+            case PromptChange.REORDERED:
+                return (
+                    f"{count} part{s} at {place}, and {have} {equal} equal tokens behind it in another order: "
+                    f"{lost}. Write these parts in one order, such as by name."
+                )
+            case PromptChange.SHORT:
+                return (
+                    f"{count} share{s} {self.first_place:,} tokens at the start, which fill no block of "
+                    f"{self.block_tokens}: none of them is found. Begin with at least {self.block_tokens} tokens that "
+                    "all share, or take smaller blocks."
+                )
+            case PromptChange.SALTED:
+                return (
+                    f"{count} begin{s} with {equal} tokens of an earlier one under another cache_salt: "
+                    f"{lost}. Give prompts that may share one salt, or none."
+                )
+        return (
+            f"{count} begin{s} with {equal} tokens of an earlier one in another namespace ({self.what}): "
+            f"{lost}. KV of one is no KV of the other: send what shares a start to one of them."
         )
 
     def to_dict(self) -> dict[str, object]:
@@ -485,3 +512,10 @@ def _where(prompt: FilePrompt, divergence: Divergence, tokenise: Tokenise | None
     before = text.rpartition("\n")[2][-_BEFORE_CHARACTERS:]
     behind = f", behind {before!r}" if before.strip() else ", at its start"
     return f"They part in {label}line {line} of the text{behind}"
+
+
+def _in_words(tokens: float) -> str:
+    for size, unit in ((10**9, " G"), (10**6, " M")):
+        if tokens >= size:
+            return f"{tokens / size:.1f}{unit}"
+    return f"{tokens:,.0f}"

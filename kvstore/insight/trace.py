@@ -61,6 +61,16 @@ class Trace:
     def distinct_blocks(self) -> int:
         return int(self.blocks.max()) + 1 if len(self.blocks) else 0
 
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "trace": self.name,
+            "block_tokens": self.block_tokens,
+            "requests": self.requests,
+            "blocks": len(self.blocks),
+            "distinct_blocks": self.distinct_blocks,
+            "out_of_order": self.out_of_order,
+        }
+
     def chains(self) -> Iterator[list[int]]:
         starts = self.starts.tolist()
         for start, stop in pairwise(starts):

@@ -18,17 +18,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import expm1, inf, log
+from math import expm1, inf, isinf, log
 from typing import Any
 
 import numpy as np
 
-from kvstore.insight.lru_curve import BINS_PER_DOUBLING, COUNTED_REQUESTS, MARKS, NAMES, SIZE, TOKENS, LruCurve, Marks
+from kvstore.insight.lru_curve import BINS_PER_DOUBLING, COUNTED_REQUESTS, MARKS, NAMES, TOKENS, LruCurve, Marks
+from kvstore.status.tree import WhatIfPoint, WhatIfStatus
 from tiering.clock import Clock
 
 KEY_BYTES = 32
 SCALES = (0.5, 1.0, 2.0, 4.0, 8.0, inf)
 """Multiples of the budget in a snapshot."""
+UNBOUNDED = "infinite"
+"""The last of them by name."""
 HALF_LIFE_SECONDS = 1800.0
 TURN_SECONDS = 3600.0
 FADE_EVERY_SECONDS = 10.0
@@ -67,37 +70,6 @@ _Kind = tuple[int, int, int]
 """Of look-ups that are worked through together: namespace, bytes and tokens of a block."""
 _Waiting = tuple[bytes, _Kind]
 """A look-up that waits: its keys, joined, and its kind."""
-
-
-@dataclass(frozen=True, slots=True)
-class CurvePoint:
-    """What a store of so many bytes would have found, as shares of the tokens and of the bytes asked for. scale:
-    multiple of the budget."""
-
-    size_bytes: float
-    scale: float
-    token_hit_rate: float
-    byte_hit_rate: float
-
-
-@dataclass(frozen=True, slots=True)
-class WhatIfSnapshot:
-    """points: at `SCALES`; the last is the ceiling. curve: rising, from no hits to all of them. asked_tokens,
-    asked_bytes: what rates are shares of, decayed. sample_ratio: of names. seconds: how long the answering estimator
-    has counted. tokens_per_second: asked for in about the last hour. words: one sentence to show beside the curve."""
-
-    points: tuple[CurvePoint, ...]
-    curve: tuple[CurvePoint, ...]
-    asked_tokens: float
-    asked_bytes: float
-    sample_ratio: float
-    sampled_names: int
-    seconds: float
-    tokens_per_second: float
-    lookups: int
-    dropped_lookups: int
-    dropped_blocks: int
-    words: str
 
 
 class WhatIf:
@@ -192,31 +164,41 @@ class WhatIf:
             elif mine < allowed / 4:
                 self._names_at_next_turn = min(self._most_names, 2 * self._names)
 
-    def snapshot(self, budget_bytes: float) -> WhatIfSnapshot:
+    def snapshot(self, budget_bytes: int) -> WhatIfStatus:
+        """Rates at `SCALES` of the budget, and the whole curve."""
         with self._queue_lock:
-            dropped, dropped_blocks = self._dropped_lookups, self._dropped_blocks
+            dropped = self._dropped_lookups
             lookups = self._taken_lookups + len(self._queue) + dropped
         with self._lock:
             self._pass_time()
             turn = self._turns[0]
-            curve = turn.curve
-            points = _points(curve, [scale * budget_bytes for scale in SCALES], budget_bytes)
-            whole = _points(curve, _thinned(curve.edges()), budget_bytes)
-            seconds = self._clock.monotonic_seconds() - turn.began_at
-            words = _words(curve, dropped / lookups if lookups else 0.0)
-            asked = curve.asked(TOKENS), curve.asked(SIZE)
-            return WhatIfSnapshot(
+            curve, edges = turn.curve, _thinned(turn.curve.edges())
+            rates = curve.hit_rates([inf if isinf(scale) else scale * budget_bytes for scale in SCALES], TOKENS)
+            points = [
+                WhatIfPoint(None, None, rate) if isinf(scale) else WhatIfPoint(round(scale * budget_bytes), scale, rate)
+                for scale, rate in zip(SCALES, rates, strict=True)
+            ]
+            whole = [
+                WhatIfPoint(round(size), size / budget_bytes if budget_bytes else inf, rate)
+                for size, rate in zip(edges, curve.hit_rates(edges, TOKENS), strict=True)
+            ]
+            seconds, asked = self._clock.monotonic_seconds() - turn.began_at, curve.asked(TOKENS)
+            return WhatIfStatus(
+                budget_bytes,
                 points,
                 whole,
-                *asked,
+                round(asked),
+                asked / faded_seconds(seconds),
                 curve.sample_ratio,
                 curve.names,
                 seconds,
-                asked[TOKENS] / faded_seconds(seconds),
                 lookups,
                 dropped,
-                dropped_blocks,
-                words,
+                _words(curve, dropped / lookups if lookups else 0.0),
+                {
+                    UNBOUNDED if isinf(scale) else f"{scale:g}": round(rate * asked)
+                    for scale, rate in zip(SCALES, rates, strict=True)
+                },
             )
 
     def check(self) -> None:
@@ -275,12 +257,6 @@ def mixed(words: Any, salt: int) -> Marks:
     marks *= _ODDS[1]
     marks ^= marks >> _SHIFTS[2]
     return marks
-
-
-def _points(curve: LruCurve, sizes: Sequence[float], budget_bytes: float) -> tuple[CurvePoint, ...]:
-    tokens, size = curve.hit_rates(sizes, TOKENS), curve.hit_rates(sizes, SIZE)
-    scales = [one / budget_bytes if budget_bytes else inf for one in sizes]
-    return tuple(CurvePoint(*each) for each in zip(sizes, scales, tokens, size, strict=True))
 
 
 def faded_seconds(seconds: float) -> float:

@@ -13,18 +13,17 @@ which all others take a fraction. Only the seed is random.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 from rich.text import Text
 
 from kvstore.block.errors import BadInput
 from kvstore.config import format_size
-from kvstore.insight.lru_curve import HOT_NAMES, HOT_SHARE, LEAST_NAMES, MARKS, NAMES, LruCurve, Marks
-from kvstore.insight.replays import KV_BYTES_PER_TOKEN, MOST_BLOCKS, Builder
+from kvstore.insight.lru_curve import HOT_NAMES, HOT_SHARE, MARKS, NAMES, LruCurve, Marks
+from kvstore.insight.replays import KV_BYTES_PER_TOKEN, MOST_BLOCKS, Builder, headed
 from kvstore.insight.trace import Trace
 from kvstore.insight.whatif import mixed
 from tiering.clock import Clock
@@ -60,19 +59,6 @@ class WhatIfOptions:
     kv_bytes_per_token: int = KV_BYTES_PER_TOKEN
     is_exact: bool = False
 
-    def __post_init__(self) -> None:
-        for blocks in self.blocks:
-            if not 1 <= blocks <= MOST_BLOCKS:
-                raise BadInput(f"{blocks} blocks; give 1 to {MOST_BLOCKS}")
-        if self.policy not in ESTIMATED:
-            raise BadInput(f"--policy {self.policy[:40]!r}; give {' or '.join(ESTIMATED)}")
-        if not LEAST_NAMES <= self.names <= MOST_NAMES:
-            raise BadInput(f"--names {self.names}; give {LEAST_NAMES} to {MOST_NAMES}")
-        if not 0 <= self.seed < 1 << 31:
-            raise BadInput(f"--seed {self.seed}; give 0 to {(1 << 31) - 1}")
-        if not 0 < self.kv_bytes_per_token < 1 << 40:
-            raise BadInput(f"--kv-bytes-per-token {self.kv_bytes_per_token}; give bytes, more than 0")
-
 
 @dataclass(frozen=True, slots=True)
 class WhatIfRow:
@@ -102,19 +88,11 @@ class WhatIfResult:
     ceiling_error: float | None = None
 
     def to_dict(self) -> dict[str, object]:
-        trace = self.trace
         options = asdict(self.options)
         options["blocks"], options["sizes_bytes"] = list(self.options.blocks), list(self.options.sizes_bytes)
         return {
             "options": options,
-            "trace": {
-                "trace": trace.name,
-                "block_tokens": trace.block_tokens,
-                "requests": trace.requests,
-                "blocks": len(trace.blocks),
-                "distinct_blocks": trace.distinct_blocks,
-                "out_of_order": trace.out_of_order,
-            },
+            "trace": self.trace.to_dict(),
             "rows": [asdict(row) for row in self.rows],
             "mean_error": self.mean_error,
             "ceiling_error": self.ceiling_error,
@@ -128,10 +106,10 @@ class WhatIfResult:
             f"tokens ({format_size(block_bytes)} each), {trace.distinct_blocks:,} distinct; {self.options.policy}"
         )
         console.print(Text(read), soft_wrap=True)
-        heads = ["blocks", "size", "hit rate", "ceiling", "sample", "seconds"]
-        table = Table(box=None, pad_edge=False)
-        for head in heads + (["exact", "error", "seconds"] if self.options.is_exact else []):
-            table.add_column(head, justify="right")
+        table = headed(
+            "*blocks|*size|*hit rate|*ceiling|*sample|*seconds"
+            + ("|*exact|*error|*seconds" if self.options.is_exact else "")
+        )
         for row in self.rows:
             cells = [f"{row.blocks:,}", f"{row.size_bytes / (1 << 30):,.1f} GiB", f"{row.hit_rate:.4f}"]
             cells += [f"{row.ceiling:.4f}", f"{100 * row.sample_ratio:.3g} %", f"{row.seconds:.2f}"]
@@ -180,7 +158,13 @@ def run(
     if not options.is_exact:
         return WhatIfResult(options, full, tuple(rows))
     maker = maker_of(1.0)
-    compared = [_compared(row, full, options, build, maker, clock, progress) for row in rows]
+    compared = []
+    for row in rows:
+        began = clock.monotonic_seconds()
+        told = _told(progress, f"{full.name}: {options.policy}, {row.blocks:,} blocks, in full")
+        exact = replayed_rate(full, row.blocks, options.seed, build, maker, told)
+        seconds = clock.monotonic_seconds() - began
+        compared.append(replace(row, exact_hit_rate=exact, error=row.hit_rate - exact, exact_seconds=seconds))
     errors = [abs(row.error) for row in compared if row.error is not None]
     exact_ceiling = 1 - full.distinct_blocks / len(full.blocks)
     return WhatIfResult(options, full, tuple(compared), sum(errors) / len(errors), ceiling - exact_ceiling)
@@ -289,28 +273,3 @@ def _sizes(trace: Trace, options: WhatIfOptions) -> list[int]:
 
 def _told(progress: Progress, doing: str) -> Callable[[int, int], object]:
     return lambda done, steps: progress(doing, done, steps)
-
-
-def _compared(
-    row: WhatIfRow,
-    trace: Trace,
-    options: WhatIfOptions,
-    build: Builder,
-    maker: PolicyMaker,
-    clock: Clock,
-    progress: Progress,
-) -> WhatIfRow:
-    began = clock.monotonic_seconds()
-    told = _told(progress, f"{trace.name}: {options.policy}, {row.blocks:,} blocks, in full")
-    exact = replayed_rate(trace, row.blocks, options.seed, build, maker, told)
-    return WhatIfRow(
-        row.blocks,
-        row.size_bytes,
-        row.hit_rate,
-        row.ceiling,
-        row.sample_ratio,
-        row.seconds,
-        exact,
-        row.hit_rate - exact,
-        clock.monotonic_seconds() - began,
-    )

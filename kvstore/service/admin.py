@@ -13,7 +13,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from math import isinf
 from pathlib import Path
 
 from msgspec import structs
@@ -24,7 +23,7 @@ from kvstore.config import DEFAULT_POLICY, checked_policy
 from kvstore.core.levels import READS, WRITES
 from kvstore.core.usage import NamespaceUsage, StoreUsage
 from kvstore.insight.recording import Recording
-from kvstore.insight.whatif import CurvePoint, WhatIf
+from kvstore.insight.whatif import WhatIf
 from kvstore.node import EmbeddedStore
 from kvstore.prefixes.book import PrefixBook, SpaceNames, Standing
 from kvstore.protocol import messages as m
@@ -51,7 +50,6 @@ from kvstore.status.tree import (
     SidecarStatus,
     TierEvents,
     TierStatus,
-    WhatIfPoint,
     WhatIfStatus,
 )
 from tiering.clock import Clock
@@ -68,7 +66,6 @@ MAX_NAMESPACES, MAX_SESSIONS = 4096, 1024
 FRESH_SECONDS = 0.5
 """All observers get the same status for this long, so that polling costs engines nothing."""
 MOST_WARNINGS = 64
-UNBOUNDED = "infinite"
 KINDS_OF_MOVES = {
     Priority.WAITING: "promote",
     Priority.SAVE: "save",
@@ -239,17 +236,7 @@ class StatusReport:
 
     def _what_if(self, usage: StoreUsage) -> WhatIfStatus:
         budget = usage.dram.budget_bytes + (usage.nvme.budget_bytes if usage.nvme is not None else 0)
-        told = self._whatif.snapshot(budget)
-        hits = [(one.scale, round(one.token_hit_rate * told.asked_tokens)) for one in told.points]
-        return picked(
-            WhatIfStatus,
-            told,
-            budget_bytes=budget,
-            points=[_point(one) for one in told.points],
-            curve=[_point(one) for one in told.curve],
-            asked_tokens=round(told.asked_tokens),
-            hit_tokens={UNBOUNDED if isinf(scale) else f"{scale:g}": tokens for scale, tokens in hits},
-        )
+        return self._whatif.snapshot(budget)
 
     def _namespace(
         self, tenant: str, usage: NamespaceUsage, looked: LookupCounts, used_at: float | None
@@ -478,12 +465,6 @@ def chosen_space(spaces: Sequence[tuple[str, NamespaceUsage]], id: str, tenant: 
     is_shared = len({one for one in digests if one.startswith(id.lower())}) == 1
     whose = f" of tenant {printable(tenant)!r}" if tenant else ""
     return mine[pick(id, digests, words, whose, "give --tenant" if is_shared else "give more digits")][1]
-
-
-def _point(one: CurvePoint) -> WhatIfPoint:
-    if isinf(one.size_bytes):
-        return WhatIfPoint(None, None, one.token_hit_rate)
-    return WhatIfPoint(round(one.size_bytes), one.scale, one.token_hit_rate)
 
 
 def _tier(name: str, usage: Usage, blocks: int) -> TierStatus:

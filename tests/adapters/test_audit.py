@@ -36,7 +36,6 @@ def test_one_in_a_thousand_and_the_same_ones_with_the_same_chances() -> None:
             if holdout.begins(str(request), float(request)):
                 chosen.append(request)
                 holdout.ended(str(request))
-        assert (holdout.hits, holdout.held_out, holdout.busy) == (100_000, len(chosen), 0)
         return chosen
 
     assert held_out(1) == held_out(1) != held_out(2)
@@ -53,8 +52,7 @@ def test_one_at_a_time() -> None:
     holdout.ended("a")
     assert holdout.begins("d", 3.0)
     holdout.ended("d")
-    holdout.ended("d")
-    assert (holdout.hits, holdout.held_out, holdout.busy) == (4, 2, 2)
+    assert not holdout.compares("d")
 
 
 def test_an_audit_that_never_ends_does_not_keep_others_away_for_ever() -> None:
@@ -73,7 +71,6 @@ def test_none_and_all() -> None:
     for request in range(1000):
         assert always.begins(str(request), 0.0)
         always.ended(str(request))
-    assert always.to_dict() == {"fraction": 1.0, "hits": 1000, "held_out": 1000, "busy": 0}
 
 
 def test_where_all_are_audited_those_that_are_not_compared_are_computed_too() -> None:
@@ -82,7 +79,7 @@ def test_where_all_are_audited_those_that_are_not_compared_are_computed_too() ->
     for request in "bcd":
         assert all_of_them.begins(request, 1.0) and not all_of_them.compares(request)
         all_of_them.ended(request, is_sound=True)
-    assert all_of_them.compares("a") and (all_of_them.held_out, all_of_them.busy) == (1, 3)
+    assert all_of_them.compares("a")
     for number in range(10 * FIRST_HITS):
         all_of_them.ended("a", is_sound=True)
         assert all_of_them.begins("a", float(number)) and all_of_them.takes_all
@@ -121,10 +118,8 @@ def test_what_is_no_fraction_is_refused(fraction: float) -> None:
 # What is counted and logged ---------------------------------------------------------------------------------------
 
 
-def result_of(
-    verdict: AuditVerdict, error: float = 0.0, allowed: float = 0.01, outside: float | None = None
-) -> AuditResult:
-    return AuditResult(verdict, error, 10 * error, error, allowed, 7, outside)
+def result_of(verdict: AuditVerdict, error: float = 0.0, allowed: float = 0.01) -> AuditResult:
+    return AuditResult(verdict, error, allowed, 7)
 
 
 EXACT = result_of(AuditVerdict.EXACT)
@@ -135,39 +130,10 @@ DRIFTED = result_of(AuditVerdict.DRIFTED, 1.3)
 def test_the_worst_block_is_the_verdict() -> None:
     audits = Audits()
     assert audits.record("a", [], 0.0) is None
-    assert audits.counts.audits == 0
     assert audits.record("a", [EXACT, EXACT], 0.0) is AuditVerdict.EXACT
     assert audits.record("a", [CLOSE, EXACT], 0.0) is AuditVerdict.CLOSE
     assert audits.record("a", [EXACT, DRIFTED, CLOSE], 0.0) is AuditVerdict.DRIFTED
-    counts = audits.counts
-    assert (counts.audits, counts.drifted_audits, counts.blocks) == (3, 1, 7)
-    assert (counts.exact, counts.close, counts.drifted) == (4, 2, 1)
-    assert counts.worst_relative_error == 1.3 and counts.worst_of_allowed == pytest.approx(130)
-    told = counts.to_dict()
-    assert told["relative_error"] == pytest.approx((2 * 0.003**2 / 6) ** 0.5)
-    assert told["errors"] == {"2^-1": 2, "2^8": 1}, "0.3 and 130 of what is allowed"
-
-
-@given(
-    st.lists(
-        st.builds(
-            result_of,
-            st.sampled_from(list(AuditVerdict)),
-            st.floats(0, allow_nan=False),
-            st.floats(1e-6, 1),
-            st.none() | st.floats(0, 1),
-        ),
-        min_size=1,
-    )
-)
-def test_counts_add_up_whatever_was_found(results: list[AuditResult]) -> None:
-    audits = Audits()
-    audits.record("a", results, 0.0)
-    counts = audits.counts
-    assert counts.blocks == len(results)
-    assert sum(counts.errors.values()) == counts.close + counts.drifted
-    assert counts.worst_relative_error == max(result.relative_error for result in results)
-    counts.to_dict()
+    assert DRIFTED.of_allowed == pytest.approx(130)
 
 
 def test_a_drift_is_logged_once_a_minute_for_each_namespace(caplog: pytest.LogCaptureFixture) -> None:
@@ -187,7 +153,6 @@ def test_what_is_remembered_of_namespaces_is_bounded() -> None:
     for number in range(3 * MOST_NAMESPACES):
         audits.record(str(number), [DRIFTED], 0.0)
     assert len(audits._logged_at) == MOST_NAMESPACES
-    assert audits.counts.drifted == 3 * MOST_NAMESPACES
 
 
 # What a hit saves -------------------------------------------------------------------------------------------------
@@ -200,15 +165,11 @@ def test_nothing_is_said_before_there_are_two_of_each() -> None:
     saving.record(True, 1000, 900, 1.0)
     saving.record(True, 100, 90, 0.5)
     assert saving.estimate() is None
-    assert saving.to_dict()["saved_ms_per_hit"] is None
     saving.record(True, 1000, 900, 1.4)
     told = saving.estimate()
     assert told is not None
-    assert told.mean_ms == pytest.approx(1000) and (told.hits, told.held_out, told.bins) == (3, 2, 1)
+    assert told.mean_ms == pytest.approx(1000)
     assert told.standard_error_ms == pytest.approx(1e3 * (0.01 / 3 + 0.08 / 2) ** 0.5)
-    as_dict = saving.to_dict()
-    assert (as_dict["hits"], as_dict["held_out"], as_dict["of_hits"], as_dict["of_held_out"]) == (3, 3, 3, 2)
-    assert as_dict["saved_ms"] == pytest.approx(3000)
 
 
 REQUESTS = st.lists(
@@ -253,7 +214,7 @@ def test_the_true_saving_lies_within_the_error_and_sizes_do_not_bias_it(seed: in
         if not is_held_out:
             true_ms.append(1e3 * (computing - loading) * 1.0202)  # the mean of the noise: exp(0.2 ** 2 / 2)
     told = saving.estimate()
-    assert told is not None and told.hits == len(true_ms)
+    assert told is not None
     assert abs(told.mean_ms - fmean(true_ms)) < 4 * told.standard_error_ms
     assert told.standard_error_ms < 0.05 * told.mean_ms
 
@@ -263,7 +224,7 @@ def test_what_cannot_be_a_time_is_left_out_and_bins_are_bounded() -> None:
     for ttft in (float("nan"), float("inf"), -1.0):
         saving.record(False, 100, 90, ttft)
     saving.record(False, 100, 0, 1.0)
-    assert saving.refused == 4 and not saving._bins
+    assert not saving._bins
     for bits in range(200):
         saving.record(bool(bits % 2), 2**bits, 2**bits, 1.0)
     assert len(saving._bins) == 24

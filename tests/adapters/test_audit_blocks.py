@@ -115,7 +115,6 @@ def test_what_was_computed_alike_is_exact(dtype: torch.dtype, codec: str) -> Non
     for result in compare(reference(dtype), computed(model_of(dtype), prompt_of(), 256), codec):
         assert result.verdict is AuditVerdict.EXACT
         assert result.worst_error == result.of_allowed == 0.0
-        assert result.outside_share == (None if codec == "raw" else 0.0)
 
 
 @pytest.mark.parametrize("spread", [USUAL, WIDE])
@@ -330,23 +329,8 @@ def test_errors_are_what_they_are_called() -> None:
     stored[5][1] = stored[5][1] + 0.25
     result = compare_block(stored, now, "raw")
     assert result.verdict is AuditVerdict.DRIFTED and result.worst_layer == 5
-    assert result.worst_error == pytest.approx(0.25) and result.max_abs_error == pytest.approx(0.25)
-    assert result.relative_error == pytest.approx((0.25**2 / (4 + 1 + 1 + 1)) ** 0.5)
+    assert result.worst_error == pytest.approx(0.25)
     assert result.allowed_error == allowed_error(torch.float32, 5) == pytest.approx(2**-12 * 6**0.5)
-
-
-@pytest.mark.parametrize("codec", [int8.KC64])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_error_of_8_bits_is_measured_on_the_live_block(dtype: torch.dtype, codec: str) -> None:
-    for block in reference(dtype):
-        back = decoded(block, codec)
-        result = compare_block(back, block, codec)
-        pairs = [(old, new) for layer in block for old, new in zip(back[layer], block[layer], strict=True)]
-        squares = sum(float((old.double() - new.double()).square().sum()) for old, new in pairs)
-        sizes = sum(float(new.double().square().sum()) for _, new in pairs)
-        assert result.relative_error == pytest.approx((squares / sizes) ** 0.5, rel=1e-4)
-        assert 1e-3 < result.relative_error < 2e-2
-        assert result.verdict is AuditVerdict.EXACT and result.outside_share == 0.0
 
 
 @pytest.mark.parametrize("codec", [int8.KC64])
@@ -358,7 +342,7 @@ def test_the_error_of_8_bits_is_measured_on_the_live_block(dtype: torch.dtype, c
     widths=st.sampled_from([(8, 8), (16, 3), (80,), (64,), (1,)]),
     exponent=st.integers(-60, 13),
 )
-def test_what_a_codec_made_of_a_block_is_exact_and_within_its_bound(
+def test_what_a_codec_made_of_a_block_is_exact(
     codec: str, seed: int, dtype: torch.dtype, heads: int, tokens: int, widths: tuple[int, ...], exponent: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -371,7 +355,7 @@ def test_what_a_codec_made_of_a_block_is_exact_and_within_its_bound(
     ]
     block = {3: planes}
     result = compare_block(decoded(block, codec), block, codec)
-    assert result.verdict is AuditVerdict.EXACT and result.outside_share == 0.0 and result.worst_error == 0.0
+    assert result.verdict is AuditVerdict.EXACT and result.worst_error == 0.0
 
 
 def test_numbers_that_are_none() -> None:
@@ -383,7 +367,7 @@ def test_numbers_that_are_none() -> None:
             result = compare_block({0: [stored, plane]}, {0: [now, plane]}, codec)
             assert result.verdict is AuditVerdict.DRIFTED and result.worst_error == UNLIKE_ANYTHING, codec
     same = compare_block({0: [broken, plane]}, {0: [broken.clone(), plane]}, "raw")
-    assert same.verdict is AuditVerdict.EXACT and same.relative_error == 0.0
+    assert same.verdict is AuditVerdict.EXACT
     nothing = torch.zeros(1, 64, 8)
     assert compare_block({0: [nothing]}, {0: [-nothing]}, "raw").verdict is AuditVerdict.CLOSE
     assert compare_block({0: [plane]}, {0: [nothing]}, "raw").verdict is AuditVerdict.DRIFTED

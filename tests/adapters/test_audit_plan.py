@@ -22,9 +22,9 @@ from paged_engine import Request
 from workbench import ids
 
 SECONDS = 30
-EXACT = AuditResult(AuditVerdict.EXACT, 0.0, 0.0, 0.0, 0.1, 0, None)
-CLOSE = AuditResult(AuditVerdict.CLOSE, 0.01, 0.01, 0.01, 0.1, 0, None)
-DRIFTED = AuditResult(AuditVerdict.DRIFTED, 1.0, 1.0, 1.0, 0.1, 0, None)
+EXACT = AuditResult(AuditVerdict.EXACT, 0.0, 0.1, 0)
+CLOSE = AuditResult(AuditVerdict.CLOSE, 0.01, 0.1, 0)
+DRIFTED = AuditResult(AuditVerdict.DRIFTED, 1.0, 0.1, 0)
 TABLE = list(range(1, 12))
 
 

@@ -227,9 +227,9 @@ def test_regret_and_savings_are_against_computing_the_same_tokens() -> None:
 def test_a_load_that_was_cut_short_early_does_not_look_fast() -> None:
     model = model_of()
     decision = Case(0, [(HitTier.DRAM, 4096)], 5000, 64, 0.0, False).choose(model)
-    before = model.loads.to_dict(0.0)
+    before = model.loads.seconds(decision.parts, 0.0)
     model.finished(decision, 1e-4, 0.0, loaded_tokens=64)
-    assert model.loads.to_dict(0.0) == before
+    assert model.loads.seconds(decision.parts, 0.0) == before
     model.finished(decision, 1.0, 0.0, loaded_tokens=64)
     assert model.loads.seconds(decision.parts, 0.0) > 1.5 * decision.predicted_load_ms / 1e3
 

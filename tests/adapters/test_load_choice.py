@@ -97,11 +97,10 @@ def test_steps_that_waited_for_a_load_are_not_learned_from() -> None:
     engine = Engine(choice())
     for tokens in (100, 400, 800) * 5:
         engine.compute(tokens, 3.0, waited=True)
-    taught = engine.choice.to_dict(engine.now)["prefill"]
-    fresh = choice().to_dict(engine.now)["prefill"]
-    assert taught == fresh
+    fresh = choice().costs.prefill.to_dict()
+    assert engine.choice.costs.prefill.to_dict() == fresh
     engine.compute(100, 0.01)
-    assert engine.choice.to_dict(engine.now)["prefill"] != fresh
+    assert engine.choice.costs.prefill.to_dict() != fresh
 
 
 def test_of_steps_that_are_under_way_together_each_has_its_own_wait() -> None:

@@ -102,8 +102,8 @@ def test_what_a_sketch_costs() -> None:
     _, tokens = drawn(2, 32_768)
     best = min(repeat(lambda: SHINGLER.sketch(tokens), number=10, repeat=20)) / 10
     sketch = SHINGLER.sketch(tokens)
-    print(f"\n{1000 * best:.3f} ms for 32,768 tokens, {len(sketch.places)} fingerprints, {sketch.size_bytes:,} bytes")
-    assert 400 < len(sketch.places) < 640 and sketch.size_bytes == 12 * len(sketch.places)
+    print(f"\n{1000 * best:.3f} ms for 32,768 tokens, {len(sketch.places)} fingerprints")
+    assert 400 < len(sketch.places) < 640
     assert best < 0.05, "fifty milliseconds: no machine is that slow"
 
 
@@ -116,7 +116,6 @@ def test_the_index_finds_what_shares_most_and_forgets_the_oldest() -> None:
     assert len(index) == 3 and index.nearest(SHINGLER.sketch(prompts[0]), 0) == []
     assert index.nearest(SHINGLER.sketch(half), 0) == [1]
     assert index.nearest(SHINGLER.sketch(half), 2000) == [2]
-    assert index.get(1).tokens == 4000
     for number in range(4, 10):
         index.add(number, SHINGLER.sketch(drawn(number + 100, 4000)[1]))
     assert index.nearest(SHINGLER.sketch(half), 0) == []

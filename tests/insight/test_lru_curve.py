@@ -75,7 +75,7 @@ def test_with_hot_names_it_is_exact_as_well(seed: int) -> None:
     hot = set()
     for request in requests:
         told(curve, [request])
-        hot.add(curve.hot_names)
+        hot.add(len(curve._hot))
     curve.check()
     assert len(hot) > 3, "they come and go"
     edges = [*curve.edges(), inf]
@@ -95,7 +95,7 @@ def test_a_hot_prefix_that_parts_is_exact_and_is_used_as_few_segments() -> None:
     for request in requests:
         told(curve, [request])
         curve.check()
-    assert curve.hot_names >= 64 and 3 <= curve.hot_segments <= 6
+    assert len(curve._hot) >= 64 and 3 <= len(curve._segments) <= 6
     edges = [*curve.edges(), inf]
     assert curve.hit_rates(edges) == pytest.approx(rates(requests, by_tree(requests), edges), abs=1e-12)
 
@@ -110,7 +110,7 @@ def test_batches_change_nothing(prompts: list[tuple[list[int], int]], cuts: int)
         batch = requests[first : first + cuts]
         names = [name for request, _ in batch for name in request]
         several.requests(marks(names), [len(request) for request, _ in batch], 2.0, 16.0)
-    assert several.threshold == one.threshold and several.hot_names == one.hot_names
+    assert several.threshold == one.threshold and len(several._hot) == len(one._hot)
     sizes = [4.0, 32.0, 128.0]
     assert several.hit_rates(sizes) == pytest.approx(one.hit_rates(sizes), rel=1e-2, abs=1e-9)
 
@@ -157,7 +157,7 @@ def test_what_is_hot_is_always_taken_and_is_as_others_later() -> None:
     for at in range(1_000):
         names = [*prompt, *(("own", at, n) for n in range(int(random.integers(1, 10))))]
         curve.requests(marks(names), [len(names)], 1.0, 16.0)
-    assert curve.hot_names == len(prompt)
+    assert len(curve._hot) == len(prompt)
     exact = 10 * 999 / curve.asked_blocks
     assert curve.hit_rates([100.0])[0] == pytest.approx(exact, abs=0.03)
     for at in range(12_000):
@@ -165,7 +165,7 @@ def test_what_is_hot_is_always_taken_and_is_as_others_later() -> None:
         if at % 100 == 0:
             curve.fade(0.9)
     curve.check()
-    assert curve.hot_names == 0
+    assert len(curve._hot) == 0
 
 
 @pytest.mark.slow
@@ -204,8 +204,8 @@ def test_a_long_prompt_of_every_second_request_bends_nothing(seed: int, many: in
         curve.requests(mixed(marks(names), seed), [len(names)], 1.0, 16.0, many * COUNTED_REQUESTS)
     sizes = np.geomspace(500, 30_000, 10).tolist()
     off = np.abs(np.array(curve.hit_rates(sizes)) - rates(requests, by_tree(requests), sizes))
-    print(f"seed {seed}: MAE {off.mean():.4f}, worst {off.max():.4f}, {curve.hot_names} hot names")
-    assert curve.hot_names == 200 and off.mean() <= 0.01
+    print(f"seed {seed}: MAE {off.mean():.4f}, worst {off.max():.4f}, {len(curve._hot)} hot names")
+    assert len(curve._hot) == 200 and off.mean() <= 0.01
 
 
 @cache

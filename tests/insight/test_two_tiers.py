@@ -203,7 +203,6 @@ def test_a_budget_may_be_of_less_than_a_block(share: float) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"nvme_blocks": -1}, "--nvme-blocks -1; give 0 to"),
         ({"admission": [COIN]}, "--admission random writes a share; give --write-share"),
         ({"admission": ["some"]}, "--admission 'some'; allowed: all, learned, random, oracle"),
         ({"write_shares": [0.0]}, "--write-share 0; give a share"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import kvstore.core.rows.reclaim
 from kvstore.core.rows.index import NO_ROW, PrefixIndex
 from kvstore.core.rows.reclaim import ReclaimPlan, SlabReclaim
-from kvstore.insight.counting_tier import CountingTier
+from kvstore.insight.replay import CountingTier
 from tiering.policies.lru import LeafFirstLru
 from tiering.policies.retention import Retention
 from tiering.residency import Pins, Residency
