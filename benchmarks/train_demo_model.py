@@ -68,7 +68,6 @@ CONFIG: dict[str, Any] = {
 
 
 def main() -> None:
-    """Train, and write the model."""
     options = _arguments()
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
@@ -108,7 +107,6 @@ def _arguments() -> argparse.Namespace:
 
 
 def _stream(seed: int) -> np.ndarray:
-    """All files to train on, one after the other, shuffled: windows may reach over the end of a file."""
     sources = read_sources(held_out=False)
     order = np.random.default_rng(seed).permutation(len(sources))
     return np.frombuffer(b"".join(sources[number].text for number in order), np.uint8)
@@ -124,7 +122,6 @@ def _batch(text: np.ndarray, seed: int, step: int, steps: int) -> torch.Tensor:
 
 
 def _rate(step: int, steps: int) -> float:
-    """Rises over the first steps, then falls like a cosine."""
     if step < WARM_UP_STEPS:
         return PEAK_RATE * (step + 1) / WARM_UP_STEPS
     done = (step - WARM_UP_STEPS) / max(1, steps - WARM_UP_STEPS)
@@ -132,7 +129,6 @@ def _rate(step: int, steps: int) -> float:
 
 
 def _write(options: argparse.Namespace, model: Any, text: np.ndarray, seconds: float) -> None:
-    """The weights in bfloat16, the configuration, and where they come from."""
     state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items() if name != TIED}
     model.load_state_dict(state, strict=False)  # what is judged is what is saved
     weights = save({name: tensor.contiguous() for name, tensor in state.items()}, {"format": "pt"})

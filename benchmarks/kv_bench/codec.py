@@ -52,7 +52,6 @@ Mode = tuple[list[Section], dict[str, Any], list[str]]
 
 
 def result_of(*modes: Mode) -> BenchResult:
-    """Sizes, and what the modes have found."""
     title = f"Sizes against {POOL_DTYPE}, blocks of {GROUP} tokens"
     found = BenchResult("codec", None, [Section(size_rows(), title, WORDS if modes else f"{WORDS} {MORE}", "sizes")])
     found.about |= {"block_tokens": GROUP, "pool_dtype": str(POOL_DTYPE).removeprefix("torch.")}
@@ -64,7 +63,6 @@ def result_of(*modes: Mode) -> BenchResult:
 
 
 def size_rows() -> list[Row]:
-    """Every codec and shape, for blocks of `GROUP` tokens in a pool of `POOL_DTYPE`."""
     rows, pool_bits, dtype = [], 8.0 * POOL_DTYPE.itemsize, str(POOL_DTYPE).removeprefix("torch.")
     for shape, (heads, widths) in SHAPES.items():
         form = slice_form(KC64, heads, GROUP, widths, POOL_DTYPE.itemsize)
@@ -93,7 +91,6 @@ class SpeedOptions:
 
 
 def speed(say: Say, options: SpeedOptions | None = None) -> Mode:
-    """Every codec, dtype and page order."""
     options, rows = options or SpeedOptions(), []
     sizes = {"layers": options.layers, "kv_heads": options.kv_heads, "head_dim": options.head_dim}
     tokens = options.block_tokens
@@ -149,7 +146,6 @@ def _turns(options: SpeedOptions, layout: Layout, order: str) -> dict[tuple[str,
 
 
 def _pages(options: SpeedOptions, layout: Layout, order: str, seed: int) -> Pages:
-    """Pages in a random order, with one spare."""
     (group,) = layout.groups
     generator = torch.Generator().manual_seed(seed)
     size = options.blocks + 1, options.kv_heads, options.block_tokens, options.head_dim

@@ -130,7 +130,6 @@ def run(options: QualityOptions, say: Say) -> Mode:
 
 
 def failures(variants: Sequence[Row]) -> list[str]:
-    """Reasons why the figures are worthless, one line each."""
     return [
         f"{row['variant']}, prefix {row['prefix_tokens']}: its loss without a codec differs from the plain model's by "
         f"{row['loss_change']:+.5f} nats per byte, allowed: {LARGEST_LOSS_CHANGE}; it is another function"
@@ -140,7 +139,6 @@ def failures(variants: Sequence[Row]) -> list[str]:
 
 
 def _variant_row(variant: str, prefix: int, count: int, found: dict[str, float]) -> Row:
-    """channel_spread: see `spread`. bfloat16_percent: the attention's error from rounding K and V to it alone."""
     names = ("scored_bytes", "loss_change", "channel_spread", "bfloat16_percent")
     what, details = {"variant": variant, "prefix_tokens": prefix}, {name: found[name] for name in names}
     return Row(what, found["nats_per_byte"], "nats/byte", count, details=details)
@@ -262,7 +260,6 @@ class _Subject:
         return [(pair[0], pair[1]) for pair in kept], queries, logits
 
     def score(self, tokens: torch.Tensor, planes: Planes) -> torch.Tensor:
-        """Logits behind a prefix with these K and V."""
         for pair, made in zip(self._buffers, planes, strict=True):
             for kept, plane in zip(pair, made, strict=True):
                 kept[0, :, : self._prefix] = plane
@@ -343,18 +340,15 @@ def _attended(queries: Sequence[torch.Tensor], planes: Planes) -> list[torch.Ten
 
 
 def _nats(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Summed over the scored bytes. logits: of the continuation."""
     return F.cross_entropy(logits[:-1].double(), tokens[0, 1 - CONTINUATION :], reduction="sum")
 
 
 def _attend_and_keep(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """The adapter's attention; the module keeps the queries until the next pass."""
     module.kept_query = query
     return attend(module, query, *args, **kwargs)
 
 
 def with_outliers(model: Any, variant: Variant) -> Any:
-    """A copy of a Llama with this variant's weights."""
     changed = deepcopy(model)
     config = changed.config
     width, group = config.head_dim, config.num_attention_heads // config.num_key_value_heads

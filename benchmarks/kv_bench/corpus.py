@@ -56,7 +56,6 @@ def _files(folder: Path) -> Iterator[TextFile]:
 
 
 def windows(sources: list[TextFile], size: int, count: int) -> list[bytes]:
-    """At most `count` pieces of `size` bytes, spread evenly over the files; none spans two files."""
     found = [
         source.text[start : start + size] for source in sources for start in range(0, len(source.text) - size + 1, size)
     ]

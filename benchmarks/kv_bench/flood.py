@@ -33,7 +33,6 @@ def bearer(token: str) -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    """Its job: `address`, `token`, `namespace`, `keys` in hexadecimal, `calls` in flight."""
     parent = Parent()
     job = parent.job
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})

@@ -169,7 +169,6 @@ def run(options: KernelsOptions | None, say: Say, device: str | None = None, sta
 
 @contextmanager
 def _noting(faults: list[str], stage: str) -> Iterator[None]:
-    """Turn a failing stage into one line, so that the next is measured."""
     try:
         yield
     except BadInput:
@@ -236,7 +235,6 @@ def kernel_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
 
 
 def _kernels(shape: BlockShape, codec: str, pool: PagedPool, target: PagedPool, route: Route) -> Iterator[Kernel]:
-    """Saving kernels first: the loading ones read their output."""
     table, blocks, device = pool.table, len(pool.table), pool.table.device
     payloads = new_payloads(shape, codec, blocks, device)
     raw, small = blocks * shape.payload_bytes, blocks * payload_bytes(shape, codec)
@@ -348,7 +346,6 @@ class Transfers:
         return transfers
 
     def check(self) -> bool:
-        """Whether the first block of a load's pages and of a save's frame equals the twins'."""
         payload = host_tensor(self._slots[0] + HEADER_BYTES, self._frame_bytes - HEADER_BYTES).clone()
         row = payload.to(self.pool.table.device)[None]
         return self.target.is_loaded(self.codec, row.clone(), 0) and self.pool.is_saved(self.codec, row, 0)
@@ -384,7 +381,6 @@ class PlainCopy:
         self._timer = timer
 
     def run(self, direction: str, size_bytes: int) -> None:
-        """size_bytes: per direction."""
         pairs = ((LOAD, self._there[0], self._host[0]), (SAVE, self._host[1], self._there[1]))
         for (one, target, source), stream in zip(pairs, self._streams, strict=True):
             if direction in (one, BOTH):
@@ -449,14 +445,12 @@ class BesideTransfers:
         self.finished = 0
 
     def keep_going(self) -> None:
-        """Start a transfer for each that ended."""
         for direction, under_way in self._under_way.items():
             self._end([transfer for transfer in under_way if transfer.is_done()], under_way)
             while len(under_way) < UNDER_WAY:
                 under_way.extend(self._transfers.start(direction))
 
     def drain(self) -> None:
-        """Wait for all in flight."""
         for under_way in self._under_way.values():
             self._end(list(under_way), under_way)
 
@@ -482,7 +476,6 @@ def decode_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
     call = ModelCall(model)
 
     def lap(beside: BesideTransfers) -> list[float]:
-        """Seconds of each step, from the same place in each lap."""
         cache, times = even_cache(planes, context), []
         newest = torch.zeros(count, 1, dtype=torch.int64, device=device)
         for _ in range(steps):

@@ -46,7 +46,6 @@ _NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
 def kv_bytes_per_token(shape: str) -> int:
-    """K and V of all layers."""
     llama = LLAMAS[shape]
     return 2 * 2 * llama["num_hidden_layers"] * llama["num_key_value_heads"] * llama["head_dim"]
 
@@ -147,7 +146,6 @@ def prefill_flops(model: Any, tokens: int) -> float:
 
 
 def peak_flops(device: Any, dtype: Any, timer: Any) -> float:
-    """Per second, of a product of large square matrices of random numbers. timer: a `DeviceTimer`."""
     import torch
 
     width = PRODUCT_WIDTH[device.type]

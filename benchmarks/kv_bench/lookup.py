@@ -66,7 +66,6 @@ _HEAD_START_SECONDS = 0.05
 
 
 def run(options: LookupOptions, say: Say) -> BenchResult:
-    """Fill both indexes, then match in both, turn by turn; then the same through the door of a sidecar."""
     program_ms = longest_collection_ms()
     gc.freeze()
     try:
@@ -117,7 +116,6 @@ def run(options: LookupOptions, say: Say) -> BenchResult:
 
 
 def longest_collection_ms(times: int = 3) -> float:
-    """The longest of several full garbage collections, by the collector's own callbacks."""
     pauses: list[float] = []
     started = [0.0]
 
@@ -160,7 +158,6 @@ class FilledStore:
         self._slots = [SlotTable(_SLOTS_OF_EXTENT) for _ in range(-(-blocks // _SLOTS_OF_EXTENT))]
 
     def match(self, *, rotating: bool) -> Turn:
-        """A turn: the match of a whole prompt."""
         order = np.random.default_rng(7).permutation(self._chains).tolist() if rotating else [0]
         tokens = self._options.prompt_tokens
         return matching(self._handle, self._options, lambda turn: prompt_of(order[turn % len(order)], tokens))
@@ -183,7 +180,6 @@ class FilledStore:
         }
 
     def _fill(self) -> Iterator[int]:
-        """As puts do: some prompts at a time, a few blocks of each in turn. Yields the rows so far."""
         rows, blocks = 0, self._options.prompt_blocks
         for first in range(0, self._chains, _TOGETHER):
             numbers = range(first, min(first + _TOGETHER, self._chains))
@@ -214,13 +210,11 @@ class FilledStore:
 
 
 def _column_bytes(table: object) -> int:
-    """Bytes of a table's columns of any kind."""
     values = [value for one in vars(table).values() for value in (one if isinstance(one, list) else [one])]
     return sum(sys.getsizeof(value) for value in values if isinstance(value, array | bytearray | np.ndarray))
 
 
 def _allocated(size_bytes: int) -> int:
-    """The allocator's size for a small object: a multiple of 16 bytes."""
     return -(-size_bytes // 16) * 16
 
 
@@ -228,7 +222,6 @@ def _allocated(size_bytes: int) -> int:
 
 
 def through_a_sidecar(options: LookupOptions, say: Say) -> tuple[Row, Row]:
-    """Fill a sidecar, then match through its door: one client, and many together."""
     stored, blocks = options.small_blocks // options.prompt_blocks, options.prompt_blocks
     size = frame_bytes(options.shape.payload_bytes)
     say("filling a sidecar")
@@ -300,13 +293,11 @@ class Clients:
             self._stack = stack.pop_all()
 
     def match(self) -> Cost:
-        """All match for a while; returns the cost per match."""
         cost, seconds = self._turn("match")
         self.waits.append(seconds)
         return cost
 
     def hash(self) -> Cost:
-        """All hash for a while; returns the cost per chain."""
         return self._turn("hash")[0]
 
     def __enter__(self) -> Clients:

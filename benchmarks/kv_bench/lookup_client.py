@@ -59,7 +59,6 @@ class LookupOptions:
 def matching(
     handle: NamespaceHandle, options: LookupOptions, prompt_at: Callable[[int], np.ndarray]
 ) -> Callable[[], Cost]:
-    """A turn: the match of the next whole prompt; prompt_at: of the turn with that number."""
     turns = count()
 
     def match() -> Cost:
@@ -91,7 +90,6 @@ def hashing(options: LookupOptions) -> Callable[[], Cost]:
 
 
 def timed_until(work: Callable[[], object], start: float, end: float) -> dict[str, object]:
-    """Do it again and again between two times of the host-wide clock."""
     seconds: list[float] = []
     sleep(max(0.0, start - perf_counter()))
     cpu, before = process_time(), perf_counter()
@@ -105,7 +103,6 @@ def timed_until(work: Callable[[], object], start: float, end: float) -> dict[st
 
 
 def main() -> None:
-    """Its job: `socket`, `number` of this client, stored `prompts`, and the `options`."""
     parent = Parent()
     job = parent.job
     options = LookupOptions(**job["options"])

@@ -53,8 +53,6 @@ class Stopwatch:
 
 
 def timed(work: Callable[[], object]) -> Turn:
-    """A turn that does the work once."""
-
     def turn() -> Cost:
         watch = Stopwatch()
         work()
@@ -157,14 +155,12 @@ def quartile_row(
 
 
 def in_turn(names: Sequence[Name], turn: int) -> list[Name]:
-    """The same, another first in each turn."""
     first = turn % len(names)
     return [*names[first:], *names[:first]]
 
 
 @contextmanager
 def quiet_collector() -> Iterator[None]:
-    """Collect garbage now, and disable the collector inside, as `timeit` does."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -194,7 +190,6 @@ class Together:
             thread.start()
 
     def run(self, work: Sequence[Callable[[], None]]) -> Cost:
-        """The cost per piece; wall time from the first start to the last end."""
         self._work = work
         self._take(0)
         if self._failed:
@@ -232,7 +227,6 @@ class Together:
 
 
 def available_bytes() -> int:
-    """Memory available without swapping, as the kernel estimates it, and at most what the cgroup allows."""
     cgroups, memory = (read_text_files([path])[path] for path in ("/proc/self/cgroup", "/proc/meminfo"))
     (available,) = (int(line.split()[1]) * 1024 for line in memory.splitlines() if line.startswith("MemAvailable:"))
     return min(available, memory_limit(read_text_files(memory_limit_files(cgroups))))

@@ -99,7 +99,6 @@ def run(options: GrpcOptions, say: Say) -> BenchResult:
 def _calls(
     options: GrpcOptions, sidecar: Sidecar, keys: list[bytes], works: list[Callable[[], Any]]
 ) -> list[list[float]]:
-    """Medians per lap in seconds: gRPC match, empty gRPC call, match through the API socket."""
     wire = FramedSocket(sidecar.socket, "bench", b"", SystemClock(), LONGEST_SECONDS)
     try:
         listed = wire.call(m.Namespaces(), LONGEST_SECONDS).answer
@@ -134,7 +133,6 @@ def _calls(
 def _flooded(
     options: GrpcOptions, job: dict[str, Any], works: list[Callable[[], Any]], say: Say
 ) -> tuple[list[list[float]], list[list[float]], list[dict[str, int]]]:
-    """99th percentiles of each work per lap, quiet and flooded, and what the flood was answered."""
     quiet: list[list[float]] = [[] for _ in works]
     flooded: list[list[float]] = [[] for _ in works]
     told = []
@@ -152,7 +150,6 @@ def _flooded(
 
 
 def _beside_awaits(options: GrpcOptions, handle: Any, work: Callable[[], Any], say: Say) -> tuple[Laps, Laps]:
-    """99th percentiles per lap, in quiet turns and in turns while another tenant's awaits are pending."""
     seconds = min(options.seconds, MAX_AWAIT_SECONDS / 3)
     quiet: list[float] = []
     parked: list[float] = []
@@ -171,7 +168,6 @@ def _beside_awaits(options: GrpcOptions, handle: Any, work: Callable[[], Any], s
 
 
 def _beside(what: str, limit_of: str, limits: Laps, times: Laps, most: float, **details: float) -> Row:
-    """Milliseconds, and the quotient: medians over laps."""
     ratios = [one / limit for limit, one in zip(limits, times, strict=True)]
     limit, quartiles = 1e3 * median(limits), (quantile(ratios, 0.25), quantile(ratios, 0.75))
     beside = limit_of, limit, median(ratios), *quartiles, Target(most, is_least=False)
@@ -179,7 +175,6 @@ def _beside(what: str, limit_of: str, limits: Laps, times: Laps, most: float, **
 
 
 def _p99(work: Callable[[], Any], seconds: float) -> float:
-    """99th percentile of repeated calls, with pauses as long as each call."""
     times, end = [], perf_counter() + seconds
     while perf_counter() < end:
         began = perf_counter()
@@ -190,7 +185,6 @@ def _p99(work: Callable[[], Any], seconds: float) -> float:
 
 
 def _namespace(sidecar: Sidecar, token: str) -> str:
-    """The id of the tenant's only namespace, once the network process answers."""
     given = {"timeout": LONGEST_SECONDS, "metadata": bearer(token), "wait_for_ready": True}
     (one,) = stub_of(sidecar.grpc).Namespaces(NamespacesRequest(), **given).namespaces
     return str(one.id)

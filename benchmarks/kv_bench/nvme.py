@@ -91,14 +91,12 @@ class NvmeOptions:
 def row_names(
     tier: str, path: str, shape: BlockShape, blocks: int, order: str, verified: bool, threads: int
 ) -> dict[str, object]:
-    """Of a row of `tiers`. order: of the pages that bytes come from or go to. threads: that call the store."""
     names = {"tier": tier, "path": path, "payload_bytes": shape.payload_bytes}
     named = {"prompt_tokens": blocks * shape.block_tokens, "page_order": order}
     return {**names, **named, "verified": verified, "threads": threads}
 
 
 def check(store: Any) -> dict[str, int]:
-    """Its counters. Asserts every invariant, and that no frame was found bad."""
     store.check()
     counters: dict[str, int] = store.usage().counters
     assert not counters.get("quarantined_blocks") and not counters.get("reported_frames"), counters
@@ -168,7 +166,6 @@ def _described(disk: dict[str, Any]) -> str:
 def _measured(
     shape: BlockShape, options: NvmeOptions, scratch: Path, say: Say
 ) -> tuple[list[Row], dict[str, Any], dict[str, dict[str, str]]]:
-    """One shape in a directory: its rows, facts about the disk, and the commands of each limit by direction."""
     subject = f"{format_size(shape.payload_bytes)} frames on NVMe"
     say(f"{subject}: filling the disk")
     files = DirectFiles(scratch / "probe")
@@ -226,7 +223,6 @@ def _row(path: str, limit: str, shape: BlockShape, blocks: int, found: Against, 
 
 
 def _blocks(shape: BlockShape, options: NvmeOptions) -> int:
-    """Of a prompt."""
     return max(1, options.turn_bytes // shape.payload_bytes)
 
 
@@ -253,7 +249,6 @@ class NvmeSide:
         self._slabs = [DiskFrames(path, PAGE_BYTES) for path in slabs]
 
     def next_slab(self) -> DiskFrames:
-        """The frames of the next prompt; takes its turn."""
         return self._slabs[next(self._turns) % PROMPTS]
 
     def promote(self) -> Cost:
@@ -268,7 +263,6 @@ class NvmeSide:
         return cost
 
     def get(self) -> Cost:
-        """Lease the next cold prompt, and load it into pages."""
         match, pages = self._cold_match(), self._pool.take()
         with self._counted():
             watch = Stopwatch()
@@ -310,7 +304,6 @@ class NvmeSide:
         return match
 
     def _make_cold(self) -> None:
-        """Evict everything from DRAM; it is on disk too."""
         self.store.evict(DRAM_PROMPTS * self._blocks)
 
     @contextmanager
@@ -325,7 +318,6 @@ class NvmeSide:
             self.read_bytes += after - before
 
     def _in_dram_only(self) -> np.ndarray:
-        """Put a new prompt, after emptying DRAM so that the store does not start writing by itself."""
         prompt = prompt_of(next(self._numbers), self._tokens)
         self._make_cold()
         result = self._handle.put(prompt, self._pool.take())
@@ -438,7 +430,6 @@ class Loop:
         self._team, self._lock = Together(DEPTH), threading.Lock()
 
     def move(self, direction: str, region: DiskFrames) -> Cost:
-        """Reads in the file's order, or writes and then one sync."""
         is_read, size = direction == "read", self._amount.frame_bytes
         call = os.preadv if is_read else os.pwritev
         flags = (os.O_RDONLY if is_read else os.O_RDWR) | os.O_CLOEXEC | (os.O_DIRECT if self._amount.direct else 0)
@@ -470,7 +461,6 @@ class Loop:
 
 
 def working_fio(program: str | None, amount: Amount, probe: DiskFrames) -> tuple[Fio | None, str]:
-    """fio, if it is installed and can read the probe; else None and why."""
     if program is None:
         return None, "fio is not installed"
     fio = Fio(program, amount)
@@ -482,7 +472,6 @@ def working_fio(program: str | None, amount: Amount, probe: DiskFrames) -> tuple
 
 
 def file_system(directory: Path) -> str:
-    """Type of the file system under a directory, in the kernel's words."""
     device = os.stat(directory).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -493,7 +482,6 @@ def file_system(directory: Path) -> str:
 
 
 def disk_read_bytes() -> int | None:
-    """Bytes that disks delivered to this process so far, page cache excluded; None if the kernel does not say."""
     try:
         counts = Path("/proc/self/io").read_text()
         return next(int(line.split()[1]) for line in counts.splitlines() if line.startswith("read_bytes:"))

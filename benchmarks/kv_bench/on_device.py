@@ -40,12 +40,10 @@ def device_named(given: str | None) -> torch.device:
 
 
 def transfer_device(device: torch.device) -> Device:
-    """The device that loads and saves run on."""
     return CudaDevice(device.index or 0) if device.type == CUDA else AtOnceDevice()
 
 
 def near_cpus(device: torch.device) -> frozenset[int]:
-    """CPUs next to the GPU; empty if unknown."""
     return local_cpus(device.index or 0) if device.type == CUDA else frozenset()
 
 
@@ -58,7 +56,6 @@ def give_memory_back(device: torch.device) -> None:
 
 
 def describe(device: torch.device) -> dict[str, object]:
-    """Name and memory of the device, and versions of what runs on it."""
     facts: dict[str, object] = {"type": device.type, "name": "cpu", "torch": torch.__version__}
     if device.type == CUDA:
         properties = torch.cuda.get_device_properties(device)
@@ -85,7 +82,6 @@ class DeviceTimer:
         return TimedWork(work, self._plug)
 
     def wait(self) -> None:
-        """Wait until the device is idle."""
         if self._device.type == CUDA:
             torch.cuda.synchronize(self._device)
 

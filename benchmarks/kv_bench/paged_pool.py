@@ -59,7 +59,6 @@ class Route:
     def loader(
         self, pools: PoolTable, codec: str, table: torch.Tensor, payloads: torch.Tensor, at: int
     ) -> Callable[[], None]:
-        """Payloads into pages, as a call that only launches."""
         if codec == RAW:
             return lambda: self.scatter(pools, table, payloads, at)
         return lambda: self.dequantize_scatter(pools, codec, table, payloads, at)
@@ -85,7 +84,6 @@ def told(error: BaseException) -> str:
 
 
 def _digest(payload: torch.Tensor, payload_at: int, slice_bytes: int, into: torch.Tensor, keys: torch.Tensor) -> None:
-    """The twin of `triton_digest.digest_slices`, by xxhash on the CPU."""
     for row, digests in zip(payload.cpu().numpy(), into, strict=True):
         for number in range(into.shape[1]):
             at = payload_at + number * slice_bytes
@@ -129,7 +127,6 @@ class PagedPool:
         return torch.equal(before, row)
 
     def is_loaded(self, codec: str, row: torch.Tensor, at: int) -> bool:
-        """Whether the first block equals what the twin makes of its payload, uint8 [1, bytes]."""
         before = self._first_block()
         _TWINS.loader(self.pools, codec, self.table[:1], row, at)()
         return torch.equal(before, self._first_block())
@@ -140,13 +137,11 @@ class PagedPool:
 
 
 def payload_bytes(shape: BlockShape, codec: str) -> int:
-    """Of a block, without its header."""
     (part,) = shape.layout.parts
     return codec_named(codec).payload_bytes(part)
 
 
 def new_payloads(shape: BlockShape, codec: str, blocks: int, device: torch.device) -> torch.Tensor:
-    """uint8 [blocks, bytes of a frame], zeroed."""
     return torch.zeros(blocks, frame_bytes(payload_bytes(shape, codec)), dtype=torch.uint8, device=device)
 
 

@@ -42,7 +42,6 @@ _PATIENT = CallLimits(match=LONGEST_SECONDS, lease=LONGEST_SECONDS, fill=LONGEST
 
 
 def error_in(log: str) -> str:
-    """The last line that names an error, or else the last one."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return ([line for line in lines if "Error" in line] or lines or ["no log"])[-1][-500:]
 
@@ -80,7 +79,6 @@ class Child:
         self.say(job)
 
     def say(self, line: object) -> None:
-        """And do not wait; where it has ended, `hear` says so."""
         assert self.process.stdin is not None
         with suppress(OSError):
             print(json.dumps(line), file=self.process.stdin, flush=True)
@@ -265,7 +263,6 @@ class Sidecar:
             sleep(LOOK_SECONDS)
 
     def client(self) -> SidecarStore:
-        """A store behind its socket."""
         self.greeted()
         return open_patiently(self.socket)
 
@@ -321,7 +318,6 @@ class Sidecar:
 
 
 def _section(name: str, given: Mapping[str, object]) -> str:
-    """In TOML, every value as text: a JSON string is a TOML string."""
     return f"[{name}]\n" + "".join(f"{key} = {json.dumps(str(value))}\n" for key, value in given.items())
 
 

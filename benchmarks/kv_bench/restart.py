@@ -196,7 +196,6 @@ def pass_over(index: Path) -> float:
 
 
 def _forget(path: Path) -> None:
-    """Drop a file from the page cache."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fdatasync(descriptor)
@@ -206,7 +205,6 @@ def _forget(path: Path) -> None:
 
 
 def _start(directory: Path, plan: Plan, *, kill: bool = False) -> Started:
-    """Open the directory in a new process. kill: end it without closing."""
     with Child("kv_bench.restart", {"directory": str(directory), "kill": kill, **asdict(plan)}) as child:
         started = Started(**child.hear())
         child.process.wait(LONGEST_SECONDS)
@@ -216,7 +214,6 @@ def _start(directory: Path, plan: Plan, *, kill: bool = False) -> Started:
 
 
 def main() -> None:
-    """The process that starts: open, match, wait, and answer the times."""
     parent = Parent()
     plan = Plan(parent.job["blocks"], parent.job["prompt_blocks"])
     prompt, pages = real_prompt(), PagePool(SHAPE, REAL_BLOCKS).take()
@@ -251,7 +248,6 @@ def main() -> None:
 
 
 def _sidecar_rows(options: RestartOptions, plan: Plan, directory: Path, say: Say) -> list[Row]:
-    """Serve a directory that was closed in order, again and again; then one whose sidecar was killed. It is closed."""
     store: dict[str, str | int] = {"data": str(directory), "dram": DRAM_BYTES, "nvme": plan.budget_bytes}
     store |= {"slab": plan.slab_bytes, "scrub": "off"}
     found: dict[str, list[tuple[float, float, float]]] = {"clean": [], "killed": []}
@@ -275,7 +271,6 @@ def _sidecar_rows(options: RestartOptions, plan: Plan, directory: Path, say: Say
 
 
 def check_all_is_found(sidecar: Sidecar, plan: Plan) -> None:
-    """Assert that every block is found through the socket, and that the real prompt loads."""
     prompt, pages = real_prompt(), PagePool(SHAPE, REAL_BLOCKS).take()
     with sidecar.client() as client:
         handle = client.namespace(model=MODEL, layout=SHAPE.layout)
@@ -315,22 +310,18 @@ class Plan:
 
     @property
     def slab_bytes(self) -> int:
-        """At least a store's own choice: a start reads two pages of each slab."""
         return min(MAX_SLAB_BYTES, max(1 << 20, self.blocks * FRAME_BYTES // 8 // PAGE_BYTES * PAGE_BYTES))
 
     @property
     def slots(self) -> int:
-        """Per slab."""
         return (self.slab_bytes - 2 * PAGE_BYTES) // FRAME_BYTES
 
     @property
     def budget_bytes(self) -> int:
-        """Nominal size, holes included."""
         return self.slab_bytes * (1 + -(-(self.blocks - REAL_BLOCKS) // self.slots))
 
 
 def build(directory: Path, plan: Plan, say: Say) -> None:
-    """Make the directory."""
     tiers = TierOptions(DRAM_BYTES, plan.budget_bytes, slab=plan.slab_bytes, scrub="off")
     parts = StoreParts(codec.codec_named, indexes=lmdb_index.LmdbMaker, files=_FilesWithHoles)
     with open_embedded(str(directory), StoreOptions(tiers), parts) as store:
@@ -358,12 +349,10 @@ def build(directory: Path, plan: Plan, say: Say) -> None:
 
 
 def real_prompt() -> np.ndarray:
-    """Token ids of the one prompt whose frames can be read."""
     return prompt_of(0, REAL_BLOCKS * SHAPE.block_tokens)
 
 
 def found_blocks(handle: NamespaceHandle, plan: Plan) -> int:
-    """How many blocks matches find, over all prompts of the directory."""
     others = -(-(plan.blocks - REAL_BLOCKS) // plan.prompt_blocks) + _TOGETHER  # the last ones are cut short
     tokens = plan.prompt_blocks * SHAPE.block_tokens
     found = (handle.match(prompt_of(number, tokens)).blocks for number in range(1, 1 + others))
@@ -383,7 +372,6 @@ class _FilesWithHoles(DirectFiles):
 
 
 def _entries(plan: Plan, identity: bytes, first_generation: int) -> Iterator[bytes]:
-    """Index entries of all blocks, some prompts at a time, a few blocks of each in turn."""
     hasher, root = PrefixHasher(identity, SHAPE.block_tokens), root_key(SHAPE.block_tokens)
     generations, numbers = count(first_generation), count(1)
     tokens = plan.prompt_blocks * SHAPE.block_tokens

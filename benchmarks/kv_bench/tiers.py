@@ -147,7 +147,6 @@ def run(options: TiersOptions, say: Say, only: str | None = None) -> BenchResult
 
 
 def _fitting(options: TiersOptions) -> TiersOptions:
-    """With working sets of DRAM that fit into half of the memory. Raises `BadInput`."""
     smallest = BUFFERS * PROMPTS * max(shape.payload_bytes for shape in options.shapes)
     spare = available_bytes() // 2
     if spare < smallest:
@@ -159,7 +158,6 @@ def _fitting(options: TiersOptions) -> TiersOptions:
 
 
 def no_digest(*_: object) -> bytes:
-    """In place of a digest, without verification."""
     return bytes(DIGEST_BYTES)
 
 
@@ -190,11 +188,9 @@ class Memcpy:
         self._private = torch.ones(self._bytes, dtype=torch.uint8)
 
     def get(self, _: int) -> None:
-        """Out of the extent, as a get."""
         self._move(self._private.data_ptr(), self._extent.address)
 
     def put(self, _: int) -> None:
-        """Into the extent, as a put."""
         self._move(self._extent.address, self._private.data_ptr())
 
     def close(self) -> None:
@@ -207,13 +203,11 @@ class Memcpy:
 
 
 def turn_of(team: Together, work: Callable[[int], object], threads: int) -> Turn:
-    """A turn in which each thread does the work once, called with its number."""
     pieces = [partial(work, thread) for thread in range(threads)]
     return lambda: team.run(pieces)  # type: ignore[arg-type]
 
 
 def _beside(limit: Callable[[int], object], work: Callable[[int], object], laps: int) -> Against:
-    """One thread's work beside the limit."""
     with Together(1) as alone:
         return against(turn_of(alone, limit, 1), {"": turn_of(alone, work, 1)}, laps)[""]
 
@@ -240,7 +234,6 @@ class EmbeddedSide(PromptTraffic):
 
 
 def _dram(shape: BlockShape, options: TiersOptions, say: Say) -> list[Row]:
-    """One shape in both orders of pages."""
     blocks = max(1, options.working_set_bytes // (PROMPTS * shape.payload_bytes))
     rows = []
     for order, page_tokens in ((HEAD_MAJOR, 0), (TOKEN_MAJOR, options.page_tokens)):
@@ -295,7 +288,6 @@ class DoorSide(PromptTraffic):
 
 
 def memory_of(shape: BlockShape, blocks: int) -> tuple[int, int]:
-    """A sidecar's budget for prompts of so many blocks, and its extent size, a multiple of the frame."""
     size = frame_bytes(shape.payload_bytes)
     wanted = ceil(ROOM * blocks)
     frames = max(min(wanted, nvme.EXTENT_BYTES // size), -(-MIN_EXTENT_BYTES // size), 1)
@@ -352,14 +344,12 @@ class HostPool:
         raise StoreError(f"a namespace of the sidecar was not opened in {OPEN_SECONDS:.0f} s")
 
     def get(self, _: int) -> None:
-        """Load the next batch."""
         first = next(self._turns) % BATCHES * BATCH_PAGES
         names = self._names[first : first + BATCH_PAGES]
         loaded = self._space.load(names, self._space.pages(range(first, first + BATCH_PAGES)), 1000.0)
         assert loaded == BATCH_PAGES, f"{loaded} of {BATCH_PAGES} pages loaded"
 
     def namespace(self, *, model: str, layout: Layout, codec: str = "", **more: Any) -> NamespaceHandle:
-        """As a store's, with this side's digest."""
         return NamespaceHandle(self._client._door, Namespace(model, layout, codec), RawCodec(), self._digest)
 
     def close(self) -> None:

@@ -88,7 +88,6 @@ class Engines:
         return endpoints, facts | {"findable_tokens": findable_tokens(workload, PAGE_TOKENS)}
 
     def flags(self, kind: str, workload: Workload) -> list[str]:
-        """Of an engine of that kind. Its pages: its share of the workload, but at least one request."""
         share, longest = int(self.own_share * workload.working_set_tokens), workload.longest_tokens
         pages = max(-(-share // PAGE_TOKENS), -(-longest // PAGE_TOKENS)) + SPARE_PAGES
         caches = "--no-enable-prefix-caching" if kind == NONE else "--enable-prefix-caching"
@@ -144,7 +143,6 @@ def vllm_server(
     transfer: Mapping[str, object] | None = None,
     python: str = sys.executable,
 ) -> Server:
-    """vLLM's own server with a model from `save_model`. transfer: its `--kv-transfer-config`. python: has vLLM."""
     port = free_port()
     command = [python, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", MODEL, "--host", HOST, "--port", str(port), "--dtype", "bfloat16"]
@@ -156,7 +154,6 @@ def vllm_server(
 
 
 def proxy_server(prefill: str, decodes: Sequence[str], scratch: Path) -> Server:
-    """`kvstore pd-proxy` in front of these engines."""
     port = free_port()
     command = [sys.executable, "-P", "-m", "kvstore", "pd-proxy", "--prefill", prefill, "--listen", f"{HOST}:{port}"]
     command += [word for one in decodes for word in ("--decode", one)]

@@ -157,12 +157,10 @@ class Budget:
         self._seconds_per_token: dict[str, float] = {}
 
     def begin(self, section: str, tokens: int) -> bool:
-        """Start a section's timer; returns whether it is expected to end in time."""
         self._began = self._clock()
         return self._began + self._seconds_per_token.get(section, 0.0) * tokens < self._end
 
     def spent(self, section: str, tokens: int) -> None:
-        """Record the time of the section begun last."""
         self._seconds_per_token[section] = (self._clock() - self._began) / tokens
 
 
@@ -186,7 +184,6 @@ class _Ttft:
         self.rates = Rates(options.copy_bytes / pinned, 2 * options.copy_bytes / copied, peak)
 
     def has_time(self, section: str, context: int, what: str) -> bool:
-        """Begin a section, or note that there is no time for it."""
         if self.budget.begin(section, context):
             return True
         self.left_out.append(f"{what}: no time for it in {self.options.seconds:.0f} seconds")
@@ -259,7 +256,6 @@ class _Length:
         return PrefixCache(self._bench.model, store, **how, deadline_ms=10_000)
 
     def _laps(self, cache: PrefixCache, laps: int, tier: str | None = None) -> list[Generation]:
-        """Until there are enough, or time is up. tier: where the whole prefix must come from."""
         answers: list[Generation] = []
         start = perf_counter()
         while len(answers) < laps and (not answers or perf_counter() - start < MOST_SECONDS):
@@ -273,7 +269,6 @@ class _Length:
         return answers
 
     def _suffix_seconds(self, cache: PrefixCache) -> float:
-        """Time of the forward pass over the suffix, behind random KV."""
         suffix, context, device = self._options.suffix_tokens, self._context, self._bench.device
         block = cache.layout.block_tokens
         planes = BufferSet(cache.layout, 1, -(-(context + suffix) // block) * block, device).of_rows(0, 1)
@@ -314,13 +309,11 @@ class _Length:
 
 
 def _origins(answer: Generation) -> dict[str, int]:
-    """Tokens of a prompt, by tier or miss reason."""
     account: Any = answer.report.account.to_dict()
     return {str(name): count for part in ("hits", "misses") for name, count in account[part].items()}
 
 
 def _dram_bytes(layout: Layout, codec: str, tokens: int) -> int:
-    """Size of a store that can pin so many tokens at once. Raises `BadInput` if memory is too small."""
     (part,) = layout.parts
     frames = -(-tokens // layout.block_tokens) * frame_bytes(codec_named(codec).payload_bytes(part))
     wanted = max(8 << 20, int(frames / PINNED_SHARE * 1.1) + (64 << 20))
@@ -333,7 +326,6 @@ def _dram_bytes(layout: Layout, codec: str, tokens: int) -> int:
 
 
 def _median_seconds(work: Callable[[], object], laps: int) -> float:
-    """Wall time, after one uncounted turn."""
     work()
     times = []
     for _ in range(laps):

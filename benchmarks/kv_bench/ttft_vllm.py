@@ -186,7 +186,6 @@ def run(options: VllmOptions, say: Say) -> BenchResult:
 def connector(
     socket: str, name: str = "KvStoreConnector", module: str = "engine_adapter.vllm_connector", **settings: Any
 ) -> dict[str, Any]:
-    """Configuration of our connector: its defaults, and these settings."""
     return {
         "kv_connector": name,
         "kv_connector_module_path": module,
@@ -224,7 +223,6 @@ class VllmBench:
     def started(
         self, stack: ExitStack, transfers: Mapping[str, Mapping[str, Any] | None], **more: Any
     ) -> dict[str, Engine]:
-        """Start engines; returns them by name once all are up."""
         options, engines = self.options, {}
         more |= {"max_model_len": options.longest_tokens}
         if options.device == CUDA:  # shared by the engines, and used as in service: with graphs, and planning ahead
@@ -274,12 +272,10 @@ class VllmBench:
         raise StoreError(f"{engine.name} did not get at its store: {answer['kvstore']}")
 
     def ask(self, engine: Engine, prefix: Sequence[int]) -> Answer:
-        """Generate one token for the prefix and a new suffix."""
         (answer,) = engine.do("ask", prompts=[self.with_suffix(prefix)], max_tokens=1)
         return answer  # type: ignore[no-any-return]
 
     def check(self, who: str, path: str, answer: Answer, tokens: int) -> None:
-        """Note a fault unless the whole prefix came from the expected place."""
         wanted = 0 if path == COLD else tokens
         account, found = answer["kvstore"], answer["cached_tokens"]
         if account is not None:
@@ -309,7 +305,6 @@ class VllmBench:
         return [self.tokens(self.options.stream_tokens) for _ in range(self.options.streams)]
 
     def tokens(self, count: int) -> list[int]:
-        """Random tokens, almost certainly never seen before."""
         numbers: list[int] = self._random.integers(0, self._vocabulary, count).tolist()
         return numbers
 
@@ -369,7 +364,6 @@ def ttft(bench: VllmBench) -> list[Row]:
 def _ttft_turn(
     bench: VllmBench, name: str, engine: Engine, prefix: Sequence[int], turn: int
 ) -> Iterable[tuple[str, Answer]]:
-    """The prefix is in the engine's cache before and after."""
     if name == PLAIN:
         yield OWN, bench.ask(engine, prefix)
         return
@@ -381,8 +375,6 @@ def _ttft_turn(
 
 
 def ttft_rows(samples: Mapping[tuple[str, str], Sequence[Answer]]) -> list[Row]:
-    """All paths of all engines, beside the hit without any connector."""
-
     def times(engine: str, path: str) -> list[float]:
         return [one["ttft_ms"] for one in samples[engine, path]]
 
@@ -416,7 +408,6 @@ def ttft_rows(samples: Mapping[tuple[str, str], Sequence[Answer]]) -> list[Row]:
 
 
 def itl(bench: VllmBench) -> list[Row]:
-    """Hits arrive in turn, on prefixes stored by another engine and on this engine's own."""
     options = bench.options
     stored = [bench.tokens(options.prefix_tokens) for _ in range(options.arrivals)]
     own = [bench.tokens(options.prefix_tokens) for _ in range(min(options.own_prefixes, options.arrivals))]
@@ -475,7 +466,6 @@ def itl_rows(gaps: Mapping[str, Sequence[float]], arrivals: Mapping[str, Sequenc
 
 
 def hooks(bench: VllmBench) -> list[Row]:
-    """Decode beside chunked prefill; everything is saved, and nothing is found."""
     options = bench.options
     with ExitStack() as stack:
         sidecar = stack.enter_context(bench.sidecar(options.load_prompts * options.load_tokens))
@@ -492,7 +482,6 @@ def hooks(bench: VllmBench) -> list[Row]:
 
 
 def hooks_row(steps: int, seconds: float, hooks: Mapping[str, tuple[float, int]]) -> Row:
-    """The share that hooks have of the steps' time. hooks: seconds and calls of each."""
     spent, calls = sum(one for one, _ in hooks.values()), sum(count for _, count in hooks.values())
     share, target = spent / seconds, at_most(HOOKS_SHARE, of="value")
     details = {"ms a step": 1e3 * spent / steps, "calls a step": calls / steps}
@@ -533,7 +522,6 @@ def overhead(bench: VllmBench) -> list[Row]:
 
 
 def overhead_row(without: Sequence[float], with_store: Sequence[float], engine: str = DEFAULT) -> Row:
-    """Milliseconds of the same prompts, pair by pair. low, high: the interval of the slowdown's median."""
     slowdowns = [there / not_there - 1 for there, not_there in zip(with_store, without, strict=True)]
     middle, (low, high) = median(slowdowns), interval_of_median(slowdowns)
     what = "slowdown with nothing to find" + ("" if engine == DEFAULT else f", {engine}")
@@ -570,12 +558,10 @@ class HandOver:
 
     @property
     def limit_ms(self) -> float:
-        """The reference for the first token."""
         return self.prefill_ms + self.load_ms + DECODE_STEPS * self.step_ms
 
 
 def hand_over(bench: VllmBench) -> list[Row]:
-    """New prompts one at a time, both ways in turn. Each engine has its own role."""
     options = bench.options
     samples: dict[str, list[HandOver]] = {way: [] for way in HAND_OVERS}
     with ExitStack() as stack:
@@ -613,7 +599,6 @@ def _handed_over(bench: VllmBench, prefill: Engine, decode: Engine, way: str) ->
 
 
 def hand_over_row(way: str, found: Sequence[HandOver]) -> Row:
-    """way: of `HAND_OVERS`. ratio: of the first token's time to its own request's limit, the median."""
     times, limits = [one.ttft_ms for one in found], [one.limit_ms for one in found]
     details = {name: median(getattr(one, name) for one in found) for name in ("prefill_ms", "load_ms", "step_ms")}
     behind, ratios = [one.ttft_ms - one.prefill_ms for one in found], [one.ttft_ms / one.limit_ms for one in found]
