@@ -2,9 +2,8 @@
 
     python benchmarks/console_faults.py [--rounds 7] [--seconds 2]
 
-Sidecar and client share one core; the console, and what floods it, have the others. In each round the client looks up
-beside a quiet console and beside each fault, in another order each time; each look-up has to find all blocks, and a
-prompt that is read back has to have its bytes. Compared are the 99th percentiles of a round: quote the median ratio.
+Sidecar and client share one core; the console has the others. Each look-up has to find all blocks, and a prompt that is
+read back has to have its bytes. Compared are the 99th percentiles of a round.
 """
 
 from __future__ import annotations

@@ -3,9 +3,7 @@ retrieved (another order for each question) and sorted by name.
 
     python benchmarks/document_order.py [--seed 1] [--write PREFIX]
 
-Each prompt is the demo's system prompt, three of its five documents, and a question. Both orders ask the same questions
-about the same documents, in turn, from a store of their own that is empty at first. --write: the prompts as
-PREFIX-shuffled.jsonl and PREFIX-sorted.jsonl, for `kvstore lint --bytes`. Times are of this machine; quote their ratio.
+--write: the prompts as PREFIX-shuffled.jsonl and PREFIX-sorted.jsonl, for `kvstore lint --bytes`.
 """
 
 from __future__ import annotations

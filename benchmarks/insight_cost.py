@@ -2,12 +2,9 @@
 
     python benchmarks/insight_cost.py [--pairs 40] [--seconds 1]
 
-One sidecar holds the prompts and serves one client. Turn by turn, insight is on and off: on, `/metrics` is scraped
-every five seconds, the sidecar estimates what other sizes would find and follows prefixes, and a console shows one open
-page; off, the hooks of the serving thread do nothing, nothing is scraped, and the console is stopped. What is compared
-is the CPU time of the thread that serves look-ups and leases, pair by pair: quote the median. Two sidecars that differ
-in nothing are a twentieth apart on such a scale, which is why one of them is switched. Threads beside it cost
-by the second and not by the look-up: theirs is a share of a core, printed beside it.
+One sidecar is switched turn by turn, since two that differ in nothing are a twentieth apart. On: `/metrics` is scraped,
+other sizes are estimated, prefixes followed, and a console shows a page. Off: the hooks of the serving thread do
+nothing and the console is stopped. Compared is the CPU time of the thread that serves: quote the median.
 """
 
 from __future__ import annotations

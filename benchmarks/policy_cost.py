@@ -2,13 +2,8 @@
 
     python benchmarks/policy_cost.py TRACE
 
-Requests run through the tables of a store without memory (`kvstore replay`). CPU time of this thread: the median of
-`LAPS` laps, each with LRU right before it. The longest call is the longest time that the policy takes in one go, of the
-many calls that a request makes. Every lap makes the same calls, so each call counts with its median over the laps: what
-takes long by itself does so in each lap, and a machine that is shared stops another call, for milliseconds, in each. So
-does Python's garbage collector, whoever happens to call: it is off meanwhile.
-The last line: the longest call where requests have a million tokens, and half of each was asked for before; beside it
-LRU's, and what it takes to read so many numbers of a list once.
+CPU time of this thread, each lap with LRU right before it. Each call counts with its median over the laps: what takes
+long by itself does so in each lap. Last: requests of a million tokens, and what it takes to read their list once.
 """
 
 from __future__ import annotations

@@ -3,10 +3,7 @@
     python benchmarks/silent_sidecar.py hf [--turns 15]           with transformers
     python benchmarks/silent_sidecar.py vllm [--turns 15]         with a vLLM for CPUs
 
-Two engines take turns with prompts that nobody has seen, one with a store and one without, in another order each time.
-Printed: what the request lost in which the sidecar was found to hang, and medians of all later ones with their ratio;
-with transformers also what the adapter spent in the store before the first token and after it, which is exact on a
-machine that is busy with something else as well.
+Two engines take turns with prompts that nobody has seen, one with a store and one without.
 """
 
 from __future__ import annotations

@@ -2,14 +2,10 @@
 
     .venv/bin/python benchmarks/soak.py TRACE [--engine .venv-engines/bin/python] [--seconds 3600] [--speed 1]
 
-A recorded trace is replayed against a vLLM with our connector, as `kvstore bench traffic` does it, at a sidecar whose
-memory and disk are both smaller than what the trace asks for: blocks are evicted, demoted, promoted and dropped all the
-time. Beside it a page of the console is open and metrics, console and gRPC are asked again and again. The slope of each
-process's anonymous memory is that of a line of least squares through all samples after the warm-up (`RssAnon` in
-/proc/PID/status: what the tier maps has a budget of its own). Status 1: a slope above its bar, more descriptors at the
-end than after the warm-up (`more_by_kind` says of what), a request that failed, or a process that was started anew. One
-descriptor of each slab file that exists is not counted among these, since blocks come and go; a slab file that was
-removed, or is open twice, counts. Those that exist may together be as long as the disk's budget.
+A recorded trace is replayed at a sidecar whose memory and disk are both smaller than what it asks for. Slopes are lines
+of least squares through each process's anonymous memory after the warm-up. Status 1: a slope above its bar, more
+descriptors at the end, a request that failed, or a process that was started anew. One descriptor of each slab file
+that exists is not counted.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
 """Trains the small model that `kvstore demo` and `kvstore bench codec` use, and writes it into the package.
 
-A byte-level Llama of 1.82 million parameters, on the sources of Python's standard library. Needs one processor core and
-about half an hour; it prints where it is:
+    nice python benchmarks/train_demo_model.py [--steps 2400] [--out kvstore/demo/trained]     half an hour of one core
 
-    nice python benchmarks/train_demo_model.py                 writes kvstore/demo/trained/
-    nice python benchmarks/train_demo_model.py --steps 50 --out /tmp/try
-
-Every step takes 4,096 bytes. Windows are short at first, because they are cheap, and in the last third many have the
-whole 4,096: a model that never saw two bytes 3,000 apart answers nonsense there. What is printed at the end, and
-written into ORIGIN.json, is the loss on files that were held out, by position, of the weights as they are saved. The
-same seed gives the same windows; sums of floats, and so the last digits, depend on the machine.
+Windows are short at first, because they are cheap, and in the last third many have the whole 4,096 bytes. The same seed
+gives the same windows; sums of floats, and so the last digits, depend on the machine.
 """
 
 from __future__ import annotations

@@ -2,13 +2,9 @@
 
     .venv-engines/bin/python benchmarks/vllm_break_even.py
 
-A vLLM on a CPU computes so slowly that a prefix of one block is already worth its load: the first row. So loads go
-through links of known speed (`LinkedConnector`), chosen so that both ways cross at some blocks' length: 0.7 of what
-computing so many tokens takes is the link's overhead, 0.3 are its bytes. What the plan is told, all from before the
-turns: the prefill rate, from prompts of 1, 3 and 5 blocks, the link's speed, and the overhead of a load, which is the
-link's and what the fastest of those loads took without a link. What is measured: times to the first token of new
-prompts, and of stored ones that the engine forgot, by turns; they cross where their medians do, between two lengths of
-whole blocks. At most 10 % apart.
+Loads go through links of known speed (`LinkedConnector`), chosen so that both ways cross at some blocks' length. The
+plan is told the prefill rate and the overhead of a load from before the turns; both ways cross where the medians of
+their times to the first token do, between two lengths of whole blocks. At most 10 % apart.
 """
 
 from __future__ import annotations

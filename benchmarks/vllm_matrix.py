@@ -2,10 +2,8 @@
 
     make test-vllm-matrix ARGS="--prompts 200 --versions 0.32.0"
 
-Other versions than the installed one are unpacked beside it and put first on the path: they name the same torch.
-Writes benchmarks/results/vllm_matrix.json: by version, file and test its outcome and seconds, and the commit, prompts
-and seed of that run. What is not asked for keeps what was written of it: `-- tests/engines/test_vllm.py` runs that file
-again.
+Other versions than the installed one are unpacked beside it and put first on the path: they name the same torch. What
+is not asked for keeps what was written of it: `-- tests/engines/test_vllm.py` runs that file again.
 """
 
 from __future__ import annotations

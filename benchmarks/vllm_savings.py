@@ -2,12 +2,9 @@
 
     .venv-engines/bin/python benchmarks/vllm_savings.py [--tokens 512]
 
-A pair is one new prompt: an engine without a store computes it, another one computes and stores it,
-forgets it, and is asked again, when it comes from the sidecar. Saved by the clock: time to the first token without the
-store less that with a hit. Saved as told: what `kvstore stat` and the dashboard show (`savings.saved_seconds` less
-`regret_seconds`), by the speeds that the engine's connector has learned. It has to be inside the 95 % interval of the
-mean of the pairs. The engine whose turn is first changes from pair to pair. Each request's own saving, as its engine
-reckons it, must have the sign that the clock has, in 95 of 100 pairs.
+A pair is one new prompt: an engine without a store computes it, another one gets it from the sidecar. What `kvstore
+stat` says was saved has to be inside the 95 % interval of the pairs' mean by the clock, and each request's own saving
+must have the sign that the clock has, in 95 of 100 pairs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""`kvstore bench codec`: how small the codecs make KV, how far a number may be off, and how fast they run on this CPU.
+"""`kvstore bench codec`: how small the codecs make KV, and with `--speed` how fast they run on this CPU beside memcpy.
 
-Sizes and bounds follow from the form of a payload, and nothing is run for them. `--speed`: one thread encodes blocks
-from pages into payloads and decodes them again with the store's coders, computing and comparing every digest, beside
-memcpy of the same numbers. `--quality` is in `codec_quality`. This file imports no engine.
+`--quality` is in `codec_quality`. This file imports no engine.
 """
 
 from __future__ import annotations
@@ -34,18 +32,12 @@ SHAPES: dict[str, tuple[int, tuple[int, ...]]] = {
 """KV heads and the widths of planes."""
 BOUND = f"K: (max - min) / 510 of a channel over {GROUP} tokens; V: max / 254 of a token and head"
 LATENT_BOUND = f"max / 254 of {GROUP} channels of a token"
-WORDS = "ratio: how many times smaller. bound: how far a number may be off, before it is rounded to the pool's dtype."
-MORE = "How fast they run here: --speed. What they do to a model's answers: --quality"
 
 TOKEN_MAJOR, HEAD_MAJOR, TRANSPOSED = "[token, head, dim]", "[head, token, dim]", "K [head, dim, token]"
 PAGE_ORDERS = (TOKEN_MAJOR, HEAD_MAJOR, TRANSPOSED)
 """Orders within a page. Transposed: K as in vLLM's pages on a CPU, V by heads."""
 TARGET_GB_PER_SECOND = 4.0
 """On one core, for bfloat16 in 8-bit codecs."""
-SPEED_WORDS = (
-    "GB/s of the pool's numbers on one thread, digests included; core GB/s: by processor time. memcpy: of the same "
-    f"numbers in the same run. Target of 8-bit codecs on 16-bit pools: {TARGET_GB_PER_SECOND:.0f} per core."
-)
 
 Mode = tuple[list[Section], dict[str, Any], list[str]]
 """What a mode has found: tables, facts beside them, and what makes figures worthless."""
@@ -53,7 +45,7 @@ Mode = tuple[list[Section], dict[str, Any], list[str]]
 
 def result_of(*modes: Mode) -> BenchResult:
     title = f"Sizes against {POOL_DTYPE}, blocks of {GROUP} tokens"
-    found = BenchResult("codec", None, [Section(size_rows(), title, WORDS if modes else f"{WORDS} {MORE}", "sizes")])
+    found = BenchResult("codec", None, [Section(size_rows(), title, name="sizes")])
     found.about |= {"block_tokens": GROUP, "pool_dtype": str(POOL_DTYPE).removeprefix("torch.")}
     for sections, about, faults in modes:
         found.sections += sections
@@ -106,7 +98,7 @@ def speed(say: Say, options: SpeedOptions | None = None) -> Mode:
                 what = {"dtype": dtype, "page_order": order, "codec": codec, "path": path}
                 rows.append(_speed_row(what, size, beside))
     return (
-        [Section(rows, "Speed on this CPU", SPEED_WORDS, "speed")],
+        [Section(rows, "Speed on this CPU", name="speed")],
         {"speed_options": asdict(options), "threads": 1},
         [],
     )

@@ -1,7 +1,4 @@
-"""Text that every machine has: the sources of Python's standard library, split into a training and a held-out part.
-
-The split is by a hash of the file's name, so a file held out in training is held out on every machine and Python.
-"""
+"""Text that every machine has: the sources of Python's standard library, split by a hash of each file's name."""
 
 from __future__ import annotations
 

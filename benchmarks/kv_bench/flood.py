@@ -1,8 +1,4 @@
-"""The flood of `kvstore bench network`: a process on one core that keeps so many gRPC matches under way.
-
-It answers `ready`. Each line that it gets is a time on the host-wide clock: it floods until then, and answers how many
-calls succeeded and how many failed.
-"""
+"""The flood of `kvstore bench network`: a process on one core that keeps so many gRPC matches under way."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
 """Llamas with random weights, for timing: in this process, and as files for engines that start from them.
 
-    python -m kv_bench.llamas SHAPE DIRECTORY
-
-Random weights say nothing of quality: a codec's errors look several times smaller than with trained ones. They lie wide
-enough apart that no token is repeated for ever, and are not zeros, which a GPU would multiply faster. What imports this
-needs neither torch nor transformers.
+The weights lie wide enough apart that no token is repeated for ever. What imports this needs neither torch nor
+transformers.
 """
 
 from __future__ import annotations
@@ -93,23 +90,6 @@ def main(shape: str, directory: str) -> None:
 
 
 # --- in this process -------------------------------------------------------------------------------------------------
-
-
-def outline(shape: str) -> Any:
-    """The model without weights, for counting. Raises `BadInput` for an unknown shape."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    if shape not in TTFT_SHAPES:
-        raise BadInput(f"shape={shape!r}; allowed: {', '.join(TTFT_SHAPES)}")
-    sizes: dict[str, Any] = {**TTFT_SHAPES[shape]}
-    with torch.device("meta"):
-        return LlamaForCausalLM(LlamaConfig(**sizes))
-
-
-def weights_bytes(shape: str) -> int:
-    """In bfloat16, plus a tenth. Raises `BadInput` for an unknown shape."""
-    return int(2.2 * sum(parameter.numel() for parameter in outline(shape).parameters()))
 
 
 def build(shape: str, device: Any, positions: int) -> Any:

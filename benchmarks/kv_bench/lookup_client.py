@@ -1,10 +1,4 @@
-"""What `kvstore bench lookup` matches, and one of its client processes that match at once.
-
-The client answers `ready` once its namespace is open, then each turn:
-
-    > {"work": "match" or "hash", "start": seconds, "end": seconds}      by the host-wide clock
-    < {"seconds": [of each match or chain that ended in time], "cpu": seconds}
-"""
+"""What `kvstore bench lookup` matches, and one of its client processes that match at once."""
 
 from __future__ import annotations
 

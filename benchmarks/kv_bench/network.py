@@ -1,10 +1,4 @@
-"""`kvstore bench network`: gRPC beside the local door, and the local door beside a flood of gRPC.
-
-A sidecar and its network process run as under the supervisor. A match of 512 keys through gRPC takes at least an empty
-call plus a local match; the three are measured in turn. Then an engine matches through the API socket in quiet turns,
-in turns while another tenant keeps 256 calls in flight (`flood`), and in turns while that tenant waits for as many
-blocks as it may.
-"""
+"""`kvstore bench network`: gRPC beside the local door, and the local door beside a flood of gRPC and beside awaits."""
 
 from __future__ import annotations
 

@@ -1,18 +1,8 @@
-"""The NVMe rows of `kvstore bench tiers`: how near the NVMe tier comes to fio.
+"""The NVMe rows of `kvstore bench tiers`: a cold `lease`, a cold `get` and a durable `put` beside fio and a bare loop.
 
-It measures the user's own calls on a store from `kvstore.open`:
-
-    promote   `lease` of a prompt that only NVMe has: read, checked by MAC, name and every digest, readable in DRAM
-    get       the same, and the copy into pages, which is verified once more
-    persist   `put` with durability="disk" of a prompt that only DRAM has: checked there, written, acknowledged
-
-Each prompt fills one slab. The limits move whole frames, `DEPTH` at a time, with direct I/O if the file system allows
-it: they read the same slabs in turn with the store, so that caches of the disk or its host help all alike, and write to
-an allocated file beside them with one sync at the end of a turn. Each turn asserts that DRAM had evicted what it reads.
-The tier is full: a persisted block evicts another. Pages and the limits' file hold random bits.
-
-The loop uses the store's own memory; fio has its own. Where a disk gets memory piece by piece, as in a virtual machine,
-that alone can make one twice as fast: contiguous pages are one piece, scattered ones are hundreds.
+Each prompt fills one slab. The limits move whole frames, `DEPTH` at a time: they read the same slabs in turn with the
+store, so that caches of the disk or its host help all alike, and write to an allocated file beside them. Each turn
+asserts that DRAM had evicted what it reads. docs/limits-and-results.md says more.
 """
 
 from __future__ import annotations
@@ -37,6 +27,7 @@ import numpy as np
 import kvstore
 from kv_bench.measure import Against, Cost, Say, Stopwatch, Together, Turn, against_each, available_bytes, rate_row
 from kv_bench.rig import MODEL, BlockShape, PagePool, prompt_of
+from kv_bench.script import enough
 from kvstore.block.account import HitTier
 from kvstore.block.errors import BadInput
 from kvstore.client.handle import Match
@@ -62,16 +53,6 @@ LIMIT_TURNS = 2
 DEADLINE_MS = 60_000
 LONGEST_SECONDS = 60.0
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
-
-WORDS = (
-    "promote: a lease of blocks that only NVMe has, each frame checked by MAC, name and all digests; get: the same and "
-    "the verified copy into pages. persist: put(durability='disk') of blocks that DRAM has: checked and written, group "
-    "by group, into a full tier, so that each evicts one. Both limits move as many frames of the same size, "
-    f"{DEPTH} at a time: they read the store's own slabs and write to a file beside them. They check nothing, evict "
-    "nothing, keep no index and sync once, at the end of a turn; the store syncs slabs and index several times for "
-    "every group. fio brings its own memory; loop is threads of preadv and pwritev on the very memory that the store "
-    "uses, which decides how fast some disks are."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +95,8 @@ def check_directory(options: NvmeOptions) -> None:
             room = disk_room(Path(scratch))
     except OSError as error:
         raise BadInput(f"{options.data} cannot be used: {error.strerror}; give another directory") from None
-    if memory > available_bytes() // 2:
-        raise BadInput(
-            f"the NVMe rows need {format_size(memory)} of memory and may take {format_size(available_bytes() // 2)}, "
-            "half of what is available; free some, or measure with --only dram"
-        )
-    if disk > room:
-        raise BadInput(
-            f"the NVMe rows need {format_size(disk)} of disk and {options.data or 'that of temporary files'} has "
-            f"{format_size(room)}; free some, give another directory with --data, or measure with --only dram"
-        )
+    enough("a part on NVMe", memory, available_bytes() // 2)
+    enough("a part on NVMe", disk, room, f"disk in {options.data or 'the folder of temporary files'}")
 
 
 def run(options: NvmeOptions, say: Say) -> tuple[list[Row], dict[str, Any], str]:
@@ -143,23 +116,16 @@ def run(options: NvmeOptions, say: Say) -> tuple[list[Row], dict[str, Any], str]
         "delivered_bytes": delivered,
         "read_bytes": sum(reads) if reads else None,
     }
-    words = f"{_described(disk)}\nratio: to the limit of the same row, median over samples. {WORDS}"
-    return [row for rows, _, _ in measured for row in rows], disk, words
+    return [row for rows, _, _ in measured for row in rows], disk, _described(disk)
 
 
 def _described(disk: dict[str, Any]) -> str:
-    how = "direct I/O"
-    if not disk["direct"]:
-        how = "buffered: it takes no direct I/O, so the page cache serves both sides, and no target is judged"
-    elif disk["file_system"] in IN_MEMORY:
-        how = "in memory: there is no disk below, and no target is judged"
-    fio = disk["why_not_fio"]
-    if disk["fio"]:
-        fio = f"fio: {disk['fio']}, " + "; ".join(next(iter(disk["limits"]["fio"].values())).values())
+    how = "direct I/O" if disk["direct"] else "buffered, without targets"
     gave = "the kernel does not say what disks gave"
     if disk["read_bytes"] is not None:
         gave = f"disks gave {format_size(disk['read_bytes'])} for them"
     delivered = format_size(disk["delivered_bytes"])
+    fio = disk["fio"] or disk["why_not_fio"]
     return f"nvme: {disk['file_system']}, {how}. {fio}. Cold turns delivered {delivered}; {gave}."
 
 

@@ -1,8 +1,4 @@
-"""An engine's paged pools on a device, and the kernels that move blocks between them and payloads.
-
-Two routes with the same signatures and the same bits: triton kernels, which need a GPU or triton's interpreter, and
-their twins in plain torch. To check a kernel's output the twin writes on top of it: every bit must already be there.
-"""
+"""An engine's paged pools on a device, and the kernels between them and payloads: triton's, or twins in plain torch."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kv_bench.rig import BlockShape
+from kv_bench.script import one_of
 from kv_kernels import reference
 from kv_kernels.int8 import KC64
 from kv_kernels.pools import PoolTable
@@ -67,8 +64,7 @@ class Route:
 def route_named(given: str | None, device: torch.device) -> Route:
     """None: triton on a GPU, the twins on a CPU. Raises `BadInput` if triton is missing."""
     name = given or (TRITON if device.type == "cuda" else TWINS)
-    if name not in ROUTES:
-        raise BadInput(f"route={name!r}; allowed: {', '.join(ROUTES)}, or leave it out")
+    one_of("route", name, ROUTES)
     if name == TWINS:
         return _TWINS
     if not _HAS_TRITON:

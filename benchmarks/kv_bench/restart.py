@@ -1,16 +1,8 @@
 """`kvstore bench restart`: how long it takes until what is on disk can be found again.
 
-A directory that lists a million blocks is opened by a series of new processes. Times count from the call of
-`kvstore.open`, without imports: until it returns, until the first match is answered, and until all blocks can be found.
-
-    clean     the process before closed the store
-    killed    the process before was ended by SIGKILL: another process walks the index before it is trusted
-    cold      closed, and the index is not in the page cache, as after a boot
-
-The limit is one pass over the same index with LMDB alone, in this process, before and after each. Then `kvstore serve`
-starts on the same directory, timed from the start of its process, interpreter and imports included: until it answers
-the hello of a client that calls every few milliseconds, and until `/readyz` says that everything on disk can be found.
-The limit there is the time to the first hello on an empty directory of the same disk, right before and right after.
+New processes open a directory that lists a million blocks, after a clean end, after SIGKILL, and with an index that is
+not in the page cache, beside one pass of LMDB over the same index; then `kvstore serve` starts on it, beside one on an
+empty directory.
 """
 
 from __future__ import annotations
@@ -34,12 +26,13 @@ import kvstore
 from kv_bench.measure import Say, quartile_row, resident_bytes
 from kv_bench.process import Child, Parent, Sidecar
 from kv_bench.rig import MODEL, BlockShape, PagePool, prompt_of
+from kv_bench.script import enough
 from kvstore.block import codec
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import PrefixHasher, root_key, token_bytes
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.socket_door import MAX_DEADLINE_MS
-from kvstore.config import MAX_SLAB_BYTES, StoreOptions, TierOptions, format_size
+from kvstore.config import MAX_SLAB_BYTES, StoreOptions, TierOptions
 from kvstore.node import SESSION_BITS, StoreParts, open_embedded
 from kvstore.traffic.row import SECONDS, BenchResult, Row, Section, Target
 from tiering.frame import frame_bytes
@@ -64,17 +57,6 @@ REAL_BLOCKS = 32
 DRAM_BYTES = 64 << 20
 _TOGETHER, _STEP_BLOCKS = 16, 32
 """Prompts stored concurrently, so that their blocks interleave; blocks of one prompt side by side."""
-
-WORDS = (
-    "From the call of open on until everything can be found; opened: until open returns; answered: until the first "
-    "match is. beside: one pass of LMDB over the same index. slowest match: of one block, while the others came in. "
-    "killed: another process walks the index first. cold: the index is not in the page cache. A start does not read "
-    "frames; those of the bench are holes, but for one prompt, which was loaded and verified after each start."
-)
-SIDECAR_WORDS = (
-    "From the start of the process on, imports and all, to the first hello that is answered; empty: the same on an "
-    "empty directory, before and after. ready: all on disk can be found; then every block was, through the socket."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,22 +100,19 @@ def run(options: RestartOptions, say: Say) -> BenchResult:
     except OSError as error:
         raise BadInput(f"{options.data} cannot be used: {error.strerror}; give another directory") from None
     with scratch as name:
-        room = disk_room(Path(name))
-        if plan.budget_bytes > room:
-            raise BadInput(
-                f"{options.blocks} blocks stand for {format_size(plan.budget_bytes)} of slabs, and the disk has "
-                f"{format_size(room)}: they are nearly all holes, but a store asks for the room; give fewer --blocks, "
-                "or another directory with --data"
-            )
+        enough(
+            f"a directory of {options.blocks} blocks (--blocks, --data)",
+            plan.budget_bytes,
+            disk_room(Path(name)),
+            "disk",
+        )
         directory = Path(name) / "store"
         build(directory, plan, say)
         embedded, about = _embedded_rows(options, plan, directory, say)
         served = _sidecar_rows(options, plan, directory, say)
-    size = format_size(about["index_bytes"])
-    words = f"{WORDS} The index has {size}; a process grew by {about['bytes_per_block']:.0f} bytes per block."
     sections = [
-        Section(embedded, f"{options.blocks:,} blocks, in this process", words),
-        Section(served, "kvstore serve on the same directory", SIDECAR_WORDS, name="sidecar"),
+        Section(embedded, f"{options.blocks:,} blocks, in this process"),
+        Section(served, "kvstore serve on the same directory", name="sidecar"),
     ]
     return BenchResult("restart", options, sections, about)
 
@@ -292,13 +271,8 @@ def _hello_of_an_empty_one(store: Mapping[str, str | int]) -> float:
 
 # --- the directory ---------------------------------------------------------------------------------------------------
 #
-# A million blocks on a few hundred MiB of disk. Everything that a start reads is real and written by the store's own
-# code: keys, stamp, slab headers, and an index whose records list every block, with the prefix keys of real chains,
-# places, generations and MACs. One prompt is completely real: it was put, and its frames can be read.
-#
-# The frames of all other blocks are not: their slabs are sparse files, so a lease would find zeros and fail. A start
-# reads no frames unless the index is in doubt, which it is not here, and does not scrub. The index was written in one
-# go, slab by slab, so it is more compact than one that changed for weeks.
+# All that a start reads is real and written by the store's own code, and so is one prompt, whose frames can be read.
+# The frames of all other blocks are holes in sparse files, of which a lease would find zeros.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """What benches store and load: frames of a shape, an engine's pages, and prompts through handles.
 
-All memory is walked through in turn, so that a turn never finds its bytes in a cache, and every byte is touched before
-the first turn.
+All memory is walked through in turn, so that a turn never finds its bytes in a cache.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Our vLLM connector with a clock on each hook and on each request's look-up.
+"""Our vLLM connector with a clock on each hook and on each request's look-up, and connectors to compare it with.
 
-`bench ttft --engine vllm` starts its engines with this subclass, so the connector itself stays unchanged; the clocks
-add some 0.2 us per call. A hook that calls another counts once. Both halves have to be in one process.
+The clocks add some 0.2 us per call. A hook that calls another counts once. Both halves have to be in one process.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
 """`kvstore bench ttft`: the time to the first token, cold, from the pool on the device, and from DRAM.
 
-A Llama with random weights answers prompts of a given length through an engine's adapter. For each length:
-
-    cold   no store: prefill of everything; beside it, its share of the device's matrix rate (MFU)
-    fill   the first request with a store: prefill; all blocks are saved behind its first token
-    dram   the same prompt again: its prefix comes from the store in this process
-    hbm    and again: its prefix comes from the pool of decoded blocks on the device
-
-The limit of a hit is the time of its bytes at the rate of this run's plain copies (pinned memory to the device; for the
-pool a copy on the device, which reads and writes), plus the forward pass over the tokens behind the prefix. A speed-up
-depends on the cold run as much as on the store, so the MFU stands beside it.
+A Llama with random weights answers prompts through `PrefixCache`. The limit of a hit is its bytes at the rate of this
+run's plain copies and the forward pass over the tokens behind the prefix; the cold run's share of the device's matrix
+rate (MFU) stands beside each speed-up.
 """
 
 from __future__ import annotations
@@ -32,15 +25,15 @@ from engine_adapter.hf.buffers import BufferSet
 from engine_adapter.hf.layers import even_cache
 from engine_adapter.hf_cache import CHUNK_TOKENS_CUDA, Generation, PrefixCache
 from kv_bench.kernels import LOAD, PlainCopy
-from kv_bench.llamas import EIGHT_B, TINY, TTFT_SHAPES, build, parse_tokens, peak_flops, prefill_flops, weights_bytes
+from kv_bench.llamas import EIGHT_B, TINY, TTFT_SHAPES, build, parse_tokens, peak_flops, prefill_flops
 from kv_bench.measure import Say, available_bytes, quiet_collector
 from kv_bench.on_device import DeviceTimer, describe, device_named, give_memory_back
 from kv_bench.paged_pool import FAILURES, RAW, told
+from kv_bench.script import enough, one_of
 from kv_kernels.int8 import KC64
 from kvstore.block.codec import codec_named
 from kvstore.block.errors import BadInput
 from kvstore.block.layout import Layout
-from kvstore.config import format_size
 from kvstore.traffic.row import MS, BenchResult, Row, Section, Target
 from tiering.frame import frame_bytes
 
@@ -53,10 +46,8 @@ MOST_SECONDS = 20.0
 COPY_LAPS = 7
 PINNED_SHARE = 0.8
 """Share of DRAM that leases may pin at once, as in `kvstore.config.Limits`."""
-LEFT_OUT = (
-    *("laps", "ttft ms", "ttft ms low", "ttft ms high", "lookup ms", "restored ms", "save ms", "suffix ms"),
-    *("limit ms", "target speedup"),
-)
+LEFT_OUT = ("laps", "ttft ms", "ttft ms low", "ttft ms high", "limit ms", "target speedup")
+"""What other columns have as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +88,10 @@ def options_for(device: str | None, contexts: str | None = None, **given: Any) -
     return replace(usual, **{name: value for name, value in given.items() if value is not None})
 
 
-def run(options: TtftOptions | None, say: Say, device: str | None = None, engine: str = HF) -> BenchResult:
+def run(options: TtftOptions, say: Say, device: str | None = None, engine: str = HF) -> BenchResult:
     """Measure all lengths. Raises `BadInput` for a missing device or engine, or too little memory for the model."""
-    if engine != HF:
-        raise BadInput(f"engine={engine!r}; allowed: {', '.join(ENGINES)}")
+    one_of("engine", engine, ENGINES)
     chosen = device_named(device)
-    options = options or (TtftOptions() if chosen.type == "cuda" else SMALL)
     _check(options, chosen)
     say(f"a random {options.shape} Llama")
     # Beyond the longest context: room for what follows the prefix.
@@ -116,35 +105,21 @@ def run(options: TtftOptions | None, say: Say, device: str | None = None, engine
                     rows.append(row)
             except FAILURES as error:
                 bench.faults.append(f"{context} tokens ended early: {told(error)}")
-    rates, facts = bench.rates, describe(chosen)
-    words = [f"left out: {what}" for what in bench.left_out]
-    words.append(
-        f"beside: the prefix's bytes at {rates.pinned_bytes_per_second / 1e9:,.1f} GB/s from pinned memory, or "
-        f"{rates.device_bytes_per_second / 1e9:,.0f} GB/s read and written on the device, and the forward pass "
-        f"over the {options.suffix_tokens} tokens behind it; ratio: of that to the time. speedup: to the cold "
-        f"run. cold mfu: its share of {rates.peak_flops / 1e12:,.2f} TFLOP/s, a matrix product's in this run."
-    )
+    facts = describe(chosen)
+    words = "\n".join(f"left out: {what}" for what in bench.left_out)
     title = f"on {facts['name']}, a random {options.shape} Llama, engine {engine}"
-    section = Section(rows, title, "\n".join(words), left_out=LEFT_OUT)
-    about = {"engine": engine, "device": facts, "rates": asdict(rates), "left_out": bench.left_out}
+    section = Section(rows, title, words, left_out=LEFT_OUT)
+    about = {"engine": engine, "device": facts, "rates": asdict(bench.rates), "left_out": bench.left_out}
     return BenchResult("ttft", options, [section], about, bench.faults)
 
 
 def _check(options: TtftOptions, device: torch.device) -> None:
-    if options.shape not in TTFT_SHAPES:
-        raise BadInput(f"shape={options.shape!r}; allowed: {', '.join(TTFT_SHAPES)}")
+    one_of("shape", options.shape, TTFT_SHAPES)
     for context in options.contexts:
         if context < 1 or context % options.chunk_tokens:
             raise BadInput(
                 f"context={context} is not a multiple of the prefill chunk of {options.chunk_tokens} tokens; use "
                 f"{max(1, context // options.chunk_tokens) * options.chunk_tokens}"
-            )
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        if free < weights_bytes(options.shape):
-            raise BadInput(
-                f"a {options.shape} Llama has {format_size(weights_bytes(options.shape))} of weights, and the GPU has "
-                f"{format_size(free)} free; end what uses it, or take a smaller shape: {', '.join(TTFT_SHAPES)}"
             )
 
 
@@ -317,11 +292,7 @@ def _dram_bytes(layout: Layout, codec: str, tokens: int) -> int:
     (part,) = layout.parts
     frames = -(-tokens // layout.block_tokens) * frame_bytes(codec_named(codec).payload_bytes(part))
     wanted = max(8 << 20, int(frames / PINNED_SHARE * 1.1) + (64 << 20))
-    if wanted > available_bytes():
-        raise BadInput(
-            f"{tokens} tokens need a store of {format_size(wanted)} of memory with codec {codec}, and "
-            f"{format_size(available_bytes())} are available; give a shorter --context"
-        )
+    enough(f"a store for {tokens} tokens (--context), codec {codec},", wanted, available_bytes())
     return wanted
 
 

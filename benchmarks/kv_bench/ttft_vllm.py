@@ -1,15 +1,7 @@
-"""`kvstore bench ttft --engine vllm`: what a vLLM gains from our connector, and what it pays.
-
-    ttft      one request on an idle engine: cold, from the engine's own cache, from a sidecar in another process, and
-              through a connector that only copies pages out of shared memory
-    itl       eight streams decode, hits arrive: gaps between tokens during external hits and during own ones
-    hooks     eight streams decode, new prompts are prefilled in chunks: the share of our hooks in the steps' time
-    overhead  prompts never seen before, with the store and without
-    hand-over one engine prefills, another decodes, over one sidecar: decode's first token against prefill's end
+"""`kvstore bench ttft --engine vllm`: what a vLLM gains from our connector, and what it pays, in five parts.
 
 Engines and the sidecar are processes started here, which take turns. The engines measure their times; this process
-drives their steps and imports neither vLLM nor torch. A row is a median beside its reference; quotients are taken turn
-by turn, where both sides are adjacent on a drifting machine.
+drives their steps and imports neither vLLM nor torch. Quotients are taken turn by turn, where both sides are adjacent.
 """
 
 from __future__ import annotations
@@ -32,6 +24,7 @@ import numpy as np
 from kv_bench.llamas import LLAMAS, MID, ONE_B, TINY, kv_bytes_per_token, save_model
 from kv_bench.measure import Say, in_turn, quantile, quartile_row
 from kv_bench.process import Child, Sidecar
+from kv_bench.script import one_of
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.traffic.row import MS, SHARE, BenchResult, Row, Section, Target
 
@@ -66,16 +59,6 @@ SHARED_MEMORY = "/dev/shm"
 CONNECTORS = "kv_bench.timed_connector"
 LINK_FILE, FRAME_BYTES = "KVSTORE_BENCH_LINK", "KVSTORE_BENCH_FRAME_BYTES"
 """Settings of its link: a file with the speed; bytes of a token, its share of a frame's header and padding within."""
-WORDS = (
-    "ttft: prefix and suffix, one new token, an idle engine. own hit: the prefix is in the engine's own cache; "
-    "external hit: it was forgotten there, and comes from the sidecar, or for bare copies from a file in shared "
-    "memory. Ratios are medians of quotients within a turn. itl: the 99th percentile of gaps between a stream's tokens "
-    "from an arrival to its first token; low and high are the median and the longest. hooks: time in all hooks to time "
-    "of all steps. overhead: new prompts, slowdown with its 95 % interval, whose upper end the target is held against. "
-    "As shipped a save waits for an engine that computes on the same processors; saves at once is what it costs one "
-    "that always has something to do. hand-over: from the request to decode's first token, beside prefill's end, the "
-    f"load and {DECODE_STEPS} of decode's own steps together, all of the same request."
-)
 VLLM_SETTINGS = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 ENGINE_SETTINGS: Mapping[str, str | None] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # steps are driven from here, in the process of both connector halves
@@ -140,13 +123,10 @@ def options_for(
     parts: Sequence[str] = (), shape: str | None = None, device: str | None = None, **given: int | None
 ) -> VllmOptions:
     """The default options of the shape and the device, with what was given in their place. Raises `BadInput`."""
-    if shape is not None and shape not in LLAMAS:
-        raise BadInput(f"shape={shape!r}; allowed with --engine vllm: {', '.join(LLAMAS)}")
+    one_of("shape", shape, LLAMAS)
+    one_of("device", device, (CPU, CUDA))
     for part in parts:
-        if part not in PARTS:
-            raise BadInput(f"only={part!r}; allowed: {', '.join(PARTS)}")
-    if device not in (None, CPU, CUDA):
-        raise BadInput(f"device={device!r}; allowed with --engine vllm: {CPU}, {CUDA}")
+        one_of("only", part, PARTS)
     usual = ON_GPU if device == CUDA else SMALL if shape == TINY else VllmOptions()
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     chosen |= {} if shape is None else {"shape": shape}
@@ -176,11 +156,9 @@ def run(options: VllmOptions, say: Say) -> BenchResult:
                 rows += measured[part](bench)
             except StoreError as error:  # keep the other parts' results
                 bench.faults.append(f"{part} ended early: {error}")
-    versions = bench.versions
-    where = f"{versions.get('threads', '?')} threads" if options.device == CPU else str(versions.get("device"))
-    title = f"vLLM {versions.get('vllm', '?')}, {where}, a random {options.shape} Llama"
-    about = {"engine": "vllm", "versions": versions}
-    return BenchResult("ttft", options, [Section(rows, title, WORDS)], about, bench.faults)
+    about = {"engine": "vllm", "versions": bench.versions}
+    title = f"vLLM {bench.versions.get('vllm', '?')} on {options.device}, a random {options.shape} Llama"
+    return BenchResult("ttft", options, [Section(rows, title)], about, bench.faults)
 
 
 def connector(

@@ -1,7 +1,6 @@
-"""A vLLM in its own process, driven line by line: `bench ttft --engine vllm` measures with it.
+"""A vLLM in its own process, driven line by line and step by step.
 
-Its job configures the engine; each further line is a verb with its arguments. Steps are driven here, so that each is
-timed. vLLM must be imported before anything that loads llvmlite, and logs to standard output from then on.
+vLLM must be imported before anything that loads llvmlite, and logs to standard output from then on.
 """
 
 from __future__ import annotations
