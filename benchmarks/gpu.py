@@ -62,45 +62,31 @@ class Step:
 KERNEL_TESTS = ("test_triton_raw.py", "test_triton_int8.py", "test_triton_digest.py", "test_cuda.py")
 ADAPTER_TESTS = ("tests/adapters/test_engine_stream.py", "tests/adapters/test_paged_engine.py")
 BENCH = ("kvstore", "bench")
+
+
+def _bench(words: str) -> tuple[str, ...]:
+    return (*BENCH, *words.split(), "--json")
+
+
+ON_GPU = ("pytest", "-q", *(f"tests/kernels/{name}" for name in KERNEL_TESTS), *ADAPTER_TESTS)
+HF = "ttft --engine hf --device"
+VLLM_TESTS = tuple(("pytest", "-q", f"tests/engines/test_vllm_{name}.py") for name in ("gpu", "interface"))
+VLLM = ("ttft --engine vllm --device cuda", "ttft --engine vllm --shape tiny --only ttft")
 STEPS = (
+    Step("tests", ON_GPU, ("pytest", "-q", "tests/kernels/test_cuda.py"), 120, kernel_tests=True),
+    Step("kernels", _bench("kernels --device cuda"), _bench("kernels --device cpu --laps 1"), 150),
+    Step("codec", _bench("codec --quality"), _bench("codec --quality --windows 1"), 90),
+    # Its limit is what the others leave; alone it has time for 128k tokens in 8 bits.
+    Step("ttft", _bench(f"{HF} cuda --laps 3 --seconds {SECONDS}"), _bench(f"{HF} cpu --laps 1"), 460),
+    # Thirteen engines, one after another.
     Step(
-        "tests",
-        ("pytest", "-q", *(f"tests/kernels/{name}" for name in KERNEL_TESTS), *ADAPTER_TESTS),
-        ("pytest", "-q", "tests/kernels/test_cuda.py"),
-        limit_s=120,
-        kernel_tests=True,
-    ),
-    Step(
-        "kernels",
-        (*BENCH, "kernels", "--device", CUDA, "--json"),
-        (*BENCH, "kernels", "--device", CPU, "--laps", "1", "--json"),
-        limit_s=150,
-    ),
-    Step(
-        "codec",
-        (*BENCH, "codec", "--quality", "--json"),
-        (*BENCH, "codec", "--quality", "--windows", "1", "--json"),
-        limit_s=90,
-    ),
-    Step(
-        "ttft",
-        (*BENCH, "ttft", "--engine", "hf", "--device", CUDA, "--laps", "3", "--seconds", SECONDS, "--json"),
-        (*BENCH, "ttft", "--engine", "hf", "--device", CPU, "--laps", "1", "--json"),
-        limit_s=460,  # what the others leave; alone it has time for 128k tokens in 8 bits
-    ),
-    Step(
-        "vllm-tests",
-        ("pytest", "-q", "tests/engines/test_vllm_gpu.py"),
-        ("pytest", "-q", "tests/engines/test_vllm_interface.py"),
-        limit_s=900,  # thirteen engines, one after another
-        kernel_tests=True,
-        needs="vllm",
+        "vllm-tests", ("pytest", "-q", VLLM_TESTS), ("pytest", "-q", VLLM_SMALL), 900, kernel_tests=True, needs="vllm"
     ),
     Step(
         "vllm",
-        (*BENCH, "ttft", "--engine", "vllm", "--device", CUDA, "--json"),
-        (*BENCH, "ttft", "--engine", "vllm", "--shape", "tiny", "--only", "ttft", "--json"),
-        limit_s=400,
+        _bench("ttft --engine vllm --device cuda"),
+        _bench("ttft --engine vllm --shape tiny --only ttft"),
+        400,
         needs="vllm",
     ),
 )

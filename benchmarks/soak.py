@@ -33,7 +33,6 @@ import numpy as np
 
 from kv_bench import script
 from kv_bench.console import viewed
-from kv_bench.flood import bearer, stub_of
 from kv_bench.llamas import TINY, kv_bytes_per_token, save_model
 from kv_bench.process import HOST, Sidecar
 from kv_bench.traffic_engines import KVSTORE, Engines, vllm_server
@@ -43,6 +42,7 @@ from kvstore.insight.trace import Trace, read_trace
 from kvstore.traffic.run import Endpoint, TrafficOptions
 from kvstore.traffic.run import run as run_traffic
 from kvstore.wire.store_pb2 import MatchRequest, NamespacesRequest, Prompt
+from kvstore.wire.store_pb2_grpc import StoreStub
 from tiering.frame import KEY_BYTES
 
 SLOPE_MIB = 4.0
@@ -142,7 +142,7 @@ def processes_under(keeper: int) -> dict[str, int]:
 
 
 def asked_of(urls: list[str], grpc_address: str) -> dict[str, Callable[[], None]]:
-    stub, metadata = stub_of(grpc_address), bearer(TOKEN)
+    stub, metadata = StoreStub(grpc.insecure_channel(grpc_address)), [("authorization", f"Bearer {TOKEN}")]
 
     def fetch(url: str) -> None:
         with urllib.request.urlopen(url, timeout=ASK_SECONDS) as answer:

@@ -8,7 +8,6 @@ gives the same windows; sums of floats, and so the last digits, depend on the ma
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import time
@@ -26,12 +25,13 @@ import transformers
 from safetensors.torch import save
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kv_bench import script
 from kv_bench.corpus import read_sources, windows
 
 POSITIONS = 4096
 TIED = "lm_head.weight"
 """The same memory as the embeddings: it is not kept a second time."""
-STEP_BYTES = 4096
+SEED, STEP_BYTES = 1, 4096
 BUCKETS = (0, 512, 1024, 2048, 3072, POSITIONS)
 EVALUATED_WINDOWS = 64
 
@@ -62,10 +62,11 @@ CONFIG: dict[str, Any] = {
 
 
 def main() -> None:
-    options = _arguments()
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(options.seed)
-    text = _stream(options.seed)
+    folder = Path(__file__).resolve().parent.parent / "kvstore" / "demo" / "trained"
+    options = script.options(__doc__, out=str(folder), steps=2400)
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    text = _stream(SEED)
     model: Any = LlamaForCausalLM(LlamaConfig(**CONFIG))
     assert model.config.rope_parameters["rope_theta"] == 10000.0
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
@@ -74,7 +75,7 @@ def main() -> None:
     for step in range(options.steps):
         for group in optimizer.param_groups:
             group["lr"] = _rate(step, options.steps)
-        batch = _batch(text, options.seed, step, options.steps)
+        batch = _batch(text, SEED, step, options.steps)
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(input_ids=batch[:, :-1], use_cache=False).logits
         loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
@@ -87,17 +88,7 @@ def main() -> None:
             spent = time.monotonic() - began
             recent = sum(losses[-50:]) / len(losses[-50:])
             print(f"step {step + 1} of {options.steps}: {recent:.3f} nats/byte, {spent:.0f} s", flush=True)
-    _write(options, model, text, spent)
-
-
-def _arguments() -> argparse.Namespace:
-    folder = Path(__file__).resolve().parent.parent / "kvstore" / "demo" / "trained"
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=folder, help="where the model goes")
-    parser.add_argument("--steps", type=int, default=2400, help=f"of {STEP_BYTES:,} bytes each")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args()
+    _write(Path(options.out), options.steps, model, text, spent)
 
 
 def _stream(seed: int) -> np.ndarray:
@@ -122,7 +113,7 @@ def _rate(step: int, steps: int) -> float:
     return PEAK_RATE * (LAST_RATE_SHARE + (1 - LAST_RATE_SHARE) * (1 + cos(pi * done)) / 2)
 
 
-def _write(options: argparse.Namespace, model: Any, text: np.ndarray, seconds: float) -> None:
+def _write(out: Path, steps: int, model: Any, text: np.ndarray, seconds: float) -> None:
     state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items() if name != TIED}
     model.load_state_dict(state, strict=False)  # what is judged is what is saved
     weights = save({name: tensor.contiguous() for name, tensor in state.items()}, {"format": "pt"})
@@ -134,9 +125,9 @@ def _write(options: argparse.Namespace, model: Any, text: np.ndarray, seconds: f
         "text_licence": "PSF-2.0 (https://docs.python.org/3/license.html)",
         "text_bytes": len(text),
         "text_sha256": sha256(text.tobytes()).hexdigest(),
-        "seed": options.seed,
-        "steps": options.steps,
-        "bytes_seen": options.steps * STEP_BYTES,
+        "seed": SEED,
+        "steps": steps,
+        "bytes_seen": steps * STEP_BYTES,
         "seconds": round(seconds),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -144,11 +135,11 @@ def _write(options: argparse.Namespace, model: Any, text: np.ndarray, seconds: f
         "held_out_nats_per_byte": held_out_loss(model, windows(held_out, POSITIONS, EVALUATED_WINDOWS)),
         "sha256": sha256(weights).hexdigest(),
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "model.safetensors").write_bytes(weights)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "model.safetensors").write_bytes(weights)
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **CONFIG, "dtype": "bfloat16"}
-    (options.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (options.out / "ORIGIN.json").write_text(json.dumps(origin, indent=2) + "\n")
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (out / "ORIGIN.json").write_text(json.dumps(origin, indent=2) + "\n")
     print(json.dumps(origin, indent=2))
 
 

@@ -11,20 +11,20 @@ import gc
 import os
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain
+from hashlib import blake2b
+from itertools import chain, count
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time, sleep, thread_time
 
 import numpy as np
 
-from kv_bench.lookup_client import LookupOptions, hashing, matching
-from kv_bench.measure import Cost, Say, Turn, against, resident_bytes, time_row
-from kv_bench.process import Child, Sidecar
-from kv_bench.rig import MODEL, PagePool, prompt_of
+from kv_bench.measure import Cost, Say, Stopwatch, Turn, against, resident_bytes, time_row
+from kv_bench.process import Child, Parent, Sidecar, open_patiently
+from kv_bench.rig import MODEL, SMALLEST, BlockShape, PagePool, prompt_of
 from kvstore.block.codec import RawCodec
 from kvstore.block.errors import StoreError
 from kvstore.block.identity import KeyRing, Namespace, PrefixHasher, TenantKeys, token_bytes
@@ -53,6 +53,29 @@ _TOGETHER, _STEP_BLOCKS = 64, 8
 _SLOTS_OF_EXTENT = 512
 _HEAD_START_SECONDS = 0.05
 """Time for all client processes to read their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookupOptions:
+    """small_blocks, large_blocks: in the two indexes, whole prompts; a sidecar holds as many as the small one."""
+
+    prompt_tokens: int = 32768
+    block_tokens: int = SMALLEST.block_tokens
+    small_blocks: int = 10_000
+    large_blocks: int = 2_000_000
+    laps: int = 200
+    door_laps: int = 2000
+    clients: int = 8
+    client_laps: int = 5
+    client_seconds: float = 1.0
+
+    @property
+    def prompt_blocks(self) -> int:
+        return self.prompt_tokens // self.block_tokens
+
+    @property
+    def shape(self) -> BlockShape:
+        return BlockShape(1, self.block_tokens, 1, 8)
 
 
 def run(options: LookupOptions, say: Say) -> BenchResult:
@@ -250,7 +273,7 @@ def _together(options: LookupOptions, clients: Clients, chain_ms: float) -> Row:
 
 
 class Clients:
-    """Client processes of one sidecar; see `lookup_client`. A context manager that ends them."""
+    """Client processes of one sidecar; each this file. A context manager that ends them."""
 
     def __init__(self, options: LookupOptions, socket: str, stored: int) -> None:
         """stored: prompts. Raises `StoreError` if a client does not start."""
@@ -260,7 +283,7 @@ class Clients:
         with ExitStack() as stack:
             job = {"socket": socket, "prompts": stored, "options": asdict(options)}
             self.children = [
-                stack.enter_context(Child("kv_bench.lookup_client", {**job, "number": number}))
+                stack.enter_context(Child("kv_bench.lookup", {**job, "number": number}))
                 for number in range(options.clients)
             ]
             assert all([child.hear() == "ready" for child in self.children])
@@ -289,3 +312,68 @@ class Clients:
         if not seconds:
             raise StoreError(f"nothing was done in {self._seconds} s; give the clients longer")
         return Cost(self._seconds / len(seconds), sum(answer["cpu"] for answer in answers) / len(seconds)), seconds
+
+
+# --- matches and chains, here and in a client ------------------------------------------------------------------------
+
+
+def matching(handle: NamespaceHandle, options: LookupOptions, prompt_at: Callable[[int], np.ndarray]) -> Turn:
+    turns = count()
+
+    def match() -> Cost:
+        prompt = prompt_at(next(turns))
+        watch = Stopwatch(thread_time)
+        found = handle.match(prompt)
+        cost = watch.cost()
+        assert found.blocks == options.prompt_blocks and found.reason is None, found
+        return cost
+
+    return match
+
+
+def hashing(options: LookupOptions) -> Turn:
+    """The limit: the keys of one prompt, one keyed BLAKE2b-256 per block over the key before and the block's tokens."""
+    raw, step = token_bytes(prompt_of(0, options.prompt_tokens)), options.block_tokens * 4
+    base = blake2b(digest_size=32, key=bytes(32), person=b"kv-bench")
+
+    def chain() -> Cost:
+        watch = Stopwatch(thread_time)
+        parent = bytes(32)
+        for at in range(0, len(raw) - step + 1, step):
+            state = base.copy()
+            state.update(parent + raw[at : at + step])
+            parent = state.digest()
+        return watch.cost()
+
+    return chain
+
+
+def timed_until(work: Callable[[], object], start: float, end: float) -> dict[str, object]:
+    seconds: list[float] = []
+    sleep(max(0.0, start - perf_counter()))
+    cpu, before = process_time(), perf_counter()
+    while True:
+        work()
+        now = perf_counter()
+        if now > end:
+            return {"seconds": seconds, "cpu": process_time() - cpu}
+        seconds.append(now - before)
+        before = now
+
+
+def main() -> None:
+    parent = Parent()
+    job = parent.job
+    options = LookupOptions(**job["options"])
+    order = np.random.default_rng(job["number"]).permutation(job["prompts"]).tolist()
+    prompts = [prompt_of(number, options.prompt_tokens) for number in order]
+    with open_patiently(job["socket"]) as store:
+        handle = store.namespace(model=MODEL, layout=options.shape.layout)
+        work = {"match": matching(handle, options, lambda turn: prompts[turn % len(prompts)]), "hash": hashing(options)}
+        parent.answer("ready")
+        for turn in parent:
+            parent.answer(timed_until(work[turn["work"]], turn["start"], turn["end"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -104,34 +104,13 @@ def run(options: NvmeOptions, say: Say) -> tuple[list[Row], dict[str, Any], str]
     check_directory(options)
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=options.data) as scratch:
         measured = [_measured(shape, options, Path(scratch), say) for shape in options.shapes]
-    disk, limits = measured[0][1], dict[str, dict[str, object]]()
-    for shape, (_, _, commands) in zip(options.shapes, measured, strict=True):
-        for limit, by_direction in commands.items():
-            limits.setdefault(limit, {})[format_size(shape.payload_bytes)] = by_direction
-    delivered = sum(one["delivered_bytes"] for _, one, _ in measured)
-    reads = [one["read_bytes"] for _, one, _ in measured if one["read_bytes"] is not None]
-    disk |= {
-        "depth": DEPTH,
-        "limits": limits,
-        "delivered_bytes": delivered,
-        "read_bytes": sum(reads) if reads else None,
-    }
-    return [row for rows, _, _ in measured for row in rows], disk, _described(disk)
-
-
-def _described(disk: dict[str, Any]) -> str:
+    disk = measured[0][1] | {"depth": DEPTH, "delivered_bytes": sum(one["delivered_bytes"] for _, one in measured)}
     how = "direct I/O" if disk["direct"] else "buffered, without targets"
-    gave = "the kernel does not say what disks gave"
-    if disk["read_bytes"] is not None:
-        gave = f"disks gave {format_size(disk['read_bytes'])} for them"
-    delivered = format_size(disk["delivered_bytes"])
-    fio = disk["fio"] or disk["why_not_fio"]
-    return f"nvme: {disk['file_system']}, {how}. {fio}. Cold turns delivered {delivered}; {gave}."
+    words = f"{disk['file_system']}, {how}. {disk['fio'] or disk['why_not_fio']}"
+    return [row for rows, _ in measured for row in rows], disk, words
 
 
-def _measured(
-    shape: BlockShape, options: NvmeOptions, scratch: Path, say: Say
-) -> tuple[list[Row], dict[str, Any], dict[str, dict[str, str]]]:
+def _measured(shape: BlockShape, options: NvmeOptions, scratch: Path, say: Say) -> tuple[list[Row], dict[str, Any]]:
     subject = f"{format_size(shape.payload_bytes)} frames on NVMe"
     say(f"{subject}: filling the disk")
     files = DirectFiles(scratch / "probe")
@@ -178,8 +157,7 @@ def _measured(
     is_judged = files.direct and kind not in IN_MEMORY
     rows = [_row(path, limit, shape, blocks, one, is_judged) for path, by in found.items() for limit, one in by.items()]
     disk = {"file_system": kind, "direct": files.direct, "fio": fio.version if fio else "", "why_not_fio": why_not_fio}
-    disk |= {"delivered_bytes": side.cold_blocks * shape.payload_bytes, "read_bytes": side.read_bytes}
-    return rows, disk, {name: limit.commands for name, limit in limits.items()}
+    return rows, disk | {"delivered_bytes": side.cold_blocks * shape.payload_bytes}
 
 
 def _row(path: str, limit: str, shape: BlockShape, blocks: int, found: Against, is_judged: bool) -> Row:
@@ -208,7 +186,6 @@ class NvmeSide:
         self._blocks, self._tokens = blocks, blocks * shape.block_tokens
         self._numbers, self._turns = count(), count()
         self.cold_blocks = 0
-        self.read_bytes: int | None = 0
         self._stored = [self._persisted() for _ in range(PROMPTS)]
         slabs = sorted((directory / "nvme").glob("*.slab"))[1:]  # the first is the stamp
         assert len(slabs) == PROMPTS, slabs
@@ -220,21 +197,19 @@ class NvmeSide:
     def promote(self) -> Cost:
         """Lease the next cold prompt; matching and releasing are not timed."""
         match = self._cold_match()
-        with self._counted():
-            watch = Stopwatch()
-            lease = self._handle.lease(match, deadline_ms=DEADLINE_MS)
-            cost = watch.cost()
+        watch = Stopwatch()
+        lease = self._handle.lease(match, deadline_ms=DEADLINE_MS)
+        cost = watch.cost()
         with lease:
             assert lease.blocks == self._blocks, f"{lease.blocks} of {self._blocks} blocks came up: {lease.reason}"
         return cost
 
     def get(self) -> Cost:
         match, pages = self._cold_match(), self._pool.take()
-        with self._counted():
-            watch = Stopwatch()
-            with self._handle.lease(match, deadline_ms=DEADLINE_MS) as lease:
-                loaded = self._handle.get(lease, pages)
-            cost = watch.cost()
+        watch = Stopwatch()
+        with self._handle.lease(match, deadline_ms=DEADLINE_MS) as lease:
+            loaded = self._handle.get(lease, pages)
+        cost = watch.cost()
         assert loaded.tokens == self._tokens, f"{loaded.tokens} of {self._tokens} tokens loaded: {loaded.reason}"
         return cost
 
@@ -271,17 +246,6 @@ class NvmeSide:
 
     def _make_cold(self) -> None:
         self.store.evict(DRAM_PROMPTS * self._blocks)
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Add up what disks deliver meanwhile."""
-        before = disk_read_bytes()
-        yield
-        after = disk_read_bytes()
-        if before is None or after is None or self.read_bytes is None:
-            self.read_bytes = None
-        else:
-            self.read_bytes += after - before
 
     def _in_dram_only(self) -> np.ndarray:
         prompt = prompt_of(next(self._numbers), self._tokens)
@@ -344,9 +308,9 @@ class Fio:
     def __init__(self, program: str, amount: Amount) -> None:
         self.version = ""
         sizes = f"--bs={amount.frame_bytes} --size={amount.turn_bytes} --direct={int(amount.direct)}"
-        how = f"{sizes} --ioengine=libaio --iodepth={DEPTH} --thread"
-        self.commands = {"read": f"fio --rw=read {how} --readonly", "write": f"fio --rw=write {how} --end_fsync=1"}
-        self._program, self._amount = program, amount
+        how = [*sizes.split(), "--ioengine=libaio", f"--iodepth={DEPTH}", "--thread", "--eta=never"]
+        self._command = [program, "--name=limit", *how, "--output-format=json", "--allow_file_create=0"]
+        self._amount = amount
         self._pauses: list[float] = []
 
     @property
@@ -357,9 +321,8 @@ class Fio:
     def move(self, direction: str, region: DiskFrames) -> Cost:
         """Sequential reads, or writes and then one sync. Raises `FioFailed`."""
         path = str(region.path.absolute()).replace(":", r"\:")  # fio ends a name at a colon
-        where = [f"--filename={path}", f"--offset={region.offset}", "--allow_file_create=0"]
-        told = ["--eta=never", "--output-format=json"]
-        command = [self._program, "--name=limit", *self.commands[direction].split()[1:], *where, *told]
+        how = ["--rw=read", "--readonly"] if direction == "read" else ["--rw=write", "--end_fsync=1"]
+        command = [*self._command, *how, f"--filename={path}", f"--offset={region.offset}"]
         start = time()
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_SECONDS, check=False)
@@ -384,11 +347,6 @@ class Fio:
 
 class Loop:
     """`DEPTH` threads of preadv and pwritev; each takes the next frame when one is done."""
-
-    commands: dict[str, str] = {  # noqa: RUF012
-        "read": f"{DEPTH} threads of preadv",
-        "write": f"{DEPTH} threads of pwritev, then fdatasync",
-    }
 
     def __init__(self, amount: Amount, memory: Callable[[], Any]) -> None:
         """memory: lends a turn's memory, frame by frame, as a context."""
@@ -445,11 +403,3 @@ def file_system(directory: Path) -> str:
         if left.split()[2] == wanted:
             return right.split()[0]
     return "unknown"
-
-
-def disk_read_bytes() -> int | None:
-    try:
-        counts = Path("/proc/self/io").read_text()
-        return next(int(line.split()[1]) for line in counts.splitlines() if line.startswith("read_bytes:"))
-    except (OSError, StopIteration):
-        return None

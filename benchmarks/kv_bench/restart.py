@@ -78,18 +78,6 @@ class RestartOptions:
             raise BadInput(f"blocks={self.blocks}; give {REAL_BLOCKS + 1} to {MOST_BLOCKS}")
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A process's times: seconds from the call of `open`. slowest_match_ms: of one block, during loading. grown_bytes:
-    the process's growth."""
-
-    opened: float
-    answered: float
-    warmed: float
-    slowest_match_ms: float
-    grown_bytes: int
-
-
 def run(options: RestartOptions, say: Say) -> BenchResult:
     """Build the directory, then restart again and again. Raises `BadInput` where there is too little disk for it."""
     plan = Plan(options.blocks, options.prompt_blocks)
@@ -137,7 +125,7 @@ def _embedded_rows(
 ) -> tuple[list[Row], dict[str, float]]:
     index = directory / "nvme" / "index"
     data = index / lmdb_index.DATA_FILE
-    found: dict[str, list[tuple[Started, float]]] = {"clean": [], "killed": [], "cold": []}
+    found: dict[str, list[tuple[dict[str, float], float]]] = {"clean": [], "killed": [], "cold": []}
     pass_over(index)  # from here on, what the build left is in the page cache
     for how, lap, kills in _ends(options.laps):
         say(f"restart {lap + 1} of {options.laps}, after {'a clean end' if how == 'clean' else 'a kill'}")
@@ -149,14 +137,14 @@ def _embedded_rows(
     alone = pass_over(index)
     _forget(data)
     found["cold"].append((_start(directory, plan), alone))
-    grown = median(started.grown_bytes for laps in found.values() for started, _ in laps) / plan.blocks
+    grown = median(started["grown_bytes"] for laps in found.values() for started, _ in laps) / plan.blocks
     rows = []
     for how, laps in found.items():
         is_targeted = how != "cold" and plan.blocks >= TARGET_BLOCKS
         target = TARGET_SECONDS * plan.blocks / TARGET_BLOCKS if is_targeted else None
-        details = {name: median(getattr(one, name) for one, _ in laps) for name in ("opened", "answered")}
-        details["slowest_match_ms"] = max(started.slowest_match_ms for started, _ in laps)
-        seconds, limits = [started.warmed for started, _ in laps], [limit for _, limit in laps]
+        details = {name: median(one[name] for one, _ in laps) for name in ("opened", "answered")}
+        details["slowest_match_ms"] = max(started["slowest_match_ms"] for started, _ in laps)
+        seconds, limits = [started["warmed"] for started, _ in laps], [limit for _, limit in laps]
         rows.append(_row(how, seconds, "index alone", limits, target, **details))
     return rows, {"bytes_per_block": grown, "index_bytes": data.stat().st_size}
 
@@ -183,9 +171,9 @@ def _forget(path: Path) -> None:
         os.close(descriptor)
 
 
-def _start(directory: Path, plan: Plan, *, kill: bool = False) -> Started:
+def _start(directory: Path, plan: Plan, *, kill: bool = False) -> dict[str, float]:
     with Child("kv_bench.restart", {"directory": str(directory), "kill": kill, **asdict(plan)}) as child:
-        started = Started(**child.hear())
+        started: dict[str, float] = child.hear()
         child.process.wait(LONGEST_SECONDS)
         wanted = -signal.SIGKILL if kill else 0
         assert child.process.returncode == wanted, f"the process that restarts ended with {child.process.returncode}"
@@ -216,7 +204,8 @@ def main() -> None:
         with handle.lease(handle.match(prompt), deadline_ms=60_000) as lease:
             loaded = handle.get(lease, pages)
         assert loaded.tokens == len(prompt), f"{loaded.tokens} of {len(prompt)} tokens: {loaded.reason}"
-        answer = asdict(Started(opened, answered, warmed, slowest * 1e3, grown))
+        answer = {"opened": opened, "answered": answered, "warmed": warmed, "grown_bytes": grown}
+        answer["slowest_match_ms"] = slowest * 1e3
         if parent.job["kill"]:
             parent.answer(answer)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -52,19 +52,13 @@ ROOM = 1.3
 MEMORY_SHARE = 0.8
 """Share of the available memory that the rows of a sidecar may take."""
 
-TARGETS: dict[tuple[str, str, bool, int], float] = {
-    (DRAM, "get", True, 1): 0.70,
-    (DRAM, "put", True, 1): 0.70,
-    (DRAM, "get", True, 2): 0.85,
-    (DRAM, "put", True, 2): 0.85,
+TARGETS = {
+    **dict.fromkeys([(DRAM, "get", True, 1), (DRAM, "put", True, 1)], 0.70),
+    **dict.fromkeys([(DRAM, "get", True, 2), (DRAM, "put", True, 2)], 0.85),
+    **dict.fromkeys([(DOOR, path, True, 1) for path in ("get", "put", HOST_POOL)], 0.68),
+    **dict.fromkeys([(DOOR, "put", False, 1), (DOOR, HOST_POOL, False, 1)], 0.88),
+    **dict.fromkeys([(DRAM, "put", False, 1), (DOOR, "get", False, 1)], 0.90),
     (DRAM, "get", False, 1): 0.92,
-    (DRAM, "put", False, 1): 0.90,
-    (DOOR, "get", True, 1): 0.68,
-    (DOOR, "put", True, 1): 0.68,
-    (DOOR, "get", False, 1): 0.90,
-    (DOOR, "put", False, 1): 0.88,
-    (DOOR, HOST_POOL, True, 1): 0.68,
-    (DOOR, HOST_POOL, False, 1): 0.88,
 }
 """(tier, path, with verification, threads): share of one thread's memcpy, for pages in the payload's own order."""
 TARGETED_BYTES = {HEAD_MAJOR: 2 << 20, HOST_POOL: 1 << 20}

@@ -127,16 +127,16 @@ class Budget:
     """Time left. A section is skipped if the seconds per token of a shorter context predict that it would not end in
     time: a killed bench loses all rows."""
 
-    def __init__(self, end: float, clock: Callable[[], float] = perf_counter) -> None:
-        self._end, self._clock, self._began = end, clock, clock()
+    def __init__(self, end: float) -> None:
+        self._end, self._began = end, 0.0
         self._seconds_per_token: dict[str, float] = {}
 
     def begin(self, section: str, tokens: int) -> bool:
-        self._began = self._clock()
+        self._began = perf_counter()
         return self._began + self._seconds_per_token.get(section, 0.0) * tokens < self._end
 
     def spent(self, section: str, tokens: int) -> None:
-        self._seconds_per_token[section] = (self._clock() - self._began) / tokens
+        self._seconds_per_token[section] = (perf_counter() - self._began) / tokens
 
 
 class _Ttft:

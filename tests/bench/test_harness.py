@@ -163,17 +163,19 @@ def test_every_bench_takes_check_and_json() -> None:
 
 # Processes ------------------------------------------------------------------------------------------------------------
 
-FLOOD = {"address": "unix:nowhere", "token": "", "namespace": "", "keys": "", "calls": 1}
 STORE = {"dram": "1MiB", "nvme": "off"}
 
 
 def test_a_child_answers_until_the_bench_ends_it() -> None:
-    with Child("kv_bench.flood", FLOOD) as child:
-        assert child.hear() == "ready" and Path(f"/proc/{child.process.pid}").exists()
+    job = {"prompts": 1, "number": 0, "options": {"prompt_tokens": 64}}
+    with Sidecar(STORE) as sidecar:
+        sidecar.greeted()
+        with Child("kv_bench.lookup", {**job, "socket": sidecar.socket}) as child:
+            assert child.hear() == "ready" and Path(f"/proc/{child.process.pid}").exists()
     assert child.process.returncode == 0
     with (
         pytest.raises(StoreError, match="it ended with 1: KeyError"),
-        Child("kv_bench.flood", {}, "it") as child,
+        Child("kv_bench.lookup", {}, "it") as child,
     ):
         child.hear()
 
