@@ -70,7 +70,7 @@ def _bench(words: str) -> tuple[str, ...]:
 
 ON_GPU = ("pytest", "-q", *(f"tests/kernels/{name}" for name in KERNEL_TESTS), *ADAPTER_TESTS)
 HF = "ttft --engine hf --device"
-VLLM_TESTS = tuple(("pytest", "-q", f"tests/engines/test_vllm_{name}.py") for name in ("gpu", "interface"))
+VLLM_TESTS = [("pytest", "-q", f"tests/engines/test_vllm_{name}.py") for name in ("gpu", "interface")]
 VLLM = ("ttft --engine vllm --device cuda", "ttft --engine vllm --shape tiny --only ttft")
 STEPS = (
     Step("tests", ON_GPU, ("pytest", "-q", "tests/kernels/test_cuda.py"), 120, kernel_tests=True),
@@ -79,16 +79,8 @@ STEPS = (
     # Its limit is what the others leave; alone it has time for 128k tokens in 8 bits.
     Step("ttft", _bench(f"{HF} cuda --laps 3 --seconds {SECONDS}"), _bench(f"{HF} cpu --laps 1"), 460),
     # Thirteen engines, one after another.
-    Step(
-        "vllm-tests", ("pytest", "-q", VLLM_TESTS), ("pytest", "-q", VLLM_SMALL), 900, kernel_tests=True, needs="vllm"
-    ),
-    Step(
-        "vllm",
-        _bench("ttft --engine vllm --device cuda"),
-        _bench("ttft --engine vllm --shape tiny --only ttft"),
-        400,
-        needs="vllm",
-    ),
+    Step("vllm-tests", *VLLM_TESTS, 900, kernel_tests=True, needs="vllm"),
+    Step("vllm", *map(_bench, VLLM), 400, needs="vllm"),
 )
 
 

@@ -11,7 +11,7 @@ import gc
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -70,15 +70,6 @@ SMALL = TtftOptions(TINY, (256, 512), chunk_tokens=128, laps=3, copy_bytes=1 << 
 """What a CPU does in seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What the device reached in this run: bytes per second of copies, and FLOP/s of matrix products."""
-
-    pinned_bytes_per_second: float
-    device_bytes_per_second: float
-    peak_flops: float
-
-
 def options_for(device: str | None, contexts: str | None = None, **given: Any) -> TtftOptions:
     """The device's default options, with what was given in their place. contexts: such as "8k,32k". Raises
     `BadInput`."""
@@ -95,7 +86,10 @@ def run(options: TtftOptions, say: Say, device: str | None = None, engine: str =
     _check(options, chosen)
     say(f"a random {options.shape} Llama")
     # Beyond the longest context: room for what follows the prefix.
-    model = build(options.shape, chosen, max(options.contexts) + options.suffix_tokens + 64)
+    try:
+        model = build(options.shape, chosen, max(options.contexts) + options.suffix_tokens + 64)
+    except torch.OutOfMemoryError as error:
+        raise BadInput(f"{told(error)}; end what uses the GPU, or take a smaller --shape") from None
     bench, rows = _Ttft(model, options, chosen), list[Row]()
     with quiet_collector():
         for context in options.contexts:
@@ -106,10 +100,9 @@ def run(options: TtftOptions, say: Say, device: str | None = None, engine: str =
             except FAILURES as error:
                 bench.faults.append(f"{context} tokens ended early: {told(error)}")
     facts = describe(chosen)
-    words = "\n".join(f"left out: {what}" for what in bench.left_out)
     title = f"on {facts['name']}, a random {options.shape} Llama, engine {engine}"
-    section = Section(rows, title, words, left_out=LEFT_OUT)
-    about = {"engine": engine, "device": facts, "rates": asdict(bench.rates), "left_out": bench.left_out}
+    section = Section(rows, title, "\n".join(bench.left_out), left_out=LEFT_OUT)
+    about = {"engine": engine, "device": facts, "rates": bench.rates, "left_out": bench.left_out}
     return BenchResult("ttft", options, [section], about, bench.faults)
 
 
@@ -123,29 +116,14 @@ def _check(options: TtftOptions, device: torch.device) -> None:
             )
 
 
-class Budget:
-    """Time left. A section is skipped if the seconds per token of a shorter context predict that it would not end in
-    time: a killed bench loses all rows."""
-
-    def __init__(self, end: float) -> None:
-        self._end, self._began = end, 0.0
-        self._seconds_per_token: dict[str, float] = {}
-
-    def begin(self, section: str, tokens: int) -> bool:
-        self._began = perf_counter()
-        return self._began + self._seconds_per_token.get(section, 0.0) * tokens < self._end
-
-    def spent(self, section: str, tokens: int) -> None:
-        self._seconds_per_token[section] = (perf_counter() - self._began) / tokens
-
-
 class _Ttft:
     """What all lengths share. faults: what failed, one line each. left_out: for what there was no time or no memory,
     and why."""
 
     def __init__(self, model: Any, options: TtftOptions, device: torch.device) -> None:
         self.model, self.options, self.device = model, options, device
-        self.budget = Budget(perf_counter() + options.seconds)
+        self._end, self._began = perf_counter() + options.seconds, 0.0
+        self._seconds_per_token: dict[str, float] = {}
         self.faults: list[str] = []
         self.left_out: list[str] = []
         timer = DeviceTimer(device)
@@ -156,13 +134,19 @@ class _Ttft:
         on_device()
         copied = median(on_device().wall for _ in range(COPY_LAPS))
         peak = peak_flops(device, next(model.parameters()).dtype, timer)
-        self.rates = Rates(options.copy_bytes / pinned, 2 * options.copy_bytes / copied, peak)
+        self.rates = {"pinned_bytes_per_second": options.copy_bytes / pinned, "peak_flops": peak}
+        self.rates["device_bytes_per_second"] = 2 * options.copy_bytes / copied
 
     def has_time(self, section: str, context: int, what: str) -> bool:
-        if self.budget.begin(section, context):
+        """Whether a section, which begins now, ends in time, by the seconds per token of a shorter context."""
+        self._began = perf_counter()
+        if self._began + self._seconds_per_token.get(section, 0.0) * context < self._end:
             return True
         self.left_out.append(f"{what}: no time for it in {self.options.seconds:.0f} seconds")
         return False
+
+    def spent(self, section: str, context: int) -> None:
+        self._seconds_per_token[section] = (perf_counter() - self._began) / context
 
 
 class _Length:
@@ -185,11 +169,11 @@ class _Length:
         answers = self._laps(cache, options.laps)
         self._cold_ms = median(answer.report.ttft_ms for answer in answers)
         flops = prefill_flops(bench.model, len(self._prompt))
-        self._mfu = flops / (self._cold_ms / 1e3) / bench.rates.peak_flops
+        self._mfu = flops / (self._cold_ms / 1e3) / bench.rates["peak_flops"]
         self._suffix_ms = 1e3 * self._suffix_seconds(cache)
         layout = cache.layout
         del cache
-        bench.budget.spent(COLD, context)
+        bench.spent(COLD, context)
         yield self._row(COLD, "", answers, 0, None)
         for codec in options.codecs:
             if not bench.has_time(codec, context, f"{context} tokens, {codec}"):
@@ -212,18 +196,18 @@ class _Length:
         cache = self._cache(store, codec)
         yield self._row(FILL, codec, self._laps(cache, 1), size, None)
         say(f"{context:,} tokens, from DRAM, {codec}")
-        limit = 1e3 * size / bench.rates.pinned_bytes_per_second + self._suffix_ms
+        limit = 1e3 * size / bench.rates["pinned_bytes_per_second"] + self._suffix_ms
         yield self._row(DRAM, codec, self._laps(cache, options.laps, DRAM), size, limit)
-        bench.budget.spent(codec, context)
+        bench.spent(codec, context)
         if codec != RAW or not bench.has_time(HBM, context, f"{context} tokens, from the pool"):
             return
         del cache
         say(f"{context:,} tokens, from the pool")
         cache = self._cache(store, codec, hbm=raw + 2 * options.suffix_tokens * raw // context)
         self._laps(cache, 1, DRAM)  # fills the pool
-        limit = 1e3 * 2 * raw / bench.rates.device_bytes_per_second + self._suffix_ms
+        limit = 1e3 * 2 * raw / bench.rates["device_bytes_per_second"] + self._suffix_ms
         yield self._row(HBM, codec, self._laps(cache, options.laps, HBM), 2 * raw, limit)
-        bench.budget.spent(HBM, context)
+        bench.spent(HBM, context)
 
     def _cache(self, store: Any, codec: str, hbm: int = 0) -> PrefixCache:
         gc.collect()  # frees the buffers of the one before

@@ -268,7 +268,7 @@ def test_options_of_a_vllm_take_what_was_given_and_what_cannot_be_is_one_line() 
     assert kv_bytes_per_token(MID) == 8192
     assert [parse_tokens(text) for text in ("8k", "128K", " 300 ")] == [8192, 131072, 300]
     for work, words in (
-        (lambda: ttft_vllm.options_for(shape="8b"), "allowed with --engine vllm: tiny, mid"),
+        (lambda: ttft_vllm.options_for(shape="8b"), "allowed: tiny, mid"),
         (lambda: ttft_vllm.options_for(["speed"]), "allowed: ttft, itl, hooks, overhead, hand-over"),
         (lambda: ttft_vllm.options_for(prefix_tokens=4100), "use 4096"),
         (lambda: ttft_vllm.options_for(prefix_tokens=64 << 10), "use 8064"),
