@@ -79,8 +79,8 @@ STEPS = (
     # Its limit is what the others leave; alone it has time for 128k tokens in 8 bits.
     Step("ttft", _bench(f"{HF} cuda --laps 3 --seconds {SECONDS}"), _bench(f"{HF} cpu --laps 1"), 460),
     # Thirteen engines, one after another.
-    Step("vllm-tests", *VLLM_TESTS, 900, kernel_tests=True, needs="vllm"),
-    Step("vllm", *map(_bench, VLLM), 400, needs="vllm"),
+    Step("vllm-tests", VLLM_TESTS[0], VLLM_TESTS[1], 900, kernel_tests=True, needs="vllm"),
+    Step("vllm", _bench(VLLM[0]), _bench(VLLM[1]), 400, needs="vllm"),
 )
 
 

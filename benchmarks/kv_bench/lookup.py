@@ -22,7 +22,7 @@ from time import perf_counter, process_time, sleep, thread_time
 
 import numpy as np
 
-from kv_bench.measure import Cost, Say, Stopwatch, Turn, against, resident_bytes, time_row
+from kv_bench.measure import Cost, Say, Stopwatch, Turn, against, resident_bytes, time_row, timed
 from kv_bench.process import Child, Parent, Sidecar, open_patiently
 from kv_bench.rig import MODEL, SMALLEST, BlockShape, PagePool, prompt_of
 from kvstore.block.codec import RawCodec
@@ -121,24 +121,9 @@ def run(options: LookupOptions, say: Say) -> BenchResult:
     return BenchResult("lookup", options, sections)
 
 
-def longest_collection_ms(times: int = 3) -> float:
-    pauses: list[float] = []
-    started = [0.0]
-
-    def note(phase: str, _: dict[str, int]) -> None:
-        if phase == "start":
-            started[0] = perf_counter()
-        else:
-            pauses.append(perf_counter() - started[0])
-
+def longest_collection_ms() -> float:
     gc.collect()
-    gc.callbacks.append(note)
-    try:
-        for _ in range(times):
-            gc.collect()
-    finally:
-        gc.callbacks.remove(note)
-    return max(pauses) * 1e3
+    return 1e3 * max(timed(gc.collect)().wall for _ in range(3))
 
 
 class FilledStore:
@@ -243,18 +228,15 @@ def through_a_sidecar(options: LookupOptions, say: Say) -> tuple[Row, Row]:
 def _one(options: LookupOptions, match: Turn, blocks: int) -> Row:
     walls: dict[str, list[float]] = {"match": [], "chain": []}
 
-    def kept(name: str, turn: Turn) -> Turn:
-        def one() -> Cost:
-            cost = turn()
-            walls[name].append(cost.wall)
-            return cost
+    def kept(name: str, turn: Turn) -> Cost:
+        cost = turn()
+        walls[name].append(1e3 * cost.wall)
+        return cost
 
-        return one
-
-    turns = {"match": kept("match", match)}
-    found = against(kept("chain", hashing(options)), turns, options.door_laps)["match"]
+    turns = {"match": partial(kept, "match", match)}
+    found = against(partial(kept, "chain", hashing(options)), turns, options.door_laps)["match"]
     # Without the earlier ones, which warm up.
-    match_ms, chain_ms = (1e3 * quantile(one[-options.door_laps :], 0.99) for one in walls.values())
+    match_ms, chain_ms = (quantile(one[-options.door_laps :], 0.99) for one in walls.values())
     what = {"by": "a sidecar's socket", "blocks": blocks, "prompts": "in turn"}
     return time_row(what, found, "chain", DOOR_TARGET, ms_p99=match_ms, chain_ms_p99=chain_ms)
 

@@ -45,10 +45,8 @@ class Stopwatch:
         self._cpu = cpu
         self._worked, self._began = cpu(), perf_counter()
 
-    def cost(self, pieces: int = 1) -> Cost:
-        """So far, of each of so many pieces of work."""
-        wall, worked = perf_counter() - self._began, self._cpu() - self._worked
-        return Cost(wall / pieces, worked / pieces)
+    def cost(self) -> Cost:
+        return Cost(perf_counter() - self._began, self._cpu() - self._worked)
 
 
 def timed(work: Callable[[], object]) -> Turn:

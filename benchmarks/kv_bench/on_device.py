@@ -11,11 +11,10 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from time import perf_counter
 
 import torch
 
-from kv_bench.measure import Cost
+from kv_bench.measure import Cost, timed
 from kv_bench.script import one_of
 from kv_kernels.cuda import CudaDevice, local_cpus
 from kv_kernels.device import Device, Direction, Event, Lanes, Regions
@@ -98,11 +97,8 @@ class TimedWork:
 
     def __call__(self) -> Cost:
         if self._plug is None:
-            began = perf_counter()
-            self._work()
-            seconds = perf_counter() - began
             self.is_late.append(False)
-            return Cost(seconds, seconds)
+            return timed(self._work)()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(PLUG_COPIES):
             self._plug[0].copy_(self._plug[1])

@@ -30,6 +30,7 @@ from kv_bench.script import enough
 from kvstore.block import codec
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import PrefixHasher, root_key, token_bytes
+from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.socket_door import MAX_DEADLINE_MS
 from kvstore.config import MAX_SLAB_BYTES, StoreOptions, TierOptions
@@ -88,12 +89,8 @@ def run(options: RestartOptions, say: Say) -> BenchResult:
     except OSError as error:
         raise BadInput(f"{options.data} cannot be used: {error.strerror}; give another directory") from None
     with scratch as name:
-        enough(
-            f"a directory of {options.blocks} blocks (--blocks, --data)",
-            plan.budget_bytes,
-            disk_room(Path(name)),
-            "disk",
-        )
+        what = f"a directory of {options.blocks} blocks (--blocks, --data)"
+        enough(what, plan.budget_bytes, disk_room(Path(name)), "disk")
         directory = Path(name) / "store"
         build(directory, plan, say)
         embedded, about = _embedded_rows(options, plan, directory, say)
@@ -201,9 +198,7 @@ def main() -> None:
         grown = resident_bytes() - before
         assert store.warmed(0), "it could not be taken in"
         assert store.usage().blocks == plan.blocks, f"{store.usage().blocks} of {plan.blocks} blocks are back"
-        with handle.lease(handle.match(prompt), deadline_ms=60_000) as lease:
-            loaded = handle.get(lease, pages)
-        assert loaded.tokens == len(prompt), f"{loaded.tokens} of {len(prompt)} tokens: {loaded.reason}"
+        load_real_prompt(handle, pages)
         answer = {"opened": opened, "answered": answered, "warmed": warmed, "grown_bytes": grown}
         answer["slowest_match_ms"] = slowest * 1e3
         if parent.job["kill"]:
@@ -239,13 +234,17 @@ def _sidecar_rows(options: RestartOptions, plan: Plan, directory: Path, say: Say
 
 
 def check_all_is_found(sidecar: Sidecar, plan: Plan) -> None:
-    prompt, pages = real_prompt(), PagePool(SHAPE, REAL_BLOCKS).take()
     with sidecar.client() as client:
         handle = client.namespace(model=MODEL, layout=SHAPE.layout)
         found = found_blocks(handle, plan)
         assert found == plan.blocks, f"{found} of {plan.blocks} blocks are back"
-        with handle.lease(handle.match(prompt), deadline_ms=MAX_DEADLINE_MS) as lease:
-            loaded = handle.get(lease, pages)
+        load_real_prompt(handle, PagePool(SHAPE, REAL_BLOCKS).take())
+
+
+def load_real_prompt(handle: NamespaceHandle, pages: Pages) -> None:
+    prompt = real_prompt()
+    with handle.lease(handle.match(prompt), deadline_ms=MAX_DEADLINE_MS) as lease:
+        loaded = handle.get(lease, pages)
     assert loaded.tokens == len(prompt), f"{loaded.tokens} of {len(prompt)} tokens: {loaded.reason}"
 
 

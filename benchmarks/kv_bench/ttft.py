@@ -26,7 +26,7 @@ from engine_adapter.hf.layers import even_cache
 from engine_adapter.hf_cache import CHUNK_TOKENS_CUDA, Generation, PrefixCache
 from kv_bench.kernels import LOAD, PlainCopy
 from kv_bench.llamas import EIGHT_B, TINY, TTFT_SHAPES, build, parse_tokens, peak_flops, prefill_flops
-from kv_bench.measure import Say, available_bytes, quiet_collector
+from kv_bench.measure import Say, available_bytes, quiet_collector, timed
 from kv_bench.on_device import DeviceTimer, describe, device_named, give_memory_back
 from kv_bench.paged_pool import FAILURES, RAW, told
 from kv_bench.script import enough, one_of
@@ -282,9 +282,4 @@ def _dram_bytes(layout: Layout, codec: str, tokens: int) -> int:
 
 def _median_seconds(work: Callable[[], object], laps: int) -> float:
     work()
-    times = []
-    for _ in range(laps):
-        start = perf_counter()
-        work()
-        times.append(perf_counter() - start)
-    return median(times)
+    return median(timed(work)().wall for _ in range(laps))

@@ -71,11 +71,8 @@ Answer = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
-    """shape: the model's. prefix_tokens: stored; suffix_tokens: behind it, new in each request. turns: per median.
-    streams: decoding, of stream_tokens each at first. arrivals: of each kind, with steps_between. load_prompts:
-    arrivals while hooks are timed, of load_tokens, prefilled in chunks of chunk_tokens. pairs: with and without a
-    store, each of pair_prompts new prompts of pair_tokens with answer_tokens. hand_overs: per way. kv_gib: of an
-    engine's own pages. device: cpu or cuda."""
+    """prefix_tokens: stored; suffix_tokens: behind it, new in each request. load_*: of prompts that arrive while hooks
+    are timed. pair_*: of new prompts with and without a store. kv_gib: of an engine's own pages."""
 
     shape: str = MID
     parts: tuple[str, ...] = PARTS
