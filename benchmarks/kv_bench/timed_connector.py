@@ -32,19 +32,6 @@ WAITS_WHEN_IDLE = frozenset({"get_finished", "get_transfer_results"})
 
 
 @dataclass(slots=True)
-class HookTimes:
-    """Seconds and calls of each hook."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    calls: dict[str, int] = field(default_factory=dict)
-    depth: int = 0
-
-    def add(self, hook: str, seconds: float) -> None:
-        self.seconds[hook] = self.seconds.get(hook, 0.0) + seconds
-        self.calls[hook] = self.calls.get(hook, 0) + 1
-
-
-@dataclass(slots=True)
 class LookupTimes:
     """Of the last request asked for: clock times, 0 for what did not happen."""
 
@@ -82,12 +69,11 @@ class TimedLookup(PrefixLookup):
 
 
 class TimedConnector(KvStoreConnector):
-    """`times`: of this half's hooks. `lookup`: of the last request, in the scheduler's half."""
+    """`times`: seconds and calls of this half's hooks. `lookup`: of the last request, in the scheduler's half."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
-        self.times = HookTimes()
-        self.lookup = LookupTimes()
-        self.is_idle = False
+        self.times: dict[str, tuple[float, int]] = {}
+        self.lookup, self.depth, self.is_idle = LookupTimes(), 0, False
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             # The scheduler makes its own look-ups, and this process has only one scheduler.
@@ -104,15 +90,15 @@ class TimedConnector(KvStoreConnector):
 
 def _timed(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
     def timed(self: TimedConnector, *args: Any, **kwargs: Any) -> Any:
-        times = self.times
-        times.depth += 1
+        self.depth += 1
         start = perf_counter()
         try:
             return hook(self, *args, **kwargs)
         finally:
-            times.depth -= 1
-            if not times.depth and not (self.is_idle and name in WAITS_WHEN_IDLE):
-                times.add(name, perf_counter() - start)
+            self.depth -= 1
+            if not self.depth and not (self.is_idle and name in WAITS_WHEN_IDLE):
+                seconds, calls = self.times.get(name, (0.0, 0))
+                self.times[name] = seconds + perf_counter() - start, calls + 1
 
     return timed
 

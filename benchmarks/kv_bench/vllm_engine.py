@@ -204,11 +204,10 @@ class Driver:
         return running
 
     def _hook_times(self) -> dict[str, tuple[float, int]]:
-        times = [half.times for half in self._halves]
-        return {name: (spent, one.calls[name]) for one in times for name, spent in one.seconds.items()}
+        return {name: one for half in self._halves for name, one in half.times.items()}
 
     def _loading_seconds(self) -> float:
-        return float(sum(half.times.seconds.get("start_load_kv", 0.0) for half in self._halves))
+        return float(sum(half.times.get("start_load_kv", (0.0, 0))[0] for half in self._halves))
 
     def _saved_ms(self) -> float:
         for half in self._halves[:1]:
