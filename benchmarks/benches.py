@@ -15,22 +15,19 @@ from kvstore.cli import main as command_line
 from kvstore.cli.bench import Check, judge, report, traffic_command
 from kvstore.cli.terminal import Json, Show, bench, expanded_path, print_result, shown_progress, typer
 
-BenchData = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR",
-        callback=expanded_path,
-        help="Measure the disk of this directory. That of temporary files if left out.",
-    ),
-]
-BenchDevice = Annotated[
-    str | None, typer.Option(metavar="NAME", help="cuda or cpu. A GPU where there is one if left out.")
-]
-Laps = Annotated[int | None, typer.Option(metavar="N", min=1, help="Turns that each median is of.")]
+
+def _option(metavar: str | None, help: str, **more: Any) -> Any:
+    return typer.Option(metavar=metavar, help=help, **more)
 
 
 def _number(help: str) -> Any:
-    return typer.Option(metavar="N", min=1, help=help)
+    return _option("N", help, min=1)
+
+
+_DISK = "Measure the disk of this directory. That of temporary files if left out."
+BenchData = Annotated[str | None, _option("DIR", _DISK, callback=expanded_path)]
+BenchDevice = Annotated[str | None, _option("NAME", "cuda or cpu. A GPU where there is one if left out.")]
+Laps = Annotated[int | None, _number("Turns that each median is of.")]
 
 
 bench.registered_commands.clear()
@@ -39,10 +36,7 @@ bench.registered_commands.clear()
 @bench.command("tiers")
 def bench_tiers(
     only: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIER", help="Measure this alone: dram, door (DRAM of a sidecar) or nvme. All if left out."
-        ),
+        str | None, _option("TIER", "This alone: dram, door (DRAM of a sidecar) or nvme. All if left out.")
     ] = None,
     data: BenchData = None,
     check: Check = False,
@@ -79,28 +73,9 @@ def bench_lookup(check: Check = False, as_json: Json = False) -> int:
     return judge([result], as_json, check)
 
 
-@bench.command("network")
-def bench_network(
-    seconds: Annotated[
-        float, typer.Option(metavar="N", min=0.1, help="Of each quiet and each flooded turn of the local door.")
-    ] = 3.0,
-    check: Check = False,
-    as_json: Json = False,
-) -> int:
-    """What a match of 512 keys takes through gRPC beside an empty call and the local match, and what an engine at the
-    local door notices while another tenant floods gRPC with 256 calls at a time, from one core, and while another one
-    waits for as many blocks as it may."""
-    with shown_progress() as show:
-        show("loading torch")
-        from kv_bench import network
-
-        result = network.run(network.GrpcOptions(seconds=seconds), show)
-    return judge([result], as_json, check)
-
-
 @bench.command("restart")
 def bench_restart(
-    blocks: Annotated[int, typer.Option(metavar="N", help="Blocks in the directory that is opened.")] = 1_000_000,
+    blocks: Annotated[int, _option("N", "Blocks in the directory that is opened.")] = 1_000_000,
     data: BenchData = None,
     check: Check = False,
     as_json: Json = False,
@@ -121,12 +96,7 @@ def bench_codec(
         bool, typer.Option("--quality", help="Let a small trained model answer from KV that went through the codecs.")
     ] = False,
     speed: Annotated[bool, typer.Option("--speed", help="Encode and decode on this CPU, beside memcpy.")] = False,
-    windows: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Pieces of text for --quality, 1 to 64: 32 if left out, fewer for a quick look."
-        ),
-    ] = None,
+    windows: Annotated[int | None, _option("N", "Pieces of text for --quality, 1 to 64; 32 if left out.")] = None,
     check: Check = False,
     as_json: Json = False,
 ) -> int:
@@ -160,8 +130,7 @@ def _codec(speed: bool, windows: int, quality: bool, show: Show) -> Any:
 def bench_kernels(
     device: BenchDevice = None,
     stage: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Measure this alone: kernels, transfers or decode. May be given again."),
+        list[str] | None, _option("NAME", "This alone: kernels, transfers or decode. May be given again.")
     ] = None,
     laps: Laps = None,
     check: Check = False,
@@ -183,30 +152,17 @@ def bench_kernels(
 
 @bench.command("ttft")
 def bench_ttft(
-    engine: Annotated[
-        str, typer.Option(metavar="NAME", help="Through which adapter: hf (transformers) or vllm.")
-    ] = "hf",
+    engine: Annotated[str, _option("NAME", "Through which adapter: hf (transformers) or vllm.")] = "hf",
     shape: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Of the model: tiny, 1b or 8b; 8b on a GPU, tiny on a CPU. With vllm: tiny, mid or 1b; 1b on a GPU.",
-        ),
+        str | None, _option("NAME", "Of the model. hf: tiny, 1b, 8b; 8b on a GPU. vllm: tiny, mid, 1b; 1b on a GPU.")
     ] = None,
-    context: Annotated[
-        str | None, typer.Option(metavar="TOKENS,..", help="Lengths of the prefix, such as 8k,32k,128k.")
-    ] = None,
+    context: Annotated[str | None, _option("TOKENS,..", "Lengths of the prefix, such as 8k,32k,128k.")] = None,
     device: BenchDevice = None,
     laps: Laps = None,
-    seconds: Annotated[
-        float | None, typer.Option(metavar="N", min=0, help="Begin nothing more after so long; half an hour.")
-    ] = None,
+    seconds: Annotated[float | None, _option("N", "Begin nothing more after so long; half an hour.", min=0)] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="PART",
-            help="vllm: this alone: ttft, itl, hooks, overhead or hand-over. May be given again. All if left out.",
-        ),
+        _option("PART", "vllm: this alone: ttft, itl, hooks, overhead or hand-over. May be given again."),
     ] = None,
     turns: Annotated[int | None, _number("vllm: turns of each TTFT; 7, of hand-overs 12.")] = None,
     arrivals: Annotated[int | None, _number("vllm: hits of each kind among running streams; 24.")] = None,
@@ -237,14 +193,14 @@ def bench_ttft(
             from kv_bench import ttft_vllm
             from kv_bench.llamas import parse_tokens
 
-            given = {"prefix_tokens": None if context is None else parse_tokens(context), "turns": turns}
-            given |= {"hand_overs": turns, "arrivals": arrivals, "pairs": pairs}
+            given = {"turns": turns, "hand_overs": turns, "arrivals": arrivals, "pairs": pairs}
+            given["prefix_tokens"] = None if context is None else parse_tokens(context)
             result = ttft_vllm.run(ttft_vllm.options_for(only or (), shape, device, **given), show)
         else:
             from kv_bench import ttft
 
-            more: dict[str, Any] = {"shape": shape, "laps": laps, "seconds": seconds}
-            result = ttft.run(ttft.options_for(device, context, **more), show, device, engine)
+            options = ttft.options_for(device, context, shape=shape, laps=laps, seconds=seconds)
+            result = ttft.run(options, show, device, engine)
     return judge([result], as_json, check)
 
 

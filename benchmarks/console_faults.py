@@ -1,15 +1,13 @@
 """What a faulty console costs an engine: look-ups while it is killed, stopped, flooded, or can write nothing.
 
-    python benchmarks/console_faults.py [--rounds 7] [--seconds 2] [--json]
+    python benchmarks/console_faults.py [--rounds 7] [--seconds 2]
 
-Sidecar and client share one core; the console, and what floods it, have the others. In each round the client looks up
-beside a quiet console and beside each fault, in another order each time; each look-up has to find all blocks, and a
-prompt that is read back has to have its bytes. Compared are the 99th percentiles of a round: quote the median ratio.
+Sidecar and client share one core; the console has the others. Each look-up has to find all blocks, and a prompt that is
+read back has to have its bytes. Compared are the 99th percentiles of a round.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -22,9 +20,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from insight_cost import BLOCKS, drawn_prompts
+from kv_bench import script
 from kv_bench.console import SECONDS, console_command
 from kv_bench.process import Sidecar
 from kv_bench.rig import MODEL, SMALLEST, PagePool
@@ -105,13 +105,8 @@ class Consoles:
         with self.running(writes=writes) as (console, _):
             yield lambda: int(console.poll() is None)
 
-    def full(self) -> AbstractContextManager[Happened]:
-        """Its log is on a device that is full, and it may write to no file."""
-        return self.quiet(writes=False)
-
     @contextmanager
     def killed(self) -> Iterator[Happened]:
-        """As soon as it serves, again and again."""
         over, began, times = threading.Event(), threading.Event(), [0]
 
         def kill() -> None:
@@ -131,17 +126,12 @@ class Consoles:
 
     @contextmanager
     def stopped(self) -> Iterator[Happened]:
-        """It holds its connections to the sidecar, and reads no answer."""
         with self.running() as (console, _):
             console.send_signal(signal.SIGSTOP)
-            try:
-                yield lambda: int(Path(f"/proc/{console.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
-            finally:
-                console.send_signal(signal.SIGCONT)
+            yield lambda: int(Path(f"/proc/{console.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
 
     @contextmanager
     def flooded(self) -> Iterator[Happened]:
-        """By processes that ask for everything, over new connections; returns how many answers they got."""
         with self.running() as (_, port), ExitStack() as stack:
             flooders = []
             with on_cores(self._cores):
@@ -173,7 +163,6 @@ class Engine:
             assert handle.put(prompt, self._pages).stored == BLOCKS
 
     def p99_ms(self, seconds: float) -> float:
-        """Of look-ups in so many seconds, each of which finds its blocks; before and after, bytes are compared."""
         self._read_back()
         took, end = list[float](), time.perf_counter() + seconds
         while (begun := time.perf_counter()) < end:
@@ -193,15 +182,10 @@ class Engine:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each turn")
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+    given = script.options(__doc__, rounds=7, seconds=2.0)
     own, *others = sorted(os.sched_getaffinity(0))
     if not others:
         raise SystemExit("this needs two cores: one for sidecar and client, another one for the console")
-    figures, times = dict[str, list[float]](), dict[str, int]()
     with ExitStack() as stack:
         stack.enter_context(on_cores({own}))
         sidecar = stack.enter_context(Sidecar({"dram": "1GiB", "nvme": "off"}, has_health=True))
@@ -211,32 +195,23 @@ def main() -> None:
         consoles = Consoles(str(sidecar.folder / "kv" / "observe.sock"), set(others))
         faults: dict[str, Callable[[], AbstractContextManager[Happened]]] = {QUIET: consoles.quiet}
         faults |= {"killed": consoles.killed, "stopped": consoles.stopped, "flooded": consoles.flooded}
-        faults["full"] = consoles.full
+        faults["full"] = partial(consoles.quiet, writes=False)
+        figures, times = {name: list[float]() for name in faults}, dict.fromkeys(faults, 0)
         for turn in range(given.rounds + 1):
             for name in random.sample(list(faults), len(faults)):
                 with faults[name]() as happened:
                     p99, count = engine.p99_ms(given.seconds), happened()
                 assert count, f"{name}: it did not happen"
                 if turn:  # the first round warms up
-                    figures.setdefault(name, []).append(p99)
-                    times[name] = times.get(name, 0) + count
+                    figures[name].append(p99)
+                    times[name] += count
     quiet = figures.pop(QUIET)
-    rows = [
-        {
-            "of": name,
-            "p99_ms": round(statistics.median(found), 3),
-            "quiet_p99_ms": round(statistics.median(quiet), 3),
-            "ratio": round(statistics.median(one / beside for one, beside in zip(found, quiet, strict=True)), 3),
-            "rounds": given.rounds,
-            "times": times[name],
-        }
-        for name, found in figures.items()
-    ]
-    for row in [] if given.json else rows:
-        print("{of}: p99 of a look-up {p99_ms} ms, {quiet_p99_ms} beside a quiet console; ratio {ratio}".format(**row))
-    if given.json:
-        print(json.dumps(rows))
-    raise SystemExit(any(row["ratio"] > ALLOWED for row in rows))
+    rows = []
+    for name, found in figures.items():
+        ratio = statistics.median(one / beside for one, beside in zip(found, quiet, strict=True))
+        figure = {"p99_ms": statistics.median(found), "quiet_p99_ms": statistics.median(quiet), "ratio": ratio}
+        rows.append({"of": name, **script.rounded(3, **figure), "rounds": given.rounds, "times": times[name]})
+    script.end(rows, all(row["ratio"] <= ALLOWED for row in rows))
 
 
 if __name__ == "__main__":

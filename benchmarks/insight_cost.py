@@ -1,19 +1,14 @@
 """What insight costs a sidecar: CPU for each look-up and each leased block, with all of it on over with none of it.
 
-    python benchmarks/insight_cost.py [--pairs 40] [--seconds 1] [--json]
+    python benchmarks/insight_cost.py [--pairs 40] [--seconds 1]
 
-One sidecar holds the prompts and serves one client. Turn by turn, insight is on and off: on, `/metrics` is scraped
-every five seconds, the sidecar estimates what other sizes would find and follows prefixes, and a console shows one open
-page; off, the hooks of the serving thread do nothing, nothing is scraped, and the console is stopped. What is compared
-is the CPU time of the thread that serves look-ups and leases, pair by pair: quote the median. Two sidecars that differ
-in nothing are a twentieth apart on such a scale, which is why one of them is switched. Threads beside it, and the
-console, cost by the second and not by the look-up: theirs is a share of a core, printed beside it.
+One sidecar is switched turn by turn, since two that differ in nothing are a twentieth apart. On: `/metrics` is scraped,
+other sizes are estimated, prefixes followed, and a console shows a page. Off: the hooks of the serving thread do
+nothing and the console is stopped. Compared is the CPU time of the thread that serves: quote the median.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import signal
 import socket
@@ -32,6 +27,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from kv_bench import script
 from kv_bench.console import SECONDS, viewed
 from kv_bench.process import HOST, Sidecar
 from kv_bench.rig import MODEL, SMALLEST, PagePool
@@ -83,19 +79,13 @@ class Served:
         self._is_on = is_on
 
     def cpu(self) -> dict[int, float]:
-        """Seconds of each thread so far (/proc/PID/task/TID/schedstat)."""
         took = dict[int, float]()
         for thread in Path(f"/proc/{self._process}/task").iterdir():
             with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
                 took[int(thread.name)] = int((thread / "schedstat").read_text().split()[0]) / 1e9
         return took
 
-    def console_cpu(self) -> float:
-        """Of all threads so far (clock_getcpuclockid(3) of Linux)."""
-        return time.clock_gettime(~self._console << 3 | 2)
-
     def scrape(self, over: threading.Event) -> None:
-        """Metrics are read every five seconds of the time that it is on."""
         seconds_on = 0.0
         while not over.wait(TICK_SECONDS):
             seconds_on += TICK_SECONDS * self._is_on
@@ -108,7 +98,6 @@ class Served:
 
 @contextmanager
 def served(prompts: list[np.ndarray]) -> Iterator[Served]:
-    """A sidecar with the prompts in it."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         Path(folder, "sitecustomize.py").write_text(SWITCHED)
         door = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -149,7 +138,6 @@ def look_up(handle: NamespaceHandle, prompt: np.ndarray) -> int:
 
 
 def lease(handle: NamespaceHandle, prompt: np.ndarray) -> int:
-    """A look-up with its lease."""
     with handle.lease(handle.match(prompt), deadline_ms=1e3 * SECONDS) as lease:
         assert lease.blocks == BLOCKS, lease.account
     return BLOCKS
@@ -159,7 +147,6 @@ Work = Callable[[NamespaceHandle, np.ndarray], int]
 
 
 def done(work: Work, handle: NamespaceHandle, prompts: list[np.ndarray], seconds: float) -> int:
-    """How many were made, one prompt after another."""
     number, count, end = 0, 0, time.perf_counter() + seconds
     while time.perf_counter() < end:
         count += work(handle, prompts[number % len(prompts)])
@@ -171,56 +158,34 @@ def measured(
     one: Served, name: str, work: Work, prompts: list[np.ndarray], pairs: int, seconds: float
 ) -> dict[str, Any]:
     us: dict[bool, list[float]] = {True: [], False: []}
-    beside, of_console, scrapes, spent = {True: 0.0, False: 0.0}, 0.0, one.scrapes, pairs * seconds
+    beside, scrapes, spent = {True: 0.0, False: 0.0}, one.scrapes, pairs * seconds
     for pair in range(pairs + 1):
         for has_insight in (True, False) if pair % 2 else (False, True):
             one.switch(has_insight)
-            before, console = one.cpu(), one.console_cpu()
+            before = one.cpu()
             count = done(work, one.handle, prompts, seconds)
             took = sorted(seconds - before.get(thread, 0.0) for thread, seconds in one.cpu().items())
             if pair:  # the first one warms up
                 us[has_insight].append(1e6 * took[-1] / count)
                 beside[has_insight] += sum(took[:-1]) / spent
-                of_console += (one.console_cpu() - console) / spent
     assert one.scrapes > scrapes or spent < 2 * SCRAPE_SECONDS, "none was read"
     ratios = list(map(truediv, us[True], us[False]))
     low, middle, high = statistics.quantiles(ratios, n=4)
     error = 1.2533 * statistics.stdev(ratios) / sqrt(pairs)  # of a median, of what is normal
-    return {
-        "of": name,
-        "cpu_us_with": round(statistics.median(us[True]), 2),
-        "cpu_us_without": round(statistics.median(us[False]), 2),
-        "ratio": round(middle, 4),
-        "standard_error": round(error, 4),
-        "quartiles": [round(low, 4), round(high, 4)],
-        "pairs": pairs,
-        "other_threads_share_of_a_core": round(beside[True] - beside[False], 4),
-        "console_share_of_a_core": round(of_console, 4),
-    }
+    figures = {"ratio": middle, "standard_error": error, "other_threads_share_of_a_core": beside[True] - beside[False]}
+    times = {"cpu_us_with": statistics.median(us[True]), "cpu_us_without": statistics.median(us[False])}
+    spread = {"quartiles": [round(low, 4), round(high, 4)], "pairs": pairs}
+    return {"of": name, **script.rounded(2, **times), **script.rounded(4, **figures), **spread}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each turn")
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+    given = script.options(__doc__, pairs=40, seconds=1.0)
     prompts = drawn_prompts()
     with served(prompts) as one:
         done(look_up, one.handle, prompts, WARM_UP_SECONDS)
         works: tuple[tuple[str, Work], ...] = (("look-up", look_up), ("leased block", lease))
         rows = [measured(one, name, work, prompts, given.pairs, given.seconds) for name, work in works]
-    if given.json:
-        print(json.dumps(rows))
-    else:
-        for row in rows:
-            print("CPU per {of}: {cpu_us_with} us with, {cpu_us_without} without insight; ratio {ratio}".format(**row))
-            print("  standard error {standard_error}, quartiles {quartiles}".format(**row), f"; {ALLOWED} allowed")
-            said = (
-                "  shares of a core: {other_threads_share_of_a_core} other threads, {console_share_of_a_core} console"
-            )
-            print(said.format(**row))
-    raise SystemExit(any(row["ratio"] > ALLOWED for row in rows))
+    script.end(rows, all(row["ratio"] <= ALLOWED for row in rows))
 
 
 if __name__ == "__main__":

@@ -2,21 +2,14 @@
 
     python benchmarks/policy_cost.py TRACE
 
-Requests run through the tables of a store without memory (`kvstore replay`). CPU time of this thread: the median of
-`LAPS` laps, each with LRU right before it. The longest call is the longest time that the policy takes in one go, of the
-many calls that a request makes. Every lap makes the same calls, so each call counts with its median over the laps: what
-takes long by itself does so in each lap, and a machine that is shared stops another call, for milliseconds, in each. So
-does Python's garbage collector, whoever happens to call: it is off meanwhile.
-The last line: the longest call where requests have a million tokens, and half of each was asked for before; beside it
-LRU's, and what it takes to read so many numbers of a list once.
+CPU time of this thread, each lap with LRU right before it. Each call counts with its median over the laps: what takes
+long by itself does so in each lap. Last: requests of a million tokens, and what it takes to read their list once.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import statistics
-import sys
 import time
 from array import array
 from collections.abc import Callable
@@ -25,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.block.errors import BadInput
+from kv_bench import script
+from kv_bench.measure import quiet_collector
 from kvstore.cli.terminal import lines_of
 from kvstore.insight.trace import Trace, read_trace
 from kvstore.node import build_replay
@@ -40,7 +34,6 @@ CALLS = ("used", "touched", "inserted", "removed", "became_leaf", "became_inner"
 
 
 def cpu_us(make: PolicyMaker, blocks: int, trace: Trace) -> float:
-    """Of one lap, for each block."""
     replay = build_replay(make, blocks)
     began = time.thread_time()
     replay.run(trace)
@@ -72,17 +65,12 @@ def calls_s(make: PolicyMaker, blocks: int, trace: Trace) -> Any:
     for name in CALLS:
         if hasattr(policy, name):
             setattr(policy, name, timed(getattr(policy, name)))
-    gc.collect()
-    gc.disable()
-    try:
+    with quiet_collector():
         replay.run(trace)
-    finally:
-        gc.enable()
     return np.frombuffer(taken)
 
 
 def reading_ms(blocks: int) -> float:
-    """To read so many rows of a list once, with nothing done about them."""
     rows = list(range(100_000, 100_000 + blocks))
     began = time.thread_time()
     array("i", rows)
@@ -101,37 +89,25 @@ def long_requests() -> Trace:
     return read_trace("long requests", lines, block_tokens=16)
 
 
-def main(path: str) -> None:
-    """One JSON object for each size."""
+def main() -> None:
+    path = script.options(__doc__, "trace").trace
     with lines_of(Path(path)) as lines:
         trace = read_trace(path, lines)
+    rows = []
     for blocks in SIZES:
         lru, over = [], []
         for _ in range(LAPS):
             lru.append(cpu_us(LeafFirstLru, blocks, trace))
             over.append(cpu_us(Adaptive, blocks, trace) - lru[-1])
-        row = {
-            "blocks": blocks,
-            "lru_us": statistics.median(lru),
-            "over_lru_us": statistics.median(over),
-            "longest_call_ms": longest_ms(Adaptive, blocks, trace),
-        }
-        print(json.dumps({name: round(value, 2) for name, value in row.items()}), flush=True)
+        medians = {"lru_us": statistics.median(lru), "over_lru_us": statistics.median(over)}
+        longest = longest_ms(Adaptive, blocks, trace)
+        rows.append({"blocks": blocks, **script.rounded(2, **medians, longest_call_ms=longest)})
     long = long_requests()
-    last = {
-        "longest_call_ms": longest_ms(Adaptive, 2 * LONG_REQUEST, long),
-        "lru_longest_call_ms": longest_ms(LeafFirstLru, 2 * LONG_REQUEST, long),
-        "reading_ms": statistics.median(reading_ms(LONG_REQUEST) for _ in range(LAPS)),
-    }
-    print(json.dumps({"request_blocks": LONG_REQUEST, **{name: round(value, 2) for name, value in last.items()}}))
+    of_each = [longest_ms(make, 2 * LONG_REQUEST, long) for make in (Adaptive, LeafFirstLru)]
+    last = dict(zip(("longest_call_ms", "lru_longest_call_ms"), of_each, strict=True))
+    last["reading_ms"] = statistics.median(reading_ms(LONG_REQUEST) for _ in range(LAPS))
+    script.end([*rows, {"request_blocks": LONG_REQUEST, **script.rounded(2, **last)}])
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python benchmarks/policy_cost.py TRACE (docs/policies.md says where to get one)")
-    try:
-        main(sys.argv[1])
-    except OSError as error:
-        sys.exit(f"policy_cost: {sys.argv[1]}: {error.strerror or error}; docs/policies.md says where to get one")
-    except BadInput as error:
-        sys.exit(f"policy_cost: {error}")
+    main()

@@ -1,24 +1,17 @@
 """Whether memory or descriptors of sidecar, console and network process grow while a real vLLM serves traffic.
 
-    .venv/bin/python benchmarks/soak.py TRACE [--engine .venv-engines/bin/python] [--seconds 3600] [--speed 1] [--json]
+    .venv/bin/python benchmarks/soak.py TRACE [--engine .venv-engines/bin/python] [--seconds 3600] [--speed 1]
 
-A recorded trace is replayed against a vLLM with our connector, as `kvstore bench traffic` does it, at a sidecar whose
-memory and disk are both smaller than what the trace asks for: blocks are evicted, demoted, promoted and dropped all the
-time. Beside it a page of the console is open and metrics, console and gRPC are asked again and again. The slope of each
-process's anonymous memory is that of a line of least squares through all samples after the warm-up (`RssAnon` in
-/proc/PID/status: what the tier maps has a budget of its own). Status 1: a slope above its bar, more descriptors at the
-end than after the warm-up (`more_by_kind` says of what), a request that failed, or a process that was started anew. One
-descriptor of each slab file that exists is not counted among these, since blocks come and go; a slab file that was
-removed, or is open twice, counts. Those that exist may together be as long as the disk's budget.
+A recorded trace is replayed at a sidecar whose memory and disk are both smaller than what it asks for. Slopes are lines
+of least squares through each process's anonymous memory after the warm-up. Status 1: a slope above its bar, more
+descriptors at the end, a request that failed, or a process that was started anew. One descriptor of each slab file
+that exists is not counted.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
-import sys
 import tempfile
 import threading
 import time
@@ -38,8 +31,8 @@ from typing import Any
 import grpc
 import numpy as np
 
+from kv_bench import script
 from kv_bench.console import viewed
-from kv_bench.flood import bearer, stub_of
 from kv_bench.llamas import TINY, kv_bytes_per_token, save_model
 from kv_bench.process import HOST, Sidecar
 from kv_bench.traffic_engines import KVSTORE, Engines, vllm_server
@@ -49,13 +42,14 @@ from kvstore.insight.trace import Trace, read_trace
 from kvstore.traffic.run import Endpoint, TrafficOptions
 from kvstore.traffic.run import run as run_traffic
 from kvstore.wire.store_pb2 import MatchRequest, NamespacesRequest, Prompt
+from kvstore.wire.store_pb2_grpc import StoreStub
 from tiering.frame import KEY_BYTES
 
 SLOPE_MIB = 4.0
 """An hour, of each process."""
 MORE_DESCRIPTORS = 2
 """A connection that is open just then."""
-LONGEST_TOKENS = 4096
+LONGEST_TOKENS, REQUESTS = 4096, 1_000_000
 DRAM, NVME_MIB = "96MiB", 192
 NVME = f"{NVME_MIB}MiB"
 TURN_SECONDS, ASK_SECONDS = 2.0, 30.0
@@ -72,7 +66,6 @@ def kind_of(link: str) -> str:
 
 
 def links_of(process: int) -> list[str]:
-    """Of its descriptors, except those that are closed meanwhile."""
     links = []
     for descriptor in Path(f"/proc/{process}/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -81,7 +74,6 @@ def links_of(process: int) -> list[str]:
 
 
 def size_of(path: str) -> int:
-    """Bytes; 0 if it was removed meanwhile."""
     try:
         return os.stat(path).st_size
     except FileNotFoundError:
@@ -150,8 +142,7 @@ def processes_under(keeper: int) -> dict[str, int]:
 
 
 def asked_of(urls: list[str], grpc_address: str) -> dict[str, Callable[[], None]]:
-    """What is asked beside the traffic, by name: each address, and a look-up of unknown keys by gRPC."""
-    stub, metadata = stub_of(grpc_address), bearer(TOKEN)
+    stub, metadata = StoreStub(grpc.insecure_channel(grpc_address)), [("authorization", f"Bearer {TOKEN}")]
 
     def fetch(url: str) -> None:
         with urllib.request.urlopen(url, timeout=ASK_SECONDS) as answer:
@@ -173,7 +164,6 @@ def turns(
     failures: list[str],
     over: threading.Event,
 ) -> None:
-    """Sample each process and ask each once, turn by turn, until `over` is set."""
     began_at = time.monotonic()
     while not over.wait(TURN_SECONDS):
         for one in watched.values():
@@ -226,6 +216,8 @@ def soak(trace: Trace, options: TrafficOptions, python: str, say: Callable[[str]
         is_same = processes_under(sidecar.keeper) == found
     (turn,) = result.turns["kvstore"]
     rows = {role: one.figures(WARM_UP_SHARE * options.seconds) for role, one in watched.items()}
+    is_flat = [row["slope_mib"] < SLOPE_MIB and row["descriptors_more"] <= MORE_DESCRIPTORS for row in rows.values()]
+    is_met = is_same and not failures and not turn.failed and all(is_flat)
     return {
         "bench": "soak",
         "trace": trace.name,
@@ -237,43 +229,18 @@ def soak(trace: Trace, options: TrafficOptions, python: str, say: Callable[[str]
         "answers": dict(answers),
         "is_same_processes": is_same,
         "processes": rows,
-        "is_met": is_same
-        and not failures
-        and not turn.failed
-        and all(row["slope_mib"] < SLOPE_MIB and row["descriptors_more"] <= MORE_DESCRIPTORS for row in rows.values())
-        and rows["sidecar"]["slab_mib"] <= NVME_MIB + EMPTY_SLAB_MIB,
+        "is_met": is_met and rows["sidecar"]["slab_mib"] <= NVME_MIB + EMPTY_SLAB_MIB,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("trace", type=Path, help="JSON lines of Mooncake's form; gzip is unpacked")
-    parser.add_argument("--engine", default=".venv-engines/bin/python", help="a Python that has vLLM")
-    parser.add_argument("--seconds", type=float, default=3600.0)
-    parser.add_argument("--speed", type=float, default=1.0, help="arrivals come so many times as fast")
-    parser.add_argument("--requests", type=int, default=1_000_000)
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-
-    def say(line: str) -> None:
-        print(f"soak: {line}", file=sys.stderr, flush=True)
-
-    with lines_of(given.trace) as lines:
-        trace = read_trace(given.trace.name, lines)
-    options = TrafficOptions(seconds=given.seconds, requests=given.requests, turns=1, speed=given.speed)
-    told = soak(trace, options, given.engine, say)
-    if given.json:
-        print(json.dumps(told))
-    else:
-        for role, row in told["processes"].items():
-            print(
-                f"{role:8} {row['mib_warm']:6.1f} MiB warm, {row['mib_at_the_end']:6.1f} at the end: "
-                f"{row['slope_mib']:+.2f} MiB an hour (standard error {row['slope_error_mib']:.2f}; "
-                f"{SLOPE_MIB} allowed), "
-                f"{row['descriptors']:.0f} descriptors ({row['descriptors_more']:+.0f})"
-            )
-        print({name: value for name, value in told.items() if name != "processes"})
-    raise SystemExit(not told["is_met"])
+    given = script.options(__doc__, "trace", engine=".venv-engines/bin/python", seconds=3600.0, speed=1.0)
+    path = Path(given.trace)
+    with lines_of(path) as lines:
+        trace = read_trace(path.name, lines)
+    options = TrafficOptions(seconds=given.seconds, requests=REQUESTS, turns=1, speed=given.speed)
+    told = soak(trace, options, given.engine, script.say)
+    script.end(told, told["is_met"])
 
 
 if __name__ == "__main__":

@@ -1,20 +1,13 @@
 """Trains the small model that `kvstore demo` and `kvstore bench codec` use, and writes it into the package.
 
-A byte-level Llama of 1.82 million parameters, on the sources of Python's standard library. Needs one processor core and
-about half an hour; it prints where it is:
+    nice python benchmarks/train_demo_model.py [--steps 2400] [--out kvstore/demo/trained]     half an hour of one core
 
-    nice python benchmarks/train_demo_model.py                 writes kvstore/demo/trained/
-    nice python benchmarks/train_demo_model.py --steps 50 --out /tmp/try
-
-Every step takes 4,096 bytes. Windows are short at first, because they are cheap, and in the last third many have the
-whole 4,096: a model that never saw two bytes 3,000 apart answers nonsense there. What is printed at the end, and
-written into ORIGIN.json, is the loss on files that were held out, by position, of the weights as they are saved. The
-same seed gives the same windows; sums of floats, and so the last digits, depend on the machine.
+Windows are short at first, because they are cheap, and in the last third many have the whole 4,096 bytes. The same seed
+gives the same windows; sums of floats, and so the last digits, depend on the machine.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import time
@@ -32,12 +25,13 @@ import transformers
 from safetensors.torch import save
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kv_bench import script
 from kv_bench.corpus import read_sources, windows
 
 POSITIONS = 4096
 TIED = "lm_head.weight"
 """The same memory as the embeddings: it is not kept a second time."""
-STEP_BYTES = 4096
+SEED, STEP_BYTES = 1, 4096
 BUCKETS = (0, 512, 1024, 2048, 3072, POSITIONS)
 EVALUATED_WINDOWS = 64
 
@@ -68,11 +62,11 @@ CONFIG: dict[str, Any] = {
 
 
 def main() -> None:
-    """Train, and write the model."""
-    options = _arguments()
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(options.seed)
-    text = _stream(options.seed)
+    folder = Path(__file__).resolve().parent.parent / "kvstore" / "demo" / "trained"
+    options = script.options(__doc__, out=str(folder), steps=2400)
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    text = _stream(SEED)
     model: Any = LlamaForCausalLM(LlamaConfig(**CONFIG))
     assert model.config.rope_parameters["rope_theta"] == 10000.0
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
@@ -81,7 +75,7 @@ def main() -> None:
     for step in range(options.steps):
         for group in optimizer.param_groups:
             group["lr"] = _rate(step, options.steps)
-        batch = _batch(text, options.seed, step, options.steps)
+        batch = _batch(text, SEED, step, options.steps)
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(input_ids=batch[:, :-1], use_cache=False).logits
         loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
@@ -94,21 +88,10 @@ def main() -> None:
             spent = time.monotonic() - began
             recent = sum(losses[-50:]) / len(losses[-50:])
             print(f"step {step + 1} of {options.steps}: {recent:.3f} nats/byte, {spent:.0f} s", flush=True)
-    _write(options, model, text, spent)
-
-
-def _arguments() -> argparse.Namespace:
-    folder = Path(__file__).resolve().parent.parent / "kvstore" / "demo" / "trained"
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=folder, help="where the model goes")
-    parser.add_argument("--steps", type=int, default=2400, help=f"of {STEP_BYTES:,} bytes each")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args()
+    _write(Path(options.out), options.steps, model, text, spent)
 
 
 def _stream(seed: int) -> np.ndarray:
-    """All files to train on, one after the other, shuffled: windows may reach over the end of a file."""
     sources = read_sources(held_out=False)
     order = np.random.default_rng(seed).permutation(len(sources))
     return np.frombuffer(b"".join(sources[number].text for number in order), np.uint8)
@@ -124,15 +107,13 @@ def _batch(text: np.ndarray, seed: int, step: int, steps: int) -> torch.Tensor:
 
 
 def _rate(step: int, steps: int) -> float:
-    """Rises over the first steps, then falls like a cosine."""
     if step < WARM_UP_STEPS:
         return PEAK_RATE * (step + 1) / WARM_UP_STEPS
     done = (step - WARM_UP_STEPS) / max(1, steps - WARM_UP_STEPS)
     return PEAK_RATE * (LAST_RATE_SHARE + (1 - LAST_RATE_SHARE) * (1 + cos(pi * done)) / 2)
 
 
-def _write(options: argparse.Namespace, model: Any, text: np.ndarray, seconds: float) -> None:
-    """The weights in bfloat16, the configuration, and where they come from."""
+def _write(out: Path, steps: int, model: Any, text: np.ndarray, seconds: float) -> None:
     state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items() if name != TIED}
     model.load_state_dict(state, strict=False)  # what is judged is what is saved
     weights = save({name: tensor.contiguous() for name, tensor in state.items()}, {"format": "pt"})
@@ -144,9 +125,9 @@ def _write(options: argparse.Namespace, model: Any, text: np.ndarray, seconds: f
         "text_licence": "PSF-2.0 (https://docs.python.org/3/license.html)",
         "text_bytes": len(text),
         "text_sha256": sha256(text.tobytes()).hexdigest(),
-        "seed": options.seed,
-        "steps": options.steps,
-        "bytes_seen": options.steps * STEP_BYTES,
+        "seed": SEED,
+        "steps": steps,
+        "bytes_seen": steps * STEP_BYTES,
         "seconds": round(seconds),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -154,11 +135,11 @@ def _write(options: argparse.Namespace, model: Any, text: np.ndarray, seconds: f
         "held_out_nats_per_byte": held_out_loss(model, windows(held_out, POSITIONS, EVALUATED_WINDOWS)),
         "sha256": sha256(weights).hexdigest(),
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "model.safetensors").write_bytes(weights)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "model.safetensors").write_bytes(weights)
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **CONFIG, "dtype": "bfloat16"}
-    (options.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (options.out / "ORIGIN.json").write_text(json.dumps(origin, indent=2) + "\n")
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (out / "ORIGIN.json").write_text(json.dumps(origin, indent=2) + "\n")
     print(json.dumps(origin, indent=2))
 
 

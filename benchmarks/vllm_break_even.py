@@ -1,23 +1,16 @@
 """From which prefix on loading is sooner than computing: as `kvstore plan` says, and as measured on a vLLM for CPUs.
 
-    .venv-engines/bin/python benchmarks/vllm_break_even.py [--turns 9] [--json]
+    .venv-engines/bin/python benchmarks/vllm_break_even.py
 
-A vLLM on a CPU computes so slowly that a prefix of one block is already worth its load: the first row. So loads go
-through links of known speed (`LinkedConnector`), chosen so that both ways cross at some blocks' length: 0.7 of what
-computing so many tokens takes is the link's overhead, 0.3 are its bytes. What the plan is told, all from before the
-turns: the prefill rate, from prompts of 1, 3 and 5 blocks, the link's speed, and the overhead of a load, which is the
-link's and what the fastest of those loads took without a link. What is measured: times to the first token of new
-prompts, and of stored ones that the engine forgot, by turns; they cross where their medians do, between two lengths of
-whole blocks. At most 10 % apart.
+Loads go through links of known speed (`LinkedConnector`), chosen so that both ways cross at some blocks' length. The
+plan is told the prefill rate and the overhead of a load from before the turns; both ways cross where the medians of
+their times to the first token do, between two lengths of whole blocks. At most 10 % apart.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -27,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from kv_bench import script
 from kv_bench.llamas import LLAMAS, MID
 from kv_bench.ttft_vllm import (
     COLD,
@@ -51,7 +45,7 @@ CROSSINGS = (1.5, 2.5, 3.5)
 """In blocks: where links are chosen to have them."""
 OVERHEAD_SHARE = 0.7
 LEARNED_AT = (1, 3, 5)
-LEARNING_TURNS = 2
+TURNS, LEARNING_TURNS = 9, 2
 UNTHROTTLED = (1e15, 0.0)
 _MID = LLAMAS[MID]
 MODEL = described(_MID["num_hidden_layers"], _MID["num_key_value_heads"], _MID["head_dim"], "bfloat16")
@@ -60,7 +54,6 @@ Times = Mapping[int, Sequence[float]]
 
 
 def planned(rate: float, speed: float, overhead: float) -> SizePlan:
-    """One way to load."""
     tier = TierSpeed("link", speed, overhead)
     return plan(PlanRequest(MODEL, codec="raw", block_tokens=PAGE_TOKENS, prefill_rate=rate, tiers=(tier,)))
 
@@ -93,14 +86,12 @@ class Measured:
         self._stored: dict[int, list[int]] = {}
 
     def compute(self, blocks: int) -> float:
-        """A new prompt."""
         answer = self._bench.ask(self._engine, self._bench.tokens(blocks * PAGE_TOKENS))
         self._bench.check(self._engine.name, COLD, answer, 0)
         self._engine.do("settle")
         return float(answer["ttft_ms"]) / 1e3
 
     def load(self, blocks: int, speed: float, overhead: float) -> float:
-        """One that is stored, which the engine forgot."""
         if blocks not in self._stored:
             prompt = self._stored[blocks] = self._bench.tokens(blocks * PAGE_TOKENS)
             self._bench.ask(self._engine, prompt)
@@ -112,15 +103,11 @@ class Measured:
         return float(answer["ttft_ms"]) / 1e3
 
     def reuse(self, blocks: int) -> float:
-        """The engine has it: what a request takes besides."""
         return float(self._bench.ask(self._engine, self._stored[blocks])["ttft_ms"]) / 1e3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+    script.options(__doc__)
     token_bytes = planned(1e3, 1e9, 0.0).figure("stored_bytes_per_token").value
     assert token_bytes is not None
     rows: list[dict[str, Any]] = []
@@ -128,8 +115,8 @@ def main() -> None:
         link = Path(folder, "link")
         os.environ |= {LINK_FILE: str(link), FRAME_BYTES: str(token_bytes)}
         options = VllmOptions(prefix_tokens=2 * PAGE_TOKENS)
-        bench = VllmBench(options, Path(folder), lambda what: print(what, file=sys.stderr))
-        sidecar = stack.enter_context(bench.sidecar((given.turns + LEARNING_TURNS) * 50 * PAGE_TOKENS))
+        bench = VllmBench(options, Path(folder), script.say)
+        sidecar = stack.enter_context(bench.sidecar((TURNS + LEARNING_TURNS) * 50 * PAGE_TOKENS))
         settings = {**PATIENT, "codec": RAW, "load": "sync"}
         transfer = connector(sidecar.socket, "LinkedConnector", CONNECTORS, **settings)
         link.write_text(" ".join(map(str, UNTHROTTLED)))
@@ -148,8 +135,6 @@ def main() -> None:
         besides = statistics.median(fixed)
         rate = rate_of(first_computed, besides)
         overheads = [statistics.median(times) - besides for times in first_loaded.values()]
-        spent = {blocks: statistics.median(times) - besides for blocks, times in first_computed.items()}
-        print(f"prefill {rate:.1f} tokens/s; {spent}; loads take {overheads}, {besides:.4f} s besides", file=sys.stderr)
         links = []
         for crossed in CROSSINGS:
             seconds = crossed * PAGE_TOKENS / rate
@@ -158,9 +143,9 @@ def main() -> None:
         computed = defaultdict[int, list[float]](list)
         loaded = [defaultdict[int, list[float]](list) for _ in links]
         lengths = range(1, max(at for *_, at in links) + 3)
-        for turn in range(given.turns):
+        for turn in range(TURNS):
             for blocks in lengths if turn % 2 else reversed(lengths):
-                print(f"turn {turn + 1} of {given.turns}, {blocks} blocks", file=sys.stderr)
+                bench.say(f"turn {turn + 1} of {TURNS}, {blocks} blocks")
                 computed[blocks].append(one.compute(blocks))
                 for number, (speed, overhead, at) in enumerate(links):
                     if at <= blocks <= at + 1 or blocks == at - 1 or blocks == at + 2:
@@ -168,15 +153,10 @@ def main() -> None:
         for (speed, overhead, _), of_link in zip(links, loaded, strict=True):
             told = planned(rate, speed, overhead + min(overheads)).figure("link_shortest_prefix").value
             found = crossing(computed, of_link)
-            rows.append(
-                {
-                    "link_bytes_per_second": speed,
-                    "link_overhead_seconds": overhead,
-                    "planned_tokens": told,
-                    "measured_tokens": None if found is None else round(found, 1),
-                    "planned_over_measured": None if found is None or told is None else round(told / found, 3),
-                }
-            )
+            ratio = None if found is None or told is None else round(told / found, 3)
+            row = {"link_bytes_per_second": speed, "link_overhead_seconds": overhead, "planned_tokens": told}
+            measured = None if found is None else round(found, 1)
+            rows.append({**row, "measured_tokens": measured, "planned_over_measured": ratio})
     direct = planned(rate, token_bytes * PAGE_TOKENS / max(1e-6, np.ptp(overheads) / 4), min(overheads))
     result = {
         "prefill_tokens_per_second": round(rate, 1),
@@ -192,18 +172,7 @@ def main() -> None:
     }
     near = [row["planned_over_measured"] for row in rows]
     is_near = all(isinstance(one, float) and abs(one - 1) <= ALLOWED for one in near)
-    if given.json:
-        print(json.dumps(result))
-    else:
-        print(f"prefill {rate:.1f} tokens/s; one block of {PAGE_TOKENS} tokens: {result['one_block']}")
-        print(f"a load without a link: {result['load_seconds_without_link']} s")
-        for row in rows:
-            print(
-                "link {link_bytes_per_second:g} B/s, {link_overhead_seconds:g} s: planned {planned_tokens} tokens, "
-                "measured {measured_tokens}: {planned_over_measured}".format(**row)
-            )
-        print(f"{'all within' if is_near else 'NOT all within'} {ALLOWED:.0%}", *bench.faults, sep="\n")
-    raise SystemExit(not is_near or bool(bench.faults))
+    script.end(result, is_near and not bench.faults)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,8 @@
 
     make test-vllm-matrix ARGS="--prompts 200 --versions 0.32.0"
 
-Other versions than the installed one are unpacked beside it and put first on the path: they name the same torch.
-Writes benchmarks/results/vllm_matrix.json: by version, file and test its outcome and seconds, and the commit, prompts
-and seed of that run. What is not asked for keeps what was written of it: `-- tests/engines/test_vllm.py` runs that file
-again.
+Other versions than the installed one are unpacked beside it and put first on the path: they name the same torch. What
+is not asked for keeps what was written of it: `-- tests/engines/test_vllm.py` runs that file again.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ Tests = dict[str, dict[str, dict[str, object]]]
 
 
 def unpacked(version: str) -> Path:
-    """Where that version is; fetched once."""
     place = ROOT / ".venv-engines" / f"vllm-{version}"
     if not (place / "vllm").is_dir():
         wheels = place.with_name(f"wheel-{version}")
@@ -47,7 +44,6 @@ def unpacked(version: str) -> Path:
 
 
 def run(version: str, prompts: int, seed: int, extra: list[str]) -> tuple[bool, Tests]:
-    """The tests on one version: whether all passed, and what became of each."""
     path = str(unpacked(version))
     report = ROOT / ".venv-engines" / f"report-{version}.xml"
     report.unlink(missing_ok=True)
@@ -77,13 +73,11 @@ def run(version: str, prompts: int, seed: int, extra: list[str]) -> tuple[bool, 
 
 
 def commit() -> str:
-    """Of the code under test; with a + where files differ from it."""
     asked = ["git", "describe", "--always", "--dirty=+", "--abbrev=12"]
     return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> int:
-    """Every version in turn."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--prompts", type=int, default=200, help="for each configuration")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts; drawn if not given")

@@ -1,8 +1,6 @@
-"""`kvstore bench codec`: how small the codecs make KV, how far a number may be off, and how fast they run on this CPU.
+"""`kvstore bench codec`: how small the codecs make KV, and with `--speed` how fast they run on this CPU beside memcpy.
 
-Sizes and bounds follow from the form of a payload, and nothing is run for them. `--speed`: one thread encodes blocks
-from pages into payloads and decodes them again with the store's coders, computing and comparing every digest, beside
-memcpy of the same numbers. `--quality` is in `codec_quality`. This file imports no engine.
+`--quality` is in `codec_quality`. This file imports no engine.
 """
 
 from __future__ import annotations
@@ -34,27 +32,20 @@ SHAPES: dict[str, tuple[int, tuple[int, ...]]] = {
 """KV heads and the widths of planes."""
 BOUND = f"K: (max - min) / 510 of a channel over {GROUP} tokens; V: max / 254 of a token and head"
 LATENT_BOUND = f"max / 254 of {GROUP} channels of a token"
-WORDS = "ratio: how many times smaller. bound: how far a number may be off, before it is rounded to the pool's dtype."
-MORE = "How fast they run here: --speed. What they do to a model's answers: --quality"
 
 TOKEN_MAJOR, HEAD_MAJOR, TRANSPOSED = "[token, head, dim]", "[head, token, dim]", "K [head, dim, token]"
 PAGE_ORDERS = (TOKEN_MAJOR, HEAD_MAJOR, TRANSPOSED)
 """Orders within a page. Transposed: K as in vLLM's pages on a CPU, V by heads."""
 TARGET_GB_PER_SECOND = 4.0
 """On one core, for bfloat16 in 8-bit codecs."""
-SPEED_WORDS = (
-    "GB/s of the pool's numbers on one thread, digests included; core GB/s: by processor time. memcpy: of the same "
-    f"numbers in the same run. Target of 8-bit codecs on 16-bit pools: {TARGET_GB_PER_SECOND:.0f} per core."
-)
 
 Mode = tuple[list[Section], dict[str, Any], list[str]]
 """What a mode has found: tables, facts beside them, and what makes figures worthless."""
 
 
 def result_of(*modes: Mode) -> BenchResult:
-    """Sizes, and what the modes have found."""
     title = f"Sizes against {POOL_DTYPE}, blocks of {GROUP} tokens"
-    found = BenchResult("codec", None, [Section(size_rows(), title, WORDS if modes else f"{WORDS} {MORE}", "sizes")])
+    found = BenchResult("codec", None, [Section(size_rows(), title, name="sizes")])
     found.about |= {"block_tokens": GROUP, "pool_dtype": str(POOL_DTYPE).removeprefix("torch.")}
     for sections, about, faults in modes:
         found.sections += sections
@@ -64,7 +55,6 @@ def result_of(*modes: Mode) -> BenchResult:
 
 
 def size_rows() -> list[Row]:
-    """Every codec and shape, for blocks of `GROUP` tokens in a pool of `POOL_DTYPE`."""
     rows, pool_bits, dtype = [], 8.0 * POOL_DTYPE.itemsize, str(POOL_DTYPE).removeprefix("torch.")
     for shape, (heads, widths) in SHAPES.items():
         form = slice_form(KC64, heads, GROUP, widths, POOL_DTYPE.itemsize)
@@ -93,7 +83,6 @@ class SpeedOptions:
 
 
 def speed(say: Say, options: SpeedOptions | None = None) -> Mode:
-    """Every codec, dtype and page order."""
     options, rows = options or SpeedOptions(), []
     sizes = {"layers": options.layers, "kv_heads": options.kv_heads, "head_dim": options.head_dim}
     tokens = options.block_tokens
@@ -109,7 +98,7 @@ def speed(say: Say, options: SpeedOptions | None = None) -> Mode:
                 what = {"dtype": dtype, "page_order": order, "codec": codec, "path": path}
                 rows.append(_speed_row(what, size, beside))
     return (
-        [Section(rows, "Speed on this CPU", SPEED_WORDS, "speed")],
+        [Section(rows, "Speed on this CPU", name="speed")],
         {"speed_options": asdict(options), "threads": 1},
         [],
     )
@@ -149,7 +138,6 @@ def _turns(options: SpeedOptions, layout: Layout, order: str) -> dict[tuple[str,
 
 
 def _pages(options: SpeedOptions, layout: Layout, order: str, seed: int) -> Pages:
-    """Pages in a random order, with one spare."""
     (group,) = layout.groups
     generator = torch.Generator().manual_seed(seed)
     size = options.blocks + 1, options.kv_heads, options.block_tokens, options.head_dim

@@ -1,14 +1,8 @@
 """`kvstore bench codec --quality`: a trained model reads held-out text from KV that went through the codecs.
 
-The model is the demo's small one; the text is those of Python's own sources that it was not trained on. For every
-window the model prefills a prefix; its K and V, rounded to bfloat16 as in a pool, go through the codec and back; then
-the bytes behind the prefix are scored on top. The reference is the same without the codec. Attention is compared layer
-by layer with the undisturbed model's queries, over the prefix only, so that an error does not depend on those of the
-layers below. At eight bits a difference in perplexity says little: it is within the noise even where the attention's
-error is 28 %.
-
-The model runs unchanged and in variants that make K hard to quantize without changing what it computes; every run
-checks that they do not.
+Attention is compared layer by layer with the undisturbed model's queries, over the prefix only, so that an error does
+not depend on those of the layers below. The model runs unchanged and in variants that make K hard to quantize without
+changing what it computes; every run checks that they do not.
 """
 
 from __future__ import annotations
@@ -43,13 +37,6 @@ LARGEST_LOSS_CHANGE = 1e-3
 CONTINUATION = 128
 """Bytes behind the prefix; all but the first are scored."""
 ATTENTION_NAME = "codec_bench_sdpa"
-
-_WORDS = (
-    "relative k, v: L2 error. attention: that of its output over the prefix, layer by layer, with the queries of the "
-    f"{CONTINUATION} bytes behind it. KL: KL(raw || codec) of the next byte, the mean. perplexity: its "
-    "change. top-1: bytes whose likeliest successor stays the same. All against raw, which is KV in bfloat16. At eight "
-    "bits a change of perplexity of some hundredths of a percent is noise; judge by attention and KL."
-)
 
 Planes = list[tuple[torch.Tensor, torch.Tensor]]
 """K and V of each layer, [kv_heads, tokens, head_dim]."""
@@ -107,7 +94,6 @@ def run(options: QualityOptions, say: Say) -> Mode:
             found["loss_change"] = found["nats_per_byte"] - plain_nats
             variants.append(_variant_row(variant.name, prefix, len(texts), found))
             rows += [_quality_row(variant.name, codec, prefix, len(texts), one) for codec, one in by_codec.items()]
-    verdict = _verdict([row for rows in quality.values() for row in rows])
     about = {
         "options": asdict(options),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
@@ -117,20 +103,14 @@ def run(options: QualityOptions, say: Say) -> Mode:
         "key_rms": rms,
         "largest_attention_percent": LARGEST_ATTENTION_PERCENT,
         "largest_loss_change": LARGEST_LOSS_CHANGE,
-        "verdicts": [verdict],
         "seconds": perf_counter() - start,
     }
-    left_out = ("prefix tokens", "nats per byte")
-    sections = [
-        Section(rows, f"After {prefix:,} bytes", name="quality", left_out=left_out) for prefix, rows in quality.items()
-    ]
-    words = "\n".join([_WORDS, *_control(variants), verdict])
-    sections.append(Section(variants, "Without a codec", words, "variants"))
+    sections = [Section(rows, f"After {prefix:,} bytes", name="quality") for prefix, rows in quality.items()]
+    sections.append(Section(variants, "Without a codec", name="variants"))
     return sections, {"quality_of": about}, failures(variants)
 
 
 def failures(variants: Sequence[Row]) -> list[str]:
-    """Reasons why the figures are worthless, one line each."""
     return [
         f"{row['variant']}, prefix {row['prefix_tokens']}: its loss without a codec differs from the plain model's by "
         f"{row['loss_change']:+.5f} nats per byte, allowed: {LARGEST_LOSS_CHANGE}; it is another function"
@@ -140,7 +120,6 @@ def failures(variants: Sequence[Row]) -> list[str]:
 
 
 def _variant_row(variant: str, prefix: int, count: int, found: dict[str, float]) -> Row:
-    """channel_spread: see `spread`. bfloat16_percent: the attention's error from rounding K and V to it alone."""
     names = ("scored_bytes", "loss_change", "channel_spread", "bfloat16_percent")
     what, details = {"variant": variant, "prefix_tokens": prefix}, {name: found[name] for name in names}
     return Row(what, found["nats_per_byte"], "nats/byte", count, details=details)
@@ -153,41 +132,6 @@ def _quality_row(variant: str, codec: str, prefix: int, count: int, found: dict[
     others = {name: value for name, value in found.items() if name != "attention_percent"}
     details = {**others, "holds": attention <= LARGEST_ATTENTION_PERCENT}
     return Row(what, attention, "attention %", count, details=details)
-
-
-def _verdict(rows: Sequence[Row]) -> str:
-    worst: dict[str, Row] = {}
-    for row in (row for row in rows if row["codec"] == KC64):
-        if row["variant"] not in worst or not row.value <= worst[row["variant"]].value:
-            worst[row["variant"]] = row
-    failed = [row for row in worst.values() if not row["holds"]]
-    if not failed:
-        largest = max(row.value for row in worst.values())
-        return (
-            f"{KC64} holds on every variant and at every length: the attention's error is at most "
-            f"{largest:.2f} %, allowed are {LARGEST_ATTENTION_PERCENT} %."
-        )
-    where = "; ".join(f"{row['variant']}, {row.value:.1f} % (top-1 {row['top1_percent']:.1f} %)" for row in failed)
-    return (
-        f"{KC64} does not hold, by the attention's largest error of all lengths, where "
-        f"{LARGEST_ATTENTION_PERCENT} % are allowed: {where}."
-    )
-
-
-def _control(variants: Sequence[Row]) -> list[str]:
-    largest = max(abs(row["loss_change"]) for row in variants)
-    losses = ", ".join(
-        f"{row.value:.3f} after {row['prefix_tokens']:,}" for row in variants if row["variant"] == "plain"
-    )
-    rounding: dict[str, float] = {}
-    for row in variants:
-        rounding[row["variant"]] = max(rounding.get(row["variant"], 0.0), row["bfloat16_percent"])
-    costs = ", ".join(f"{percent:.2f} % ({variant})" for variant, percent in rounding.items())
-    return [
-        f"Control: with K and V in float32 every variant has the plain model's loss within {largest:.1e} nats per "
-        f"byte (allowed: {LARGEST_LOSS_CHANGE:.0e}), which is {losses} bytes.",
-        f"What rounding K and V to bfloat16 costs the attention before any codec, at most: {costs}.",
-    ]
 
 
 # --- the effect of a codec on a model's attention and on its next byte -----------------------------------------------
@@ -262,7 +206,6 @@ class _Subject:
         return [(pair[0], pair[1]) for pair in kept], queries, logits
 
     def score(self, tokens: torch.Tensor, planes: Planes) -> torch.Tensor:
-        """Logits behind a prefix with these K and V."""
         for pair, made in zip(self._buffers, planes, strict=True):
             for kept, plane in zip(pair, made, strict=True):
                 kept[0, :, : self._prefix] = plane
@@ -343,18 +286,15 @@ def _attended(queries: Sequence[torch.Tensor], planes: Planes) -> list[torch.Ten
 
 
 def _nats(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Summed over the scored bytes. logits: of the continuation."""
     return F.cross_entropy(logits[:-1].double(), tokens[0, 1 - CONTINUATION :], reduction="sum")
 
 
 def _attend_and_keep(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """The adapter's attention; the module keeps the queries until the next pass."""
     module.kept_query = query
     return attend(module, query, *args, **kwargs)
 
 
 def with_outliers(model: Any, variant: Variant) -> Any:
-    """A copy of a Llama with this variant's weights."""
     changed = deepcopy(model)
     config = changed.config
     width, group = config.head_dim, config.num_attention_heads // config.num_key_value_heads

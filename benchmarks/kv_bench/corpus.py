@@ -1,7 +1,4 @@
-"""Text that every machine has: the sources of Python's standard library, split into a training and a held-out part.
-
-The split is by a hash of the file's name, so a file held out in training is held out on every machine and Python.
-"""
+"""Text that every machine has: the sources of Python's standard library, split by a hash of each file's name."""
 
 from __future__ import annotations
 
@@ -56,7 +53,6 @@ def _files(folder: Path) -> Iterator[TextFile]:
 
 
 def windows(sources: list[TextFile], size: int, count: int) -> list[bytes]:
-    """At most `count` pieces of `size` bytes, spread evenly over the files; none spans two files."""
     found = [
         source.text[start : start + size] for source in sources for start in range(0, len(source.text) - size + 1, size)
     ]

@@ -1,11 +1,4 @@
-"""`kvstore bench kernels`: what moves KV on and off a device, beside copies of the same run.
-
-    kernels    pages to payloads and back, and digests, beside a copy on the device. Both count bytes read and written:
-               a kernel that quantizes reads 16 bits and writes 8
-    transfers  whole loads and saves beside a copy of pinned memory: `transfer.Loader` and `Saver` between page-locked
-               extents and an engine's pages, with copies, kernels, and the worker that awaits the end, by wall time
-    decode     what running streams notice: eight of a Llama decode token by token through transformers and the
-               adapter's buffers, without and with transfers beside them, in turn
+"""`kvstore bench kernels`: what moves KV on and off a device, beside copies of the same run, and what decoding notices.
 
 Written for one GPU. On a CPU the same code runs on small shapes, with plain torch in place of the kernels and a
 synchronous device: that shows that it runs, and its figures mean nothing.
@@ -14,7 +7,7 @@ synchronous device: that shows that it runs, and its figures mean nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -42,6 +35,7 @@ from kv_bench.paged_pool import (
     told,
 )
 from kv_bench.rig import BlockShape
+from kv_bench.script import one_of
 from kv_kernels.device import Region, Stream, host_tensor
 from kv_kernels.device_transfers import SEGMENT_BYTES, SEGMENTS
 from kv_kernels.int8 import KC64
@@ -50,7 +44,6 @@ from kv_kernels.pools import PoolTable
 from kv_kernels.transfer import Loader, Saver
 from kv_kernels.transfer_state import LayerSlice, Transfer, TransferOutcome, layer_slices
 from kv_kernels.worker import ThreadWorker
-from kvstore.block.errors import BadInput
 from kvstore.config import format_size
 from kvstore.traffic.row import MS, BenchResult, Row, Section, Target
 from tiering.dram.extents import Extent
@@ -69,6 +62,8 @@ ALONE = "nothing"
 UNDER_WAY = 2
 """Transfers in each direction beside steps."""
 WAIT_SECONDS, CLOSE_SECONDS = 60.0, 10.0
+LEFT_OUT = ("bytes moved", "gb per second", "copy gb per second", "limit gb per second", "steps", "step ms p50")
+"""What other columns have as well."""
 _KEPT: list[Extent] = []
 """Extents that a failed transfer may still access."""
 
@@ -123,59 +118,27 @@ class DeviceBench:
         self.faults: list[str] = []
 
 
-def run(options: KernelsOptions | None, say: Say, device: str | None = None, stages: Sequence[str] = ()) -> BenchResult:
+def run(options: KernelsOptions, say: Say, device: str | None = None, stages: Sequence[str] = ()) -> BenchResult:
     """Measure the given stages, or all. Raises `BadInput` for a missing device, or a size without a whole block."""
     chosen = device_named(device)
-    options = options or (KernelsOptions() if chosen.type == "cuda" else SMALL)
     for stage in stages:
-        if stage not in STAGES:
-            raise BadInput(f"stage={stage!r}; allowed: {', '.join(STAGES)}, or leave it out for all")
+        one_of("stage", stage, STAGES)
     bench, rows = DeviceBench(options, chosen), {stage: list[Row]() for stage in STAGES}
     measured = {KERNELS: kernel_rows, TRANSFERS: transfer_rows, DECODE: decode_rows}
     for stage in STAGES:
         if stages and stage not in stages:
             continue
-        with _noting(bench.faults, stage):
+        try:
             give_memory_back(chosen)
             for row in measured[stage](bench, say):
                 rows[stage].append(row)
+        except FAILURES as error:  # the next stage is measured
+            bench.faults.append(f"the stage {stage} ended early: {told(error)}")
     facts = describe(chosen)
-    sections = [
-        Section(
-            rows[KERNELS],
-            f"on {facts['name']}, kernels: {bench.route.name}",
-            "GB/s of bytes read and written; ratio: to a copy on the device. is host bound: the host was late.",
-            KERNELS,
-            ("bytes moved", "gb per second", "copy gb per second"),
-        ),
-        Section(
-            rows[TRANSFERS],
-            "loads and saves",
-            "layers at once: of a frame; wire: what crosses between host and device, both directions together; kv: "
-            "the same counted as numbers of 16 bits; ratio: to one plain copy of pinned memory, by wall time. is "
-            "direct: the extents were page-locked, without a detour.",
-            TRANSFERS,
-            ("gb per second", "limit gb per second"),
-        ),
-        Section(
-            rows[DECODE],
-            f"steps of {options.streams} streams of a random {options.model} Llama, by wall time",
-            name=DECODE,
-            left_out=("streams", "context tokens", "steps", "step ms p50", "slowdown p50", "most slowdown"),
-        ),
-    ]
+    titles = {KERNELS: f"on {facts['name']}, kernels: {bench.route.name}", TRANSFERS: "loads and saves, over the wire"}
+    titles[DECODE] = f"steps of a random {options.model} Llama"
+    sections = [Section(rows[stage], titles[stage], name=stage, left_out=LEFT_OUT) for stage in STAGES]
     return BenchResult("kernels", options, sections, {"device": facts, "route": bench.route.name}, bench.faults)
-
-
-@contextmanager
-def _noting(faults: list[str], stage: str) -> Iterator[None]:
-    """Turn a failing stage into one line, so that the next is measured."""
-    try:
-        yield
-    except BadInput:
-        raise
-    except FAILURES as error:
-        faults.append(f"the stage {stage} ended early: {told(error)}")
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
@@ -236,7 +199,6 @@ def kernel_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
 
 
 def _kernels(shape: BlockShape, codec: str, pool: PagedPool, target: PagedPool, route: Route) -> Iterator[Kernel]:
-    """Saving kernels first: the loading ones read their output."""
     table, blocks, device = pool.table, len(pool.table), pool.table.device
     payloads = new_payloads(shape, codec, blocks, device)
     raw, small = blocks * shape.payload_bytes, blocks * payload_bytes(shape, codec)
@@ -348,7 +310,6 @@ class Transfers:
         return transfers
 
     def check(self) -> bool:
-        """Whether the first block of a load's pages and of a save's frame equals the twins'."""
         payload = host_tensor(self._slots[0] + HEADER_BYTES, self._frame_bytes - HEADER_BYTES).clone()
         row = payload.to(self.pool.table.device)[None]
         return self.target.is_loaded(self.codec, row.clone(), 0) and self.pool.is_saved(self.codec, row, 0)
@@ -384,7 +345,6 @@ class PlainCopy:
         self._timer = timer
 
     def run(self, direction: str, size_bytes: int) -> None:
-        """size_bytes: per direction."""
         pairs = ((LOAD, self._there[0], self._host[0]), (SAVE, self._host[1], self._there[1]))
         for (one, target, source), stream in zip(pairs, self._streams, strict=True):
             if direction in (one, BOTH):
@@ -448,23 +408,14 @@ class BesideTransfers:
         self._under_way: dict[str, list[Transfer]] = {direction: [] for direction in directions}
         self.finished = 0
 
-    def keep_going(self) -> None:
-        """Start a transfer for each that ended."""
+    def keep_going(self, most: int = UNDER_WAY) -> None:
         for direction, under_way in self._under_way.items():
-            self._end([transfer for transfer in under_way if transfer.is_done()], under_way)
-            while len(under_way) < UNDER_WAY:
+            for transfer in [one for one in under_way if one.is_done() or not most]:
+                finish(transfer)
+                under_way.remove(transfer)
+                self.finished += 1
+            while len(under_way) < most:
                 under_way.extend(self._transfers.start(direction))
-
-    def drain(self) -> None:
-        """Wait for all in flight."""
-        for under_way in self._under_way.values():
-            self._end(list(under_way), under_way)
-
-    def _end(self, ended: Sequence[Transfer], under_way: list[Transfer]) -> None:
-        for transfer in ended:
-            finish(transfer)
-            under_way.remove(transfer)
-            self.finished += 1
 
 
 def decode_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
@@ -482,7 +433,6 @@ def decode_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
     call = ModelCall(model)
 
     def lap(beside: BesideTransfers) -> list[float]:
-        """Seconds of each step, from the same place in each lap."""
         cache, times = even_cache(planes, context), []
         newest = torch.zeros(count, 1, dtype=torch.int64, device=device)
         for _ in range(steps):
@@ -503,7 +453,7 @@ def decode_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
             for name in names:
                 beside, start = BesideTransfers(transfers, name), perf_counter()
                 times[name].extend(lap(beside))
-                beside.drain()
+                beside.keep_going(0)  # which waits for all
                 spent[name] += perf_counter() - start
                 moved[name] += beside.finished * transfers.wire_bytes
     alone_p50, alone_p99 = 1e3 * median(times[ALONE]), 1e3 * quantile(times[ALONE], 0.99)

@@ -1,10 +1,7 @@
 """Llamas with random weights, for timing: in this process, and as files for engines that start from them.
 
-    python -m kv_bench.llamas SHAPE DIRECTORY
-
-Random weights say nothing of quality: a codec's errors look several times smaller than with trained ones. They lie wide
-enough apart that no token is repeated for ever, and are not zeros, which a GPU would multiply faster. What imports this
-needs neither torch nor transformers.
+The weights lie wide enough apart that no token is repeated for ever. What imports this needs neither torch nor
+transformers.
 """
 
 from __future__ import annotations
@@ -46,7 +43,6 @@ _NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
 def kv_bytes_per_token(shape: str) -> int:
-    """K and V of all layers."""
     llama = LLAMAS[shape]
     return 2 * 2 * llama["num_hidden_layers"] * llama["num_key_value_heads"] * llama["head_dim"]
 
@@ -96,23 +92,6 @@ def main(shape: str, directory: str) -> None:
 # --- in this process -------------------------------------------------------------------------------------------------
 
 
-def outline(shape: str) -> Any:
-    """The model without weights, for counting. Raises `BadInput` for an unknown shape."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    if shape not in TTFT_SHAPES:
-        raise BadInput(f"shape={shape!r}; allowed: {', '.join(TTFT_SHAPES)}")
-    sizes: dict[str, Any] = {**TTFT_SHAPES[shape]}
-    with torch.device("meta"):
-        return LlamaForCausalLM(LlamaConfig(**sizes))
-
-
-def weights_bytes(shape: str) -> int:
-    """In bfloat16, plus a tenth. Raises `BadInput` for an unknown shape."""
-    return int(2.2 * sum(parameter.numel() for parameter in outline(shape).parameters()))
-
-
 def build(shape: str, device: Any, positions: int) -> Any:
     """The model, ready to run: bfloat16 on a GPU, float32 on a CPU. positions: tokens of the longest prompt and answer.
     Torch's global generators are left as they were."""
@@ -147,7 +126,6 @@ def prefill_flops(model: Any, tokens: int) -> float:
 
 
 def peak_flops(device: Any, dtype: Any, timer: Any) -> float:
-    """Per second, of a product of large square matrices of random numbers. timer: a `DeviceTimer`."""
     import torch
 
     width = PRODUCT_WIDTH[device.type]

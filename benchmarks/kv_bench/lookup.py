@@ -1,14 +1,8 @@
 """`kvstore bench lookup`: the cost of a match, and of a block in the tables, in bytes and in garbage collection.
 
-Two stores, a small and a large one, are filled with chains of blocks: rows in the index, in the residency table and in
-the policy's list, as puts make them, but without payloads, of which the large one would need terabytes. A match is the
-user's own call for a prompt given as an array, all of it stored. Its limit is the chain of hashes alone over the same
-bytes, right before and right after. A prompt that is asked for repeatedly finds its part of the index in CPU caches; so
-prompts also take turns.
-
-Then through the API socket: a sidecar in its own process holds whole prompts of minimal blocks. One client in this
-process asks for them in turn, beside the same limit. Then client processes ask at once, for some seconds at a time;
-their limit is what the same processes hash when they do nothing else, which is what the cores give.
+Two stores hold chains of blocks as puts make them, but without payloads, of which the large one would need terabytes.
+The limit of a match is the chain of hashes alone. Then one client of a sidecar matches, and many at once; the limit of
+these is what the same processes hash when they do nothing else.
 """
 
 from __future__ import annotations
@@ -17,20 +11,20 @@ import gc
 import os
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain
+from hashlib import blake2b
+from itertools import chain, count
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time, sleep, thread_time
 
 import numpy as np
 
-from kv_bench.lookup_client import LookupOptions, hashing, matching
-from kv_bench.measure import Cost, Say, Turn, against, resident_bytes, time_row
-from kv_bench.process import Child, Sidecar
-from kv_bench.rig import MODEL, PagePool, prompt_of
+from kv_bench.measure import Cost, Say, Stopwatch, Turn, against, resident_bytes, time_row, timed
+from kv_bench.process import Child, Parent, Sidecar, open_patiently
+from kv_bench.rig import MODEL, SMALLEST, BlockShape, PagePool, prompt_of
 from kvstore.block.codec import RawCodec
 from kvstore.block.errors import StoreError
 from kvstore.block.identity import KeyRing, Namespace, PrefixHasher, TenantKeys, token_bytes
@@ -54,10 +48,6 @@ DOOR_TARGET, CLIENTS_TARGET = 2.97, 3.7
 """In chains: a match of one client, 0.8 ms where the chain is 0.27; time per match over all clients, 1,000 a second."""
 BYTES_TARGET, PAUSE_TARGET_MS = 300, 50.0
 """Limits for a block in all tables together, and of a garbage collection."""
-WORDS = (
-    "garbage collection: the longest full one, of all that came with the blocks, or of all that this program has "
-    "imported. The slowest insertion is one at which a dictionary of all blocks grew."
-)
 _TOGETHER, _STEP_BLOCKS = 64, 8
 """Prompts that are being stored at the same time, so that their blocks come mixed; blocks that one adds at a time."""
 _SLOTS_OF_EXTENT = 512
@@ -65,8 +55,30 @@ _HEAD_START_SECONDS = 0.05
 """Time for all client processes to read their order."""
 
 
+@dataclass(frozen=True, slots=True)
+class LookupOptions:
+    """small_blocks, large_blocks: in the two indexes, whole prompts; a sidecar holds as many as the small one."""
+
+    prompt_tokens: int = 32768
+    block_tokens: int = SMALLEST.block_tokens
+    small_blocks: int = 10_000
+    large_blocks: int = 2_000_000
+    laps: int = 200
+    door_laps: int = 2000
+    clients: int = 8
+    client_laps: int = 5
+    client_seconds: float = 1.0
+
+    @property
+    def prompt_blocks(self) -> int:
+        return self.prompt_tokens // self.block_tokens
+
+    @property
+    def shape(self) -> BlockShape:
+        return BlockShape(1, self.block_tokens, 1, 8)
+
+
 def run(options: LookupOptions, say: Say) -> BenchResult:
-    """Fill both indexes, then match in both, turn by turn; then the same through the door of a sidecar."""
     program_ms = longest_collection_ms()
     gc.freeze()
     try:
@@ -92,17 +104,10 @@ def run(options: LookupOptions, say: Say) -> BenchResult:
     growth = measured[large.blocks, "in turn"].seconds / measured[small.blocks, "in turn"].seconds
     one, together = through_a_sidecar(options, say)
     title = f"a match of {options.prompt_tokens:,} tokens, all stored; ratio: to the chain of hashes alone"
-    footprint, at_most = large.footprint(), partial(Target, is_least=False, of="value")
-    parts = {f"{name}_per_block": value for name, value in footprint.items()}
+    at_most = partial(Target, is_least=False, of="value")
     figures = [
         Row({"figure": "match, large to small index"}, growth, "times", target=at_most(GROWTH_TARGET)),
-        Row(
-            {"figure": "tables of a block"},
-            sum(footprint.values()),
-            "bytes",
-            target=at_most(BYTES_TARGET),
-            details=parts,
-        ),
+        Row({"figure": "tables of a block"}, large.footprint(), "bytes", target=at_most(BYTES_TARGET)),
         Row({"figure": "a block, as the process grew"}, grown / large.blocks, "bytes", target=at_most(BYTES_TARGET)),
         Row({"figure": "garbage collection of the blocks"}, tables_ms, MS, target=at_most(PAUSE_TARGET_MS)),
         Row({"figure": "garbage collection of this program"}, program_ms, MS),
@@ -111,30 +116,14 @@ def run(options: LookupOptions, say: Say) -> BenchResult:
     sections = [
         Section([*rows, one], title, name="matches"),
         Section([together], "by as many client processes together", name="clients"),
-        Section(figures, "the index", WORDS, name="figures"),
+        Section(figures, "the index", name="figures"),
     ]
     return BenchResult("lookup", options, sections)
 
 
-def longest_collection_ms(times: int = 3) -> float:
-    """The longest of several full garbage collections, by the collector's own callbacks."""
-    pauses: list[float] = []
-    started = [0.0]
-
-    def note(phase: str, _: dict[str, int]) -> None:
-        if phase == "start":
-            started[0] = perf_counter()
-        else:
-            pauses.append(perf_counter() - started[0])
-
+def longest_collection_ms() -> float:
     gc.collect()
-    gc.callbacks.append(note)
-    try:
-        for _ in range(times):
-            gc.collect()
-    finally:
-        gc.callbacks.remove(note)
-    return max(pauses) * 1e3
+    return 1e3 * max(timed(gc.collect)().wall for _ in range(3))
 
 
 class FilledStore:
@@ -160,30 +149,19 @@ class FilledStore:
         self._slots = [SlotTable(_SLOTS_OF_EXTENT) for _ in range(-(-blocks // _SLOTS_OF_EXTENT))]
 
     def match(self, *, rotating: bool) -> Turn:
-        """A turn: the match of a whole prompt."""
         order = np.random.default_rng(7).permutation(self._chains).tolist() if rotating else [0]
         tokens = self._options.prompt_tokens
         return matching(self._handle, self._options, lambda turn: prompt_of(order[turn % len(order)], tokens))
 
-    def footprint(self) -> dict[str, float]:
-        """Bytes per block in the tables, counted object by object. keys: prefix keys and row numbers, as objects.
-        names: the dictionaries. index, residency, policy, slots: columns."""
+    def footprint(self) -> float:
+        """Bytes per block in the tables, counted object by object: keys and row numbers, dictionaries, columns."""
         names = [table for names in self._index._names for table in (names.visible, names.hidden)]
         key, row = next(reversed(names[0].items()))
-        columns: dict[str, Sequence[object]] = {
-            "index": [self._index],
-            "residency": [self._residency, self._residency.pins],
-            "policy": [self._policy],
-            "slots": self._slots,
-        }
-        return {
-            "keys": _allocated(sys.getsizeof(key)) + _allocated(sys.getsizeof(row)),
-            "names": sum(map(sys.getsizeof, names)) / self.blocks,
-            **{name: sum(map(_column_bytes, tables)) / self.blocks for name, tables in columns.items()},
-        }
+        columns = [self._index, self._residency, self._residency.pins, self._policy, *self._slots]
+        tables = sum(map(sys.getsizeof, names)) + sum(map(_column_bytes, columns))
+        return _allocated(sys.getsizeof(key)) + _allocated(sys.getsizeof(row)) + tables / self.blocks
 
     def _fill(self) -> Iterator[int]:
-        """As puts do: some prompts at a time, a few blocks of each in turn. Yields the rows so far."""
         rows, blocks = 0, self._options.prompt_blocks
         for first in range(0, self._chains, _TOGETHER):
             numbers = range(first, min(first + _TOGETHER, self._chains))
@@ -214,13 +192,11 @@ class FilledStore:
 
 
 def _column_bytes(table: object) -> int:
-    """Bytes of a table's columns of any kind."""
     values = [value for one in vars(table).values() for value in (one if isinstance(one, list) else [one])]
     return sum(sys.getsizeof(value) for value in values if isinstance(value, array | bytearray | np.ndarray))
 
 
 def _allocated(size_bytes: int) -> int:
-    """The allocator's size for a small object: a multiple of 16 bytes."""
     return -(-size_bytes // 16) * 16
 
 
@@ -228,7 +204,6 @@ def _allocated(size_bytes: int) -> int:
 
 
 def through_a_sidecar(options: LookupOptions, say: Say) -> tuple[Row, Row]:
-    """Fill a sidecar, then match through its door: one client, and many together."""
     stored, blocks = options.small_blocks // options.prompt_blocks, options.prompt_blocks
     size = frame_bytes(options.shape.payload_bytes)
     say("filling a sidecar")
@@ -253,18 +228,15 @@ def through_a_sidecar(options: LookupOptions, say: Say) -> tuple[Row, Row]:
 def _one(options: LookupOptions, match: Turn, blocks: int) -> Row:
     walls: dict[str, list[float]] = {"match": [], "chain": []}
 
-    def kept(name: str, turn: Turn) -> Turn:
-        def one() -> Cost:
-            cost = turn()
-            walls[name].append(cost.wall)
-            return cost
+    def kept(name: str, turn: Turn) -> Cost:
+        cost = turn()
+        walls[name].append(1e3 * cost.wall)
+        return cost
 
-        return one
-
-    turns = {"match": kept("match", match)}
-    found = against(kept("chain", hashing(options)), turns, options.door_laps)["match"]
+    turns = {"match": partial(kept, "match", match)}
+    found = against(partial(kept, "chain", hashing(options)), turns, options.door_laps)["match"]
     # Without the earlier ones, which warm up.
-    match_ms, chain_ms = (1e3 * quantile(one[-options.door_laps :], 0.99) for one in walls.values())
+    match_ms, chain_ms = (quantile(one[-options.door_laps :], 0.99) for one in walls.values())
     what = {"by": "a sidecar's socket", "blocks": blocks, "prompts": "in turn"}
     return time_row(what, found, "chain", DOOR_TARGET, ms_p99=match_ms, chain_ms_p99=chain_ms)
 
@@ -283,7 +255,7 @@ def _together(options: LookupOptions, clients: Clients, chain_ms: float) -> Row:
 
 
 class Clients:
-    """Client processes of one sidecar; see `lookup_client`. A context manager that ends them."""
+    """Client processes of one sidecar; each this file. A context manager that ends them."""
 
     def __init__(self, options: LookupOptions, socket: str, stored: int) -> None:
         """stored: prompts. Raises `StoreError` if a client does not start."""
@@ -293,20 +265,18 @@ class Clients:
         with ExitStack() as stack:
             job = {"socket": socket, "prompts": stored, "options": asdict(options)}
             self.children = [
-                stack.enter_context(Child("kv_bench.lookup_client", {**job, "number": number}))
+                stack.enter_context(Child("kv_bench.lookup", {**job, "number": number}))
                 for number in range(options.clients)
             ]
             assert all([child.hear() == "ready" for child in self.children])
             self._stack = stack.pop_all()
 
     def match(self) -> Cost:
-        """All match for a while; returns the cost per match."""
         cost, seconds = self._turn("match")
         self.waits.append(seconds)
         return cost
 
     def hash(self) -> Cost:
-        """All hash for a while; returns the cost per chain."""
         return self._turn("hash")[0]
 
     def __enter__(self) -> Clients:
@@ -324,3 +294,68 @@ class Clients:
         if not seconds:
             raise StoreError(f"nothing was done in {self._seconds} s; give the clients longer")
         return Cost(self._seconds / len(seconds), sum(answer["cpu"] for answer in answers) / len(seconds)), seconds
+
+
+# --- matches and chains, here and in a client ------------------------------------------------------------------------
+
+
+def matching(handle: NamespaceHandle, options: LookupOptions, prompt_at: Callable[[int], np.ndarray]) -> Turn:
+    turns = count()
+
+    def match() -> Cost:
+        prompt = prompt_at(next(turns))
+        watch = Stopwatch(thread_time)
+        found = handle.match(prompt)
+        cost = watch.cost()
+        assert found.blocks == options.prompt_blocks and found.reason is None, found
+        return cost
+
+    return match
+
+
+def hashing(options: LookupOptions) -> Turn:
+    """The limit: the keys of one prompt, one keyed BLAKE2b-256 per block over the key before and the block's tokens."""
+    raw, step = token_bytes(prompt_of(0, options.prompt_tokens)), options.block_tokens * 4
+    base = blake2b(digest_size=32, key=bytes(32), person=b"kv-bench")
+
+    def chain() -> Cost:
+        watch = Stopwatch(thread_time)
+        parent = bytes(32)
+        for at in range(0, len(raw) - step + 1, step):
+            state = base.copy()
+            state.update(parent + raw[at : at + step])
+            parent = state.digest()
+        return watch.cost()
+
+    return chain
+
+
+def timed_until(work: Callable[[], object], start: float, end: float) -> dict[str, object]:
+    seconds: list[float] = []
+    sleep(max(0.0, start - perf_counter()))
+    cpu, before = process_time(), perf_counter()
+    while True:
+        work()
+        now = perf_counter()
+        if now > end:
+            return {"seconds": seconds, "cpu": process_time() - cpu}
+        seconds.append(now - before)
+        before = now
+
+
+def main() -> None:
+    parent = Parent()
+    job = parent.job
+    options = LookupOptions(**job["options"])
+    order = np.random.default_rng(job["number"]).permutation(job["prompts"]).tolist()
+    prompts = [prompt_of(number, options.prompt_tokens) for number in order]
+    with open_patiently(job["socket"]) as store:
+        handle = store.namespace(model=MODEL, layout=options.shape.layout)
+        work = {"match": matching(handle, options, lambda turn: prompts[turn % len(prompts)]), "hash": hashing(options)}
+        parent.answer("ready")
+        for turn in parent:
+            parent.answer(timed_until(work[turn["work"]], turn["start"], turn["end"]))
+
+
+if __name__ == "__main__":
+    main()

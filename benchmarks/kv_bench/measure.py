@@ -1,7 +1,5 @@
-"""How the benches measure: interleaved with a limit taken in the same run.
-
-A shared machine drifts by a third within seconds, so a time alone says nothing. Every contender therefore runs between
-two runs of the limit, in many short turns; its ratio is the median over turns of its result against the mean of its two
+"""How the benches measure: interleaved with a limit taken in the same run, since a shared machine drifts by a third
+within seconds. A contender's ratio is the median over many short turns of its result against the mean of its two
 neighbours. Times are wall times; nothing here prints.
 """
 
@@ -11,6 +9,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -46,15 +45,11 @@ class Stopwatch:
         self._cpu = cpu
         self._worked, self._began = cpu(), perf_counter()
 
-    def cost(self, pieces: int = 1) -> Cost:
-        """So far, of each of so many pieces of work."""
-        wall, worked = perf_counter() - self._began, self._cpu() - self._worked
-        return Cost(wall / pieces, worked / pieces)
+    def cost(self) -> Cost:
+        return Cost(perf_counter() - self._began, self._cpu() - self._worked)
 
 
 def timed(work: Callable[[], object]) -> Turn:
-    """A turn that does the work once."""
-
     def turn() -> Cost:
         watch = Stopwatch()
         work()
@@ -157,14 +152,12 @@ def quartile_row(
 
 
 def in_turn(names: Sequence[Name], turn: int) -> list[Name]:
-    """The same, another first in each turn."""
     first = turn % len(names)
     return [*names[first:], *names[:first]]
 
 
 @contextmanager
 def quiet_collector() -> Iterator[None]:
-    """Collect garbage now, and disable the collector inside, as `timeit` does."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -176,63 +169,30 @@ def quiet_collector() -> Iterator[None]:
 
 
 class Together:
-    """Runs one piece of work per thread at once, on kept threads. Close it, or use it as a context manager.
-
-    The caller's thread takes the first piece.
-    """
+    """Runs one piece of work per thread at once, on kept threads. A context manager that ends them."""
 
     def __init__(self, threads: int) -> None:
-        self._start, self._end = threading.Barrier(threads), threading.Barrier(threads)
-        self._work: Sequence[Callable[[], None] | None] = [None] * threads
-        self._spans: list[tuple[float, float]] = [(0.0, 0.0)] * threads
-        self._cpu = [0.0] * threads
-        self._failed: list[BaseException] = []
-        self._threads = [
-            threading.Thread(target=self._serve, args=(number,), daemon=True) for number in range(1, threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._start, self._pool = threading.Barrier(threads), ThreadPoolExecutor(threads)
 
-    def run(self, work: Sequence[Callable[[], None]]) -> Cost:
-        """The cost per piece; wall time from the first start to the last end."""
-        self._work = work
-        self._take(0)
-        if self._failed:
-            raise self._failed.pop()
-        wall = max(end for _, end in self._spans) - min(start for start, _ in self._spans)
-        return Cost(wall / len(work), sum(self._cpu) / len(work))
+    def run(self, work: Sequence[Callable[[], object]]) -> Cost:
+        """The cost per piece, of as many as there are threads; wall time from the first start to the last end."""
+        starts, ends, cpus = zip(*self._pool.map(self._timed, work), strict=True)
+        return Cost((max(ends) - min(starts)) / len(work), sum(cpus) / len(work))
 
     def __enter__(self) -> Together:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._work = [None] * (len(self._threads) + 1)
-        self._start.wait()
-        for thread in self._threads:
-            thread.join()
+        self._pool.shutdown()
 
-    def _serve(self, number: int) -> None:
-        while self._take(number):
-            pass
-
-    def _take(self, number: int) -> bool:
+    def _timed(self, work: Callable[[], object]) -> tuple[float, float, float]:
         self._start.wait()
-        work = self._work[number]
-        if work is None:
-            return False
         cpu, start = thread_time(), perf_counter()
-        try:
-            work()
-        except BaseException as error:
-            self._failed.append(error)
-        self._spans[number] = (start, perf_counter())
-        self._cpu[number] = thread_time() - cpu
-        self._end.wait()
-        return True
+        work()
+        return start, perf_counter(), thread_time() - cpu
 
 
 def available_bytes() -> int:
-    """Memory available without swapping, as the kernel estimates it, and at most what the cgroup allows."""
     cgroups, memory = (read_text_files([path])[path] for path in ("/proc/self/cgroup", "/proc/meminfo"))
     (available,) = (int(line.split()[1]) * 1024 for line in memory.splitlines() if line.startswith("MemAvailable:"))
     return min(available, memory_limit(read_text_files(memory_limit_files(cgroups))))

@@ -1,18 +1,8 @@
-"""The NVMe rows of `kvstore bench tiers`: how near the NVMe tier comes to fio.
+"""The NVMe rows of `kvstore bench tiers`: a cold `lease`, a cold `get` and a durable `put` beside fio and a bare loop.
 
-It measures the user's own calls on a store from `kvstore.open`:
-
-    promote   `lease` of a prompt that only NVMe has: read, checked by MAC, name and every digest, readable in DRAM
-    get       the same, and the copy into pages, which is verified once more
-    persist   `put` with durability="disk" of a prompt that only DRAM has: checked there, written, acknowledged
-
-Each prompt fills one slab. The limits move whole frames, `DEPTH` at a time, with direct I/O if the file system allows
-it: they read the same slabs in turn with the store, so that caches of the disk or its host help all alike, and write to
-an allocated file beside them with one sync at the end of a turn. Each turn asserts that DRAM had evicted what it reads.
-The tier is full: a persisted block evicts another. Pages and the limits' file hold random bits.
-
-The loop uses the store's own memory; fio has its own. Where a disk gets memory piece by piece, as in a virtual machine,
-that alone can make one twice as fast: contiguous pages are one piece, scattered ones are hundreds.
+Each prompt fills one slab. The limits move whole frames, `DEPTH` at a time: they read the same slabs in turn with the
+store, so that caches of the disk or its host help all alike, and write to an allocated file beside them. Each turn
+asserts that DRAM had evicted what it reads. docs/limits-and-results.md says more.
 """
 
 from __future__ import annotations
@@ -37,6 +27,7 @@ import numpy as np
 import kvstore
 from kv_bench.measure import Against, Cost, Say, Stopwatch, Together, Turn, against_each, available_bytes, rate_row
 from kv_bench.rig import MODEL, BlockShape, PagePool, prompt_of
+from kv_bench.script import enough
 from kvstore.block.account import HitTier
 from kvstore.block.errors import BadInput
 from kvstore.client.handle import Match
@@ -63,16 +54,6 @@ DEADLINE_MS = 60_000
 LONGEST_SECONDS = 60.0
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
-WORDS = (
-    "promote: a lease of blocks that only NVMe has, each frame checked by MAC, name and all digests; get: the same and "
-    "the verified copy into pages. persist: put(durability='disk') of blocks that DRAM has: checked and written, group "
-    "by group, into a full tier, so that each evicts one. Both limits move as many frames of the same size, "
-    f"{DEPTH} at a time: they read the store's own slabs and write to a file beside them. They check nothing, evict "
-    "nothing, keep no index and sync once, at the end of a turn; the store syncs slabs and index several times for "
-    "every group. fio brings its own memory; loop is threads of preadv and pwritev on the very memory that the store "
-    "uses, which decides how fast some disks are."
-)
-
 
 @dataclass(frozen=True, slots=True)
 class NvmeOptions:
@@ -91,14 +72,12 @@ class NvmeOptions:
 def row_names(
     tier: str, path: str, shape: BlockShape, blocks: int, order: str, verified: bool, threads: int
 ) -> dict[str, object]:
-    """Of a row of `tiers`. order: of the pages that bytes come from or go to. threads: that call the store."""
     names = {"tier": tier, "path": path, "payload_bytes": shape.payload_bytes}
     named = {"prompt_tokens": blocks * shape.block_tokens, "page_order": order}
     return {**names, **named, "verified": verified, "threads": threads}
 
 
 def check(store: Any) -> dict[str, int]:
-    """Its counters. Asserts every invariant, and that no frame was found bad."""
     store.check()
     counters: dict[str, int] = store.usage().counters
     assert not counters.get("quarantined_blocks") and not counters.get("reported_frames"), counters
@@ -116,16 +95,8 @@ def check_directory(options: NvmeOptions) -> None:
             room = disk_room(Path(scratch))
     except OSError as error:
         raise BadInput(f"{options.data} cannot be used: {error.strerror}; give another directory") from None
-    if memory > available_bytes() // 2:
-        raise BadInput(
-            f"the NVMe rows need {format_size(memory)} of memory and may take {format_size(available_bytes() // 2)}, "
-            "half of what is available; free some, or measure with --only dram"
-        )
-    if disk > room:
-        raise BadInput(
-            f"the NVMe rows need {format_size(disk)} of disk and {options.data or 'that of temporary files'} has "
-            f"{format_size(room)}; free some, give another directory with --data, or measure with --only dram"
-        )
+    enough("a part on NVMe", memory, available_bytes() // 2)
+    enough("a part on NVMe", disk, room, f"disk in {options.data or 'the folder of temporary files'}")
 
 
 def run(options: NvmeOptions, say: Say) -> tuple[list[Row], dict[str, Any], str]:
@@ -133,42 +104,13 @@ def run(options: NvmeOptions, say: Say) -> tuple[list[Row], dict[str, Any], str]
     check_directory(options)
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=options.data) as scratch:
         measured = [_measured(shape, options, Path(scratch), say) for shape in options.shapes]
-    disk, limits = measured[0][1], dict[str, dict[str, object]]()
-    for shape, (_, _, commands) in zip(options.shapes, measured, strict=True):
-        for limit, by_direction in commands.items():
-            limits.setdefault(limit, {})[format_size(shape.payload_bytes)] = by_direction
-    delivered = sum(one["delivered_bytes"] for _, one, _ in measured)
-    reads = [one["read_bytes"] for _, one, _ in measured if one["read_bytes"] is not None]
-    disk |= {
-        "depth": DEPTH,
-        "limits": limits,
-        "delivered_bytes": delivered,
-        "read_bytes": sum(reads) if reads else None,
-    }
-    words = f"{_described(disk)}\nratio: to the limit of the same row, median over samples. {WORDS}"
-    return [row for rows, _, _ in measured for row in rows], disk, words
+    disk = measured[0][1] | {"depth": DEPTH, "delivered_bytes": sum(one["delivered_bytes"] for _, one in measured)}
+    how = "direct I/O" if disk["direct"] else "buffered, without targets"
+    words = f"{disk['file_system']}, {how}. {disk['fio'] or disk['why_not_fio']}"
+    return [row for rows, _ in measured for row in rows], disk, words
 
 
-def _described(disk: dict[str, Any]) -> str:
-    how = "direct I/O"
-    if not disk["direct"]:
-        how = "buffered: it takes no direct I/O, so the page cache serves both sides, and no target is judged"
-    elif disk["file_system"] in IN_MEMORY:
-        how = "in memory: there is no disk below, and no target is judged"
-    fio = disk["why_not_fio"]
-    if disk["fio"]:
-        fio = f"fio: {disk['fio']}, " + "; ".join(next(iter(disk["limits"]["fio"].values())).values())
-    gave = "the kernel does not say what disks gave"
-    if disk["read_bytes"] is not None:
-        gave = f"disks gave {format_size(disk['read_bytes'])} for them"
-    delivered = format_size(disk["delivered_bytes"])
-    return f"nvme: {disk['file_system']}, {how}. {fio}. Cold turns delivered {delivered}; {gave}."
-
-
-def _measured(
-    shape: BlockShape, options: NvmeOptions, scratch: Path, say: Say
-) -> tuple[list[Row], dict[str, Any], dict[str, dict[str, str]]]:
-    """One shape in a directory: its rows, facts about the disk, and the commands of each limit by direction."""
+def _measured(shape: BlockShape, options: NvmeOptions, scratch: Path, say: Say) -> tuple[list[Row], dict[str, Any]]:
     subject = f"{format_size(shape.payload_bytes)} frames on NVMe"
     say(f"{subject}: filling the disk")
     files = DirectFiles(scratch / "probe")
@@ -215,8 +157,7 @@ def _measured(
     is_judged = files.direct and kind not in IN_MEMORY
     rows = [_row(path, limit, shape, blocks, one, is_judged) for path, by in found.items() for limit, one in by.items()]
     disk = {"file_system": kind, "direct": files.direct, "fio": fio.version if fio else "", "why_not_fio": why_not_fio}
-    disk |= {"delivered_bytes": side.cold_blocks * shape.payload_bytes, "read_bytes": side.read_bytes}
-    return rows, disk, {name: limit.commands for name, limit in limits.items()}
+    return rows, disk | {"delivered_bytes": side.cold_blocks * shape.payload_bytes}
 
 
 def _row(path: str, limit: str, shape: BlockShape, blocks: int, found: Against, is_judged: bool) -> Row:
@@ -226,7 +167,6 @@ def _row(path: str, limit: str, shape: BlockShape, blocks: int, found: Against, 
 
 
 def _blocks(shape: BlockShape, options: NvmeOptions) -> int:
-    """Of a prompt."""
     return max(1, options.turn_bytes // shape.payload_bytes)
 
 
@@ -246,35 +186,30 @@ class NvmeSide:
         self._blocks, self._tokens = blocks, blocks * shape.block_tokens
         self._numbers, self._turns = count(), count()
         self.cold_blocks = 0
-        self.read_bytes: int | None = 0
         self._stored = [self._persisted() for _ in range(PROMPTS)]
         slabs = sorted((directory / "nvme").glob("*.slab"))[1:]  # the first is the stamp
         assert len(slabs) == PROMPTS, slabs
         self._slabs = [DiskFrames(path, PAGE_BYTES) for path in slabs]
 
     def next_slab(self) -> DiskFrames:
-        """The frames of the next prompt; takes its turn."""
         return self._slabs[next(self._turns) % PROMPTS]
 
     def promote(self) -> Cost:
         """Lease the next cold prompt; matching and releasing are not timed."""
         match = self._cold_match()
-        with self._counted():
-            watch = Stopwatch()
-            lease = self._handle.lease(match, deadline_ms=DEADLINE_MS)
-            cost = watch.cost()
+        watch = Stopwatch()
+        lease = self._handle.lease(match, deadline_ms=DEADLINE_MS)
+        cost = watch.cost()
         with lease:
             assert lease.blocks == self._blocks, f"{lease.blocks} of {self._blocks} blocks came up: {lease.reason}"
         return cost
 
     def get(self) -> Cost:
-        """Lease the next cold prompt, and load it into pages."""
         match, pages = self._cold_match(), self._pool.take()
-        with self._counted():
-            watch = Stopwatch()
-            with self._handle.lease(match, deadline_ms=DEADLINE_MS) as lease:
-                loaded = self._handle.get(lease, pages)
-            cost = watch.cost()
+        watch = Stopwatch()
+        with self._handle.lease(match, deadline_ms=DEADLINE_MS) as lease:
+            loaded = self._handle.get(lease, pages)
+        cost = watch.cost()
         assert loaded.tokens == self._tokens, f"{loaded.tokens} of {self._tokens} tokens loaded: {loaded.reason}"
         return cost
 
@@ -310,22 +245,9 @@ class NvmeSide:
         return match
 
     def _make_cold(self) -> None:
-        """Evict everything from DRAM; it is on disk too."""
         self.store.evict(DRAM_PROMPTS * self._blocks)
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Add up what disks deliver meanwhile."""
-        before = disk_read_bytes()
-        yield
-        after = disk_read_bytes()
-        if before is None or after is None or self.read_bytes is None:
-            self.read_bytes = None
-        else:
-            self.read_bytes += after - before
-
     def _in_dram_only(self) -> np.ndarray:
-        """Put a new prompt, after emptying DRAM so that the store does not start writing by itself."""
         prompt = prompt_of(next(self._numbers), self._tokens)
         self._make_cold()
         result = self._handle.put(prompt, self._pool.take())
@@ -386,9 +308,9 @@ class Fio:
     def __init__(self, program: str, amount: Amount) -> None:
         self.version = ""
         sizes = f"--bs={amount.frame_bytes} --size={amount.turn_bytes} --direct={int(amount.direct)}"
-        how = f"{sizes} --ioengine=libaio --iodepth={DEPTH} --thread"
-        self.commands = {"read": f"fio --rw=read {how} --readonly", "write": f"fio --rw=write {how} --end_fsync=1"}
-        self._program, self._amount = program, amount
+        how = [*sizes.split(), "--ioengine=libaio", f"--iodepth={DEPTH}", "--thread", "--eta=never"]
+        self._command = [program, "--name=limit", *how, "--output-format=json", "--allow_file_create=0"]
+        self._amount = amount
         self._pauses: list[float] = []
 
     @property
@@ -399,9 +321,8 @@ class Fio:
     def move(self, direction: str, region: DiskFrames) -> Cost:
         """Sequential reads, or writes and then one sync. Raises `FioFailed`."""
         path = str(region.path.absolute()).replace(":", r"\:")  # fio ends a name at a colon
-        where = [f"--filename={path}", f"--offset={region.offset}", "--allow_file_create=0"]
-        told = ["--eta=never", "--output-format=json"]
-        command = [self._program, "--name=limit", *self.commands[direction].split()[1:], *where, *told]
+        how = ["--rw=read", "--readonly"] if direction == "read" else ["--rw=write", "--end_fsync=1"]
+        command = [*self._command, *how, f"--filename={path}", f"--offset={region.offset}"]
         start = time()
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_SECONDS, check=False)
@@ -427,18 +348,12 @@ class Fio:
 class Loop:
     """`DEPTH` threads of preadv and pwritev; each takes the next frame when one is done."""
 
-    commands: dict[str, str] = {  # noqa: RUF012
-        "read": f"{DEPTH} threads of preadv",
-        "write": f"{DEPTH} threads of pwritev, then fdatasync",
-    }
-
     def __init__(self, amount: Amount, memory: Callable[[], Any]) -> None:
         """memory: lends a turn's memory, frame by frame, as a context."""
         self._amount, self._memory = amount, memory
         self._team, self._lock = Together(DEPTH), threading.Lock()
 
     def move(self, direction: str, region: DiskFrames) -> Cost:
-        """Reads in the file's order, or writes and then one sync."""
         is_read, size = direction == "read", self._amount.frame_bytes
         call = os.preadv if is_read else os.pwritev
         flags = (os.O_RDONLY if is_read else os.O_RDWR) | os.O_CLOEXEC | (os.O_DIRECT if self._amount.direct else 0)
@@ -470,7 +385,6 @@ class Loop:
 
 
 def working_fio(program: str | None, amount: Amount, probe: DiskFrames) -> tuple[Fio | None, str]:
-    """fio, if it is installed and can read the probe; else None and why."""
     if program is None:
         return None, "fio is not installed"
     fio = Fio(program, amount)
@@ -482,7 +396,6 @@ def working_fio(program: str | None, amount: Amount, probe: DiskFrames) -> tuple
 
 
 def file_system(directory: Path) -> str:
-    """Type of the file system under a directory, in the kernel's words."""
     device = os.stat(directory).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -490,12 +403,3 @@ def file_system(directory: Path) -> str:
         if left.split()[2] == wanted:
             return right.split()[0]
     return "unknown"
-
-
-def disk_read_bytes() -> int | None:
-    """Bytes that disks delivered to this process so far, page cache excluded; None if the kernel does not say."""
-    try:
-        counts = Path("/proc/self/io").read_text()
-        return next(int(line.split()[1]) for line in counts.splitlines() if line.startswith("read_bytes:"))
-    except (OSError, StopIteration):
-        return None

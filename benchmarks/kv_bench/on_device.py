@@ -1,19 +1,21 @@
 """The device that a bench runs on: its name, the time of work on it, and the rates of its copies.
 
 Work on a GPU is timed by events around several calls, behind copies that keep the GPU busy until the host has queued
-all of it; if the host was too slow, the figure is marked as the host's. Data are random: a GPU multiplies zeros faster.
+all of it; if the host was too slow, the figure is marked as the host's.
 """
 
 from __future__ import annotations
 
 import gc
+import json
+import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from time import perf_counter
 
 import torch
 
-from kv_bench.measure import Cost
+from kv_bench.measure import Cost, timed
+from kv_bench.script import one_of
 from kv_kernels.cuda import CudaDevice, local_cpus
 from kv_kernels.device import Device, Direction, Event, Lanes, Regions
 from kvstore.block.errors import BadInput
@@ -30,8 +32,7 @@ def device_named(given: str | None) -> torch.device:
     there = torch.cuda.is_available()
     if given is None:
         return torch.device(CUDA, 0) if there else torch.device(CPU)
-    if given not in DEVICES:
-        raise BadInput(f"device={given!r}; allowed: {', '.join(DEVICES)}, or leave it out")
+    one_of("device", given, DEVICES)
     if given == CUDA and not there:
         raise BadInput(
             f"device='cuda': torch {torch.__version__} sees no GPU; use a CUDA build of torch, or device cpu"
@@ -40,12 +41,10 @@ def device_named(given: str | None) -> torch.device:
 
 
 def transfer_device(device: torch.device) -> Device:
-    """The device that loads and saves run on."""
     return CudaDevice(device.index or 0) if device.type == CUDA else AtOnceDevice()
 
 
 def near_cpus(device: torch.device) -> frozenset[int]:
-    """CPUs next to the GPU; empty if unknown."""
     return local_cpus(device.index or 0) if device.type == CUDA else frozenset()
 
 
@@ -58,7 +57,6 @@ def give_memory_back(device: torch.device) -> None:
 
 
 def describe(device: torch.device) -> dict[str, object]:
-    """Name and memory of the device, and versions of what runs on it."""
     facts: dict[str, object] = {"type": device.type, "name": "cpu", "torch": torch.__version__}
     if device.type == CUDA:
         properties = torch.cuda.get_device_properties(device)
@@ -85,7 +83,6 @@ class DeviceTimer:
         return TimedWork(work, self._plug)
 
     def wait(self) -> None:
-        """Wait until the device is idle."""
         if self._device.type == CUDA:
             torch.cuda.synchronize(self._device)
 
@@ -100,11 +97,8 @@ class TimedWork:
 
     def __call__(self) -> Cost:
         if self._plug is None:
-            began = perf_counter()
-            self._work()
-            seconds = perf_counter() - began
             self.is_late.append(False)
-            return Cost(seconds, seconds)
+            return timed(self._work)()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(PLUG_COPIES):
             self._plug[0].copy_(self._plug[1])
@@ -118,29 +112,29 @@ class TimedWork:
         return Cost(seconds, seconds)
 
 
-# --- a device of the CPU whose streams do everything at once, so that transfers run where there is no GPU ------------
-#
-# It obeys the contract of `kv_kernels.device` in the strictest order that is legal: an operation is done when the call
-# that puts it in returns. It is for running a bench's code, not for its numbers; what finds missing waits is the chaos
-# device of the tests.
+class AtOnceDevice:
+    """A device of the CPU, with its host, stream and event in one, so that transfers run where there is no GPU.
 
+    It obeys the contract of `kv_kernels.device` in the strictest order that is legal: an operation is done when the
+    call that puts it in returns. It is for running a bench's code, not for its numbers.
+    """
 
-class DoneEvent:
-    """Always complete."""
+    @property
+    def host(self) -> AtOnceDevice:
+        return self
+
+    def compute(self) -> AtOnceDevice:
+        return self
+
+    record = compute
+
+    def lanes(self, direction: Direction) -> Lanes:
+        return Lanes(self, self)
 
     def is_done(self) -> bool:
         return True
 
-    def wait(self) -> None: ...
-
-
-class AtOnceStream:
-    """Runs each operation in the calling thread."""
-
-    def record(self) -> DoneEvent:
-        return DoneEvent()
-
-    def wait(self, event: Event) -> None: ...
+    def wait(self, event: Event | None = None) -> None: ...
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         for target, source in zip(targets, sources, strict=True):
@@ -149,31 +143,22 @@ class AtOnceStream:
     def launch(self, work: Callable[[], object], reads: Regions, writes: Regions) -> None:
         work()
 
-
-class AtOnceHost(AtOnceStream):
-    """All host memory is reachable."""
-
-    def pinned(self, size_bytes: int) -> torch.Tensor:
+    def memory(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8)
+
+    pinned = memory
 
     def register(self, address: int, size_bytes: int, *, writable: bool) -> str:
         return ""
 
     def unregister(self, address: int) -> None: ...
 
-
-class AtOnceDevice:
-    def __init__(self) -> None:
-        self.host, self._stream = AtOnceHost(), AtOnceStream()
-
-    def lanes(self, direction: Direction) -> Lanes:
-        return Lanes(self._stream, self._stream)
-
-    def compute(self) -> AtOnceStream:
-        return self._stream
-
-    def memory(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8)
-
     def run(self, body: Callable[[], object]) -> None:
         body()
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(describe(device_named(sys.argv[1]))))
+    except BadInput as error:
+        sys.exit(str(error))

@@ -1,8 +1,4 @@
-"""An engine's paged pools on a device, and the kernels that move blocks between them and payloads.
-
-Two routes with the same signatures and the same bits: triton kernels, which need a GPU or triton's interpreter, and
-their twins in plain torch. To check a kernel's output the twin writes on top of it: every bit must already be there.
-"""
+"""An engine's paged pools on a device, and the kernels between them and payloads: triton's, or twins in plain torch."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kv_bench.rig import BlockShape
+from kv_bench.script import one_of
 from kv_kernels import reference
 from kv_kernels.int8 import KC64
 from kv_kernels.pools import PoolTable
@@ -59,7 +56,6 @@ class Route:
     def loader(
         self, pools: PoolTable, codec: str, table: torch.Tensor, payloads: torch.Tensor, at: int
     ) -> Callable[[], None]:
-        """Payloads into pages, as a call that only launches."""
         if codec == RAW:
             return lambda: self.scatter(pools, table, payloads, at)
         return lambda: self.dequantize_scatter(pools, codec, table, payloads, at)
@@ -68,8 +64,7 @@ class Route:
 def route_named(given: str | None, device: torch.device) -> Route:
     """None: triton on a GPU, the twins on a CPU. Raises `BadInput` if triton is missing."""
     name = given or (TRITON if device.type == "cuda" else TWINS)
-    if name not in ROUTES:
-        raise BadInput(f"route={name!r}; allowed: {', '.join(ROUTES)}, or leave it out")
+    one_of("route", name, ROUTES)
     if name == TWINS:
         return _TWINS
     if not _HAS_TRITON:
@@ -85,7 +80,6 @@ def told(error: BaseException) -> str:
 
 
 def _digest(payload: torch.Tensor, payload_at: int, slice_bytes: int, into: torch.Tensor, keys: torch.Tensor) -> None:
-    """The twin of `triton_digest.digest_slices`, by xxhash on the CPU."""
     for row, digests in zip(payload.cpu().numpy(), into, strict=True):
         for number in range(into.shape[1]):
             at = payload_at + number * slice_bytes
@@ -129,7 +123,6 @@ class PagedPool:
         return torch.equal(before, row)
 
     def is_loaded(self, codec: str, row: torch.Tensor, at: int) -> bool:
-        """Whether the first block equals what the twin makes of its payload, uint8 [1, bytes]."""
         before = self._first_block()
         _TWINS.loader(self.pools, codec, self.table[:1], row, at)()
         return torch.equal(before, self._first_block())
@@ -140,13 +133,11 @@ class PagedPool:
 
 
 def payload_bytes(shape: BlockShape, codec: str) -> int:
-    """Of a block, without its header."""
     (part,) = shape.layout.parts
     return codec_named(codec).payload_bytes(part)
 
 
 def new_payloads(shape: BlockShape, codec: str, blocks: int, device: torch.device) -> torch.Tensor:
-    """uint8 [blocks, bytes of a frame], zeroed."""
     return torch.zeros(blocks, frame_bytes(payload_bytes(shape, codec)), dtype=torch.uint8, device=device)
 
 

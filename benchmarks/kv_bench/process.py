@@ -1,7 +1,4 @@
-"""Processes that a bench starts: children that answer lines, HTTP servers, and the sidecar that is measured.
-
-Each ends with the block that started it, and one that ended before says why in one line.
-"""
+"""Processes that a bench starts: children that answer lines, HTTP servers, and the sidecar that is measured."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from time import perf_counter, sleep
 from types import TracebackType
@@ -42,7 +39,6 @@ _PATIENT = CallLimits(match=LONGEST_SECONDS, lease=LONGEST_SECONDS, fill=LONGEST
 
 
 def error_in(log: str) -> str:
-    """The last line that names an error, or else the last one."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return ([line for line in lines if "Error" in line] or lines or ["no log"])[-1][-500:]
 
@@ -80,7 +76,6 @@ class Child:
         self.say(job)
 
     def say(self, line: object) -> None:
-        """And do not wait; where it has ended, `hear` says so."""
         assert self.process.stdin is not None
         with suppress(OSError):
             print(json.dumps(line), file=self.process.stdin, flush=True)
@@ -176,14 +171,15 @@ class Server:
             os.killpg(self._process.pid, number)
 
     def _is_healthy(self) -> bool:
-        connection = HTTPConnection(HOST, self._port, timeout=2.0)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except (OSError, HTTPException):
-            return False
-        finally:
-            connection.close()
+        with suppress(OSError, HTTPException):
+            return get(self._port, "/health").status == 200
+        return False
+
+
+def get(port: int, path: str, timeout: float = 2.0) -> HTTPResponse:
+    connection = HTTPConnection(HOST, port, timeout=timeout)
+    connection.request("GET", path)
+    return connection.getresponse()
 
 
 class Sidecar:
@@ -251,10 +247,7 @@ class Sidecar:
         also if part of it could not be loaded."""
         while True:
             try:
-                connection = HTTPConnection(HOST, self.told.get("http_port", 0), timeout=LONGEST_SECONDS)
-                connection.request("GET", "/readyz")
-                state = json.load(connection.getresponse())["state"]
-                connection.close()
+                state = json.load(get(self.told.get("http_port", 0), "/readyz", LONGEST_SECONDS))["state"]
             except OSError as error:
                 state = str(error)
             if state == Readiness.READY:
@@ -265,7 +258,6 @@ class Sidecar:
             sleep(LOOK_SECONDS)
 
     def client(self) -> SidecarStore:
-        """A store behind its socket."""
         self.greeted()
         return open_patiently(self.socket)
 
@@ -321,7 +313,6 @@ class Sidecar:
 
 
 def _section(name: str, given: Mapping[str, object]) -> str:
-    """In TOML, every value as text: a JSON string is a TOML string."""
     return f"[{name}]\n" + "".join(f"{key} = {json.dumps(str(value))}\n" for key, value in given.items())
 
 

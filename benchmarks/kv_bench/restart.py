@@ -1,16 +1,8 @@
 """`kvstore bench restart`: how long it takes until what is on disk can be found again.
 
-A directory that lists a million blocks is opened by a series of new processes. Times count from the call of
-`kvstore.open`, without imports: until it returns, until the first match is answered, and until all blocks can be found.
-
-    clean     the process before closed the store
-    killed    the process before was ended by SIGKILL: another process walks the index before it is trusted
-    cold      closed, and the index is not in the page cache, as after a boot
-
-The limit is one pass over the same index with LMDB alone, in this process, before and after each. Then `kvstore serve`
-starts on the same directory, timed from the start of its process, interpreter and imports included: until it answers
-the hello of a client that calls every few milliseconds, and until `/readyz` says that everything on disk can be found.
-The limit there is the time to the first hello on an empty directory of the same disk, right before and right after.
+New processes open a directory that lists a million blocks, after a clean end, after SIGKILL, and with an index that is
+not in the page cache, beside one pass of LMDB over the same index; then `kvstore serve` starts on it, beside one on an
+empty directory.
 """
 
 from __future__ import annotations
@@ -34,12 +26,14 @@ import kvstore
 from kv_bench.measure import Say, quartile_row, resident_bytes
 from kv_bench.process import Child, Parent, Sidecar
 from kv_bench.rig import MODEL, BlockShape, PagePool, prompt_of
+from kv_bench.script import enough
 from kvstore.block import codec
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import PrefixHasher, root_key, token_bytes
+from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.socket_door import MAX_DEADLINE_MS
-from kvstore.config import MAX_SLAB_BYTES, StoreOptions, TierOptions, format_size
+from kvstore.config import MAX_SLAB_BYTES, StoreOptions, TierOptions
 from kvstore.node import SESSION_BITS, StoreParts, open_embedded
 from kvstore.traffic.row import SECONDS, BenchResult, Row, Section, Target
 from tiering.frame import frame_bytes
@@ -65,17 +59,6 @@ DRAM_BYTES = 64 << 20
 _TOGETHER, _STEP_BLOCKS = 16, 32
 """Prompts stored concurrently, so that their blocks interleave; blocks of one prompt side by side."""
 
-WORDS = (
-    "From the call of open on until everything can be found; opened: until open returns; answered: until the first "
-    "match is. beside: one pass of LMDB over the same index. slowest match: of one block, while the others came in. "
-    "killed: another process walks the index first. cold: the index is not in the page cache. A start does not read "
-    "frames; those of the bench are holes, but for one prompt, which was loaded and verified after each start."
-)
-SIDECAR_WORDS = (
-    "From the start of the process on, imports and all, to the first hello that is answered; empty: the same on an "
-    "empty directory, before and after. ready: all on disk can be found; then every block was, through the socket."
-)
-
 
 @dataclass(frozen=True, slots=True)
 class RestartOptions:
@@ -96,18 +79,6 @@ class RestartOptions:
             raise BadInput(f"blocks={self.blocks}; give {REAL_BLOCKS + 1} to {MOST_BLOCKS}")
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A process's times: seconds from the call of `open`. slowest_match_ms: of one block, during loading. grown_bytes:
-    the process's growth."""
-
-    opened: float
-    answered: float
-    warmed: float
-    slowest_match_ms: float
-    grown_bytes: int
-
-
 def run(options: RestartOptions, say: Say) -> BenchResult:
     """Build the directory, then restart again and again. Raises `BadInput` where there is too little disk for it."""
     plan = Plan(options.blocks, options.prompt_blocks)
@@ -118,22 +89,15 @@ def run(options: RestartOptions, say: Say) -> BenchResult:
     except OSError as error:
         raise BadInput(f"{options.data} cannot be used: {error.strerror}; give another directory") from None
     with scratch as name:
-        room = disk_room(Path(name))
-        if plan.budget_bytes > room:
-            raise BadInput(
-                f"{options.blocks} blocks stand for {format_size(plan.budget_bytes)} of slabs, and the disk has "
-                f"{format_size(room)}: they are nearly all holes, but a store asks for the room; give fewer --blocks, "
-                "or another directory with --data"
-            )
+        what = f"a directory of {options.blocks} blocks (--blocks, --data)"
+        enough(what, plan.budget_bytes, disk_room(Path(name)), "disk")
         directory = Path(name) / "store"
         build(directory, plan, say)
         embedded, about = _embedded_rows(options, plan, directory, say)
         served = _sidecar_rows(options, plan, directory, say)
-    size = format_size(about["index_bytes"])
-    words = f"{WORDS} The index has {size}; a process grew by {about['bytes_per_block']:.0f} bytes per block."
     sections = [
-        Section(embedded, f"{options.blocks:,} blocks, in this process", words),
-        Section(served, "kvstore serve on the same directory", SIDECAR_WORDS, name="sidecar"),
+        Section(embedded, f"{options.blocks:,} blocks, in this process"),
+        Section(served, "kvstore serve on the same directory", name="sidecar"),
     ]
     return BenchResult("restart", options, sections, about)
 
@@ -158,7 +122,7 @@ def _embedded_rows(
 ) -> tuple[list[Row], dict[str, float]]:
     index = directory / "nvme" / "index"
     data = index / lmdb_index.DATA_FILE
-    found: dict[str, list[tuple[Started, float]]] = {"clean": [], "killed": [], "cold": []}
+    found: dict[str, list[tuple[dict[str, float], float]]] = {"clean": [], "killed": [], "cold": []}
     pass_over(index)  # from here on, what the build left is in the page cache
     for how, lap, kills in _ends(options.laps):
         say(f"restart {lap + 1} of {options.laps}, after {'a clean end' if how == 'clean' else 'a kill'}")
@@ -170,14 +134,14 @@ def _embedded_rows(
     alone = pass_over(index)
     _forget(data)
     found["cold"].append((_start(directory, plan), alone))
-    grown = median(started.grown_bytes for laps in found.values() for started, _ in laps) / plan.blocks
+    grown = median(started["grown_bytes"] for laps in found.values() for started, _ in laps) / plan.blocks
     rows = []
     for how, laps in found.items():
         is_targeted = how != "cold" and plan.blocks >= TARGET_BLOCKS
         target = TARGET_SECONDS * plan.blocks / TARGET_BLOCKS if is_targeted else None
-        details = {name: median(getattr(one, name) for one, _ in laps) for name in ("opened", "answered")}
-        details["slowest_match_ms"] = max(started.slowest_match_ms for started, _ in laps)
-        seconds, limits = [started.warmed for started, _ in laps], [limit for _, limit in laps]
+        details = {name: median(one[name] for one, _ in laps) for name in ("opened", "answered")}
+        details["slowest_match_ms"] = max(started["slowest_match_ms"] for started, _ in laps)
+        seconds, limits = [started["warmed"] for started, _ in laps], [limit for _, limit in laps]
         rows.append(_row(how, seconds, "index alone", limits, target, **details))
     return rows, {"bytes_per_block": grown, "index_bytes": data.stat().st_size}
 
@@ -196,7 +160,6 @@ def pass_over(index: Path) -> float:
 
 
 def _forget(path: Path) -> None:
-    """Drop a file from the page cache."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fdatasync(descriptor)
@@ -205,10 +168,9 @@ def _forget(path: Path) -> None:
         os.close(descriptor)
 
 
-def _start(directory: Path, plan: Plan, *, kill: bool = False) -> Started:
-    """Open the directory in a new process. kill: end it without closing."""
+def _start(directory: Path, plan: Plan, *, kill: bool = False) -> dict[str, float]:
     with Child("kv_bench.restart", {"directory": str(directory), "kill": kill, **asdict(plan)}) as child:
-        started = Started(**child.hear())
+        started: dict[str, float] = child.hear()
         child.process.wait(LONGEST_SECONDS)
         wanted = -signal.SIGKILL if kill else 0
         assert child.process.returncode == wanted, f"the process that restarts ended with {child.process.returncode}"
@@ -216,7 +178,6 @@ def _start(directory: Path, plan: Plan, *, kill: bool = False) -> Started:
 
 
 def main() -> None:
-    """The process that starts: open, match, wait, and answer the times."""
     parent = Parent()
     plan = Plan(parent.job["blocks"], parent.job["prompt_blocks"])
     prompt, pages = real_prompt(), PagePool(SHAPE, REAL_BLOCKS).take()
@@ -237,10 +198,9 @@ def main() -> None:
         grown = resident_bytes() - before
         assert store.warmed(0), "it could not be taken in"
         assert store.usage().blocks == plan.blocks, f"{store.usage().blocks} of {plan.blocks} blocks are back"
-        with handle.lease(handle.match(prompt), deadline_ms=60_000) as lease:
-            loaded = handle.get(lease, pages)
-        assert loaded.tokens == len(prompt), f"{loaded.tokens} of {len(prompt)} tokens: {loaded.reason}"
-        answer = asdict(Started(opened, answered, warmed, slowest * 1e3, grown))
+        load_real_prompt(handle, pages)
+        answer = {"opened": opened, "answered": answered, "warmed": warmed, "grown_bytes": grown}
+        answer["slowest_match_ms"] = slowest * 1e3
         if parent.job["kill"]:
             parent.answer(answer)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -251,7 +211,6 @@ def main() -> None:
 
 
 def _sidecar_rows(options: RestartOptions, plan: Plan, directory: Path, say: Say) -> list[Row]:
-    """Serve a directory that was closed in order, again and again; then one whose sidecar was killed. It is closed."""
     store: dict[str, str | int] = {"data": str(directory), "dram": DRAM_BYTES, "nvme": plan.budget_bytes}
     store |= {"slab": plan.slab_bytes, "scrub": "off"}
     found: dict[str, list[tuple[float, float, float]]] = {"clean": [], "killed": []}
@@ -275,14 +234,17 @@ def _sidecar_rows(options: RestartOptions, plan: Plan, directory: Path, say: Say
 
 
 def check_all_is_found(sidecar: Sidecar, plan: Plan) -> None:
-    """Assert that every block is found through the socket, and that the real prompt loads."""
-    prompt, pages = real_prompt(), PagePool(SHAPE, REAL_BLOCKS).take()
     with sidecar.client() as client:
         handle = client.namespace(model=MODEL, layout=SHAPE.layout)
         found = found_blocks(handle, plan)
         assert found == plan.blocks, f"{found} of {plan.blocks} blocks are back"
-        with handle.lease(handle.match(prompt), deadline_ms=MAX_DEADLINE_MS) as lease:
-            loaded = handle.get(lease, pages)
+        load_real_prompt(handle, PagePool(SHAPE, REAL_BLOCKS).take())
+
+
+def load_real_prompt(handle: NamespaceHandle, pages: Pages) -> None:
+    prompt = real_prompt()
+    with handle.lease(handle.match(prompt), deadline_ms=MAX_DEADLINE_MS) as lease:
+        loaded = handle.get(lease, pages)
     assert loaded.tokens == len(prompt), f"{loaded.tokens} of {len(prompt)} tokens: {loaded.reason}"
 
 
@@ -297,13 +259,8 @@ def _hello_of_an_empty_one(store: Mapping[str, str | int]) -> float:
 
 # --- the directory ---------------------------------------------------------------------------------------------------
 #
-# A million blocks on a few hundred MiB of disk. Everything that a start reads is real and written by the store's own
-# code: keys, stamp, slab headers, and an index whose records list every block, with the prefix keys of real chains,
-# places, generations and MACs. One prompt is completely real: it was put, and its frames can be read.
-#
-# The frames of all other blocks are not: their slabs are sparse files, so a lease would find zeros and fail. A start
-# reads no frames unless the index is in doubt, which it is not here, and does not scrub. The index was written in one
-# go, slab by slab, so it is more compact than one that changed for weeks.
+# All that a start reads is real and written by the store's own code, and so is one prompt, whose frames can be read.
+# The frames of all other blocks are holes in sparse files, of which a lease would find zeros.
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,22 +272,18 @@ class Plan:
 
     @property
     def slab_bytes(self) -> int:
-        """At least a store's own choice: a start reads two pages of each slab."""
         return min(MAX_SLAB_BYTES, max(1 << 20, self.blocks * FRAME_BYTES // 8 // PAGE_BYTES * PAGE_BYTES))
 
     @property
     def slots(self) -> int:
-        """Per slab."""
         return (self.slab_bytes - 2 * PAGE_BYTES) // FRAME_BYTES
 
     @property
     def budget_bytes(self) -> int:
-        """Nominal size, holes included."""
         return self.slab_bytes * (1 + -(-(self.blocks - REAL_BLOCKS) // self.slots))
 
 
 def build(directory: Path, plan: Plan, say: Say) -> None:
-    """Make the directory."""
     tiers = TierOptions(DRAM_BYTES, plan.budget_bytes, slab=plan.slab_bytes, scrub="off")
     parts = StoreParts(codec.codec_named, indexes=lmdb_index.LmdbMaker, files=_FilesWithHoles)
     with open_embedded(str(directory), StoreOptions(tiers), parts) as store:
@@ -358,12 +311,10 @@ def build(directory: Path, plan: Plan, say: Say) -> None:
 
 
 def real_prompt() -> np.ndarray:
-    """Token ids of the one prompt whose frames can be read."""
     return prompt_of(0, REAL_BLOCKS * SHAPE.block_tokens)
 
 
 def found_blocks(handle: NamespaceHandle, plan: Plan) -> int:
-    """How many blocks matches find, over all prompts of the directory."""
     others = -(-(plan.blocks - REAL_BLOCKS) // plan.prompt_blocks) + _TOGETHER  # the last ones are cut short
     tokens = plan.prompt_blocks * SHAPE.block_tokens
     found = (handle.match(prompt_of(number, tokens)).blocks for number in range(1, 1 + others))
@@ -383,7 +334,6 @@ class _FilesWithHoles(DirectFiles):
 
 
 def _entries(plan: Plan, identity: bytes, first_generation: int) -> Iterator[bytes]:
-    """Index entries of all blocks, some prompts at a time, a few blocks of each in turn."""
     hasher, root = PrefixHasher(identity, SHAPE.block_tokens), root_key(SHAPE.block_tokens)
     generations, numbers = count(first_generation), count(1)
     tokens = plan.prompt_blocks * SHAPE.block_tokens

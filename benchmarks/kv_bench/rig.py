@@ -1,7 +1,6 @@
 """What benches store and load: frames of a shape, an engine's pages, and prompts through handles.
 
-All memory is walked through in turn, so that a turn never finds its bytes in a cache, and every byte is touched before
-the first turn.
+All memory is walked through in turn, so that a turn never finds its bytes in a cache.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ class BlockShape:
 
     @property
     def payload_bytes(self) -> int:
-        """Without header."""
         return self.layout.raw_bytes
 
 
@@ -73,7 +71,6 @@ class PagePool:
         self.planes = {layer: planes[2 * layer : 2 * layer + 2] for layer in range(shape.layers)}
 
     def take(self) -> Pages:
-        """The pages of the next prompt."""
         first = next(self._next) % self._prompts * self._pages_of_prompt
         return Pages(self.planes, range(first, first + self._pages_of_prompt), self.page_tokens)
 
@@ -93,7 +90,6 @@ class PromptTraffic:
         self._stored: list[np.ndarray] = []
 
     def get(self, thread: int) -> None:
-        """Match, lease, get and release the next stored prompt."""
         handle = self.handles[thread]
         prompt = self._stored[next(self._rounds) % len(self._stored)]
         pages = self._pool.take()
@@ -102,12 +98,10 @@ class PromptTraffic:
         assert loaded.tokens == len(prompt), f"{loaded.tokens} of {len(prompt)} tokens loaded: {loaded.reason}"
 
     def put(self, thread: int) -> np.ndarray:
-        """Store a new prompt."""
         prompt = prompt_of(next(self._numbers), self.tokens)
         result = self.handles[thread].put(prompt, self._pool.take())
         assert result.reason is None and result.stored, f"stored {result.stored} blocks: {result.reason}"
         return prompt
 
     def stock(self, prompts: int) -> None:
-        """Store new prompts, for `get` to ask for from now on."""
         self._stored = [self.put(0) for _ in range(prompts)]

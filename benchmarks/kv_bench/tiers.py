@@ -1,18 +1,14 @@
 """`kvstore bench tiers`: how near put and get of the DRAM tier come to memcpy, and the NVMe tier to fio.
 
-It measures the user's own calls: `put`, and `match`, `lease`, `get`, `release`, prompt after prompt, on a store in this
-process, and on `kvstore serve` in another one. The reference is one thread's `memmove` of whole payloads between the
-same kinds of memory in the same direction, right before and right after. The NVMe rows are in `nvme`.
-
-Stores, pages and the limit's buffers are each many times the last-level cache. A put always stores new blocks into a
-full store, so every block stored evicts one: a cache's steady state.
+It measures the user's own calls on a store in this process, and on `kvstore serve` in another one, beside one thread's
+`memmove` of whole payloads. A put always stores new blocks into a full store, so every block stored evicts one.
 """
 
 from __future__ import annotations
 
 import ctypes
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -29,9 +25,10 @@ from kv_bench import nvme
 from kv_bench.measure import Against, Say, Together, Turn, against, available_bytes, rate_row
 from kv_bench.process import LOOK_SECONDS, Sidecar
 from kv_bench.rig import MODEL, PROMPTS, BlockShape, PagePool, PromptTraffic
+from kv_bench.script import enough, one_of
 from kvstore.block.account import MissReason
 from kvstore.block.codec import RawCodec
-from kvstore.block.errors import BadInput, StoreError
+from kvstore.block.errors import StoreError
 from kvstore.block.identity import KeyRing, Namespace, TenantKeys
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Digest
@@ -55,40 +52,19 @@ ROOM = 1.3
 MEMORY_SHARE = 0.8
 """Share of the available memory that the rows of a sidecar may take."""
 
-TARGETS: dict[tuple[str, str, bool, int], float] = {
-    (DRAM, "get", True, 1): 0.70,
-    (DRAM, "put", True, 1): 0.70,
-    (DRAM, "get", True, 2): 0.85,
-    (DRAM, "put", True, 2): 0.85,
+TARGETS = {
+    **dict.fromkeys([(DRAM, "get", True, 1), (DRAM, "put", True, 1)], 0.70),
+    **dict.fromkeys([(DRAM, "get", True, 2), (DRAM, "put", True, 2)], 0.85),
+    **dict.fromkeys([(DOOR, path, True, 1) for path in ("get", "put", HOST_POOL)], 0.68),
+    **dict.fromkeys([(DOOR, "put", False, 1), (DOOR, HOST_POOL, False, 1)], 0.88),
+    **dict.fromkeys([(DRAM, "put", False, 1), (DOOR, "get", False, 1)], 0.90),
     (DRAM, "get", False, 1): 0.92,
-    (DRAM, "put", False, 1): 0.90,
-    (DOOR, "get", True, 1): 0.68,
-    (DOOR, "put", True, 1): 0.68,
-    (DOOR, "get", False, 1): 0.90,
-    (DOOR, "put", False, 1): 0.88,
-    (DOOR, HOST_POOL, True, 1): 0.68,
-    (DOOR, HOST_POOL, False, 1): 0.88,
 }
 """(tier, path, with verification, threads): share of one thread's memcpy, for pages in the payload's own order."""
 TARGETED_BYTES = {HEAD_MAJOR: 2 << 20, HOST_POOL: 1 << 20}
 """Targets hold from this payload size on, by the order of pages."""
 
-WITHOUT = (
-    "without verification: put takes no xxh3_128 digests of the payload's layer slices and get compares none. The rest "
-    "stays: prompts are hashed, put seals each header with its MAC, get compares each header's digest and its name."
-)
-RATIO = "ratio: to memcpy of whole payloads on one thread, median over samples, by wall time; cpu ratio: the same by"
-DRAM_WORDS = f"{RATIO} processor time, summed over threads. {WITHOUT}"
-DOOR_WORDS = (
-    f"The sidecar is a process of its own. {RATIO} processor time, without the sidecar's. {HOST_POOL}: opaque pages of "
-    f"an engine's host pool, K and V in one run each, {BATCH_PAGES} in a call, as SGLang's HiCache asks for them. "
-    f"{WITHOUT}"
-)
-LEFT_OUT = {
-    DRAM: ("tier", "prompt tokens"),
-    DOOR: ("tier", "page order", "threads"),
-    NVME: ("tier", "prompt tokens", "page order", "verified", "threads"),
-}
+LEFT_OUT = ("tier", "prompt tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,45 +97,29 @@ class TiersOptions:
 
 def run(options: TiersOptions, say: Say, only: str | None = None) -> BenchResult:
     """Measure all rows, or those of `only` one tier. Raises `BadInput` where there is too little memory or disk."""
-    if only not in (None, *TIERS):
-        raise BadInput(f"only={only!r}; allowed: {', '.join(TIERS)}, or leave it out for all")
-    if only not in (None, NVME) and options.nvme.data is not None:
-        raise BadInput(
-            f"--data {options.nvme.data} names a disk, and --only {only} measures none; leave one of them out"
-        )
+    one_of("only", only, TIERS)
     wanted = TIERS if only is None else (only,)
     if NVME in wanted:
         nvme.check_directory(options.nvme)  # before minutes are spent on other tiers
     sections = []
     if DRAM in wanted:
-        options = _fitting(options)
+        smallest = BUFFERS * PROMPTS * max(shape.payload_bytes for shape in options.shapes)
+        spare = enough("this bench", smallest, available_bytes() // 2)
+        options = replace(options, working_set_bytes=min(options.working_set_bytes, spare // BUFFERS))
         rows = [row for shape in options.shapes for row in _dram(shape, options, say)]
-        sections.append(Section(rows, "DRAM, in this process", DRAM_WORDS, left_out=LEFT_OUT[DRAM]))
+        sections.append(Section(rows, "DRAM, in this process", left_out=LEFT_OUT))
     if DOOR in wanted:
         rows = [row for shape in options.door.shapes for row in _door(shape, options.door, say)]
         rows += [row for shape in options.host_pages for row in _host_pool(shape, options.door.laps, say)]
-        sections.append(Section(rows, "DRAM, through a sidecar's socket", DOOR_WORDS, left_out=LEFT_OUT[DOOR]))
-    about: dict[str, Any] = {"without_verification": WITHOUT, "disk": None}
+        sections.append(Section(rows, "DRAM, through a sidecar's socket", left_out=LEFT_OUT))
+    about: dict[str, Any] = {"disk": None}
     if NVME in wanted:
         rows, about["disk"], words = nvme.run(options.nvme, say)
-        sections.append(Section(rows, "NVMe", words, left_out=LEFT_OUT[NVME]))
+        sections.append(Section(rows, "NVMe", words, left_out=LEFT_OUT))
     return BenchResult("tiers", options, sections, about)
 
 
-def _fitting(options: TiersOptions) -> TiersOptions:
-    """With working sets of DRAM that fit into half of the memory. Raises `BadInput`."""
-    smallest = BUFFERS * PROMPTS * max(shape.payload_bytes for shape in options.shapes)
-    spare = available_bytes() // 2
-    if spare < smallest:
-        raise BadInput(
-            f"this bench needs {format_size(smallest)} of memory and may take {format_size(spare)}, half of what is "
-            "available; free some, or measure smaller frames"
-        )
-    return replace(options, working_set_bytes=min(options.working_set_bytes, spare // BUFFERS))
-
-
 def no_digest(*_: object) -> bytes:
-    """In place of a digest, without verification."""
     return bytes(DIGEST_BYTES)
 
 
@@ -190,11 +150,9 @@ class Memcpy:
         self._private = torch.ones(self._bytes, dtype=torch.uint8)
 
     def get(self, _: int) -> None:
-        """Out of the extent, as a get."""
         self._move(self._private.data_ptr(), self._extent.address)
 
     def put(self, _: int) -> None:
-        """Into the extent, as a put."""
         self._move(self._extent.address, self._private.data_ptr())
 
     def close(self) -> None:
@@ -207,13 +165,11 @@ class Memcpy:
 
 
 def turn_of(team: Together, work: Callable[[int], object], threads: int) -> Turn:
-    """A turn in which each thread does the work once, called with its number."""
     pieces = [partial(work, thread) for thread in range(threads)]
-    return lambda: team.run(pieces)  # type: ignore[arg-type]
+    return lambda: team.run(pieces)
 
 
 def _beside(limit: Callable[[int], object], work: Callable[[int], object], laps: int) -> Against:
-    """One thread's work beside the limit."""
     with Together(1) as alone:
         return against(turn_of(alone, limit, 1), {"": turn_of(alone, work, 1)}, laps)[""]
 
@@ -240,7 +196,6 @@ class EmbeddedSide(PromptTraffic):
 
 
 def _dram(shape: BlockShape, options: TiersOptions, say: Say) -> list[Row]:
-    """One shape in both orders of pages."""
     blocks = max(1, options.working_set_bytes // (PROMPTS * shape.payload_bytes))
     rows = []
     for order, page_tokens in ((HEAD_MAJOR, 0), (TOKEN_MAJOR, options.page_tokens)):
@@ -271,10 +226,6 @@ def _dram(shape: BlockShape, options: TiersOptions, say: Say) -> list[Row]:
 
 
 # --- a sidecar -------------------------------------------------------------------------------------------------------
-#
-# The same calls by a client in this process to `kvstore serve` in another: keys, places and digests cross the socket;
-# bytes are copied and digested here, between memory that both have mapped. A put is a reservation, filled in place, and
-# a commit. One sidecar at a time, DRAM only, filled to its last slot: with verification, then without.
 
 
 class DoorSide(PromptTraffic):
@@ -295,7 +246,6 @@ class DoorSide(PromptTraffic):
 
 
 def memory_of(shape: BlockShape, blocks: int) -> tuple[int, int]:
-    """A sidecar's budget for prompts of so many blocks, and its extent size, a multiple of the frame."""
     size = frame_bytes(shape.payload_bytes)
     wanted = ceil(ROOM * blocks)
     frames = max(min(wanted, nvme.EXTENT_BYTES // size), -(-MIN_EXTENT_BYTES // size), 1)
@@ -306,28 +256,28 @@ def memory_of(shape: BlockShape, blocks: int) -> tuple[int, int]:
 def _door(shape: BlockShape, options: DoorOptions, say: Say) -> list[Row]:
     subject = f"{format_size(shape.payload_bytes)} frames through the door"
     say(f"{subject}: filling memory")
-    spare, each = int(MEMORY_SHARE * available_bytes()), int((ROOM + 3) * frame_bytes(shape.payload_bytes))
+    each = int((ROOM + 3) * frame_bytes(shape.payload_bytes))
+    spare = enough("the rows of the door", each, int(MEMORY_SHARE * available_bytes()))
     blocks = min(options.prompt_tokens // shape.block_tokens, spare // each)
-    if blocks < 1:
-        raise BadInput(
-            f"the rows of the door need {format_size(each)} of memory and may take {format_size(spare)}, "
-            f"{MEMORY_SHARE:.0%} of what is available; free some, or leave them out with --only"
-        )
     pool, limit = PagePool(shape, blocks), Memcpy(shape, blocks, prompts=1)
-    dram, extent = memory_of(shape, blocks)
     rows = []
-    try:
-        for verified, taken in DIGESTS.items():
-            say(f"{subject}: filling a sidecar")
-            with Sidecar({"dram": dram, "extent": extent, "nvme": "off"}) as sidecar, sidecar.client() as client:
-                side = DoorSide(shape, blocks, client, taken, pool)
-                for path in ("get", "put"):
-                    say(f"{subject}: {path}, {'verified' if verified else 'without verification'}")
-                    found = _beside(getattr(limit, path), getattr(side, path), options.laps)
-                    rows.append(memcpy_row(DOOR, path, shape, blocks, HEAD_MAJOR, found, verified))
-    finally:
-        limit.close()
+    for verified, client in _sidecars(shape, blocks, f"{subject}: filling a sidecar", say):
+        side = DoorSide(shape, blocks, client, DIGESTS[verified], pool)
+        for path in ("get", "put"):
+            say(f"{subject}: {path}, {'verified' if verified else 'without verification'}")
+            found = _beside(getattr(limit, path), getattr(side, path), options.laps)
+            rows.append(memcpy_row(DOOR, path, shape, blocks, HEAD_MAJOR, found, verified))
+    limit.close()
     return rows
+
+
+def _sidecars(shape: BlockShape, blocks: int, subject: str, say: Say) -> Iterator[tuple[bool, SidecarStore]]:
+    """One after the other, whether its client is to verify, and that client."""
+    dram, extent = memory_of(shape, blocks)
+    for verified in DIGESTS:
+        say(subject)
+        with Sidecar({"dram": dram, "extent": extent, "nvme": "off"}) as sidecar, sidecar.client() as client:
+            yield verified, client
 
 
 class HostPool:
@@ -352,14 +302,12 @@ class HostPool:
         raise StoreError(f"a namespace of the sidecar was not opened in {OPEN_SECONDS:.0f} s")
 
     def get(self, _: int) -> None:
-        """Load the next batch."""
         first = next(self._turns) % BATCHES * BATCH_PAGES
         names = self._names[first : first + BATCH_PAGES]
         loaded = self._space.load(names, self._space.pages(range(first, first + BATCH_PAGES)), 1000.0)
         assert loaded == BATCH_PAGES, f"{loaded} of {BATCH_PAGES} pages loaded"
 
     def namespace(self, *, model: str, layout: Layout, codec: str = "", **more: Any) -> NamespaceHandle:
-        """As a store's, with this side's digest."""
         return NamespaceHandle(self._client._door, Namespace(model, layout, codec), RawCodec(), self._digest)
 
     def close(self) -> None:
@@ -367,17 +315,12 @@ class HostPool:
 
 
 def _host_pool(shape: BlockShape, laps: int, say: Say) -> list[Row]:
-    limit = Memcpy(shape, BATCH_PAGES, BATCHES)
-    dram, extent = memory_of(shape, BATCHES * BATCH_PAGES)
-    rows = []
-    try:
-        for verified, taken in DIGESTS.items():
-            say(f"{format_size(shape.payload_bytes)} pages of a host pool, verified: {'yes' if verified else 'no'}")
-            with Sidecar({"dram": dram, "extent": extent, "nvme": "off"}) as sidecar, sidecar.client() as client:
-                side = HostPool(shape, client, taken)
-                found = _beside(limit.get, side.get, laps)
-                rows.append(memcpy_row(DOOR, HOST_POOL, shape, BATCH_PAGES, HOST_POOL, found, verified))
-                side.close()
-    finally:
-        limit.close()
+    limit, rows = Memcpy(shape, BATCH_PAGES, BATCHES), []
+    subject = f"{format_size(shape.payload_bytes)} pages of a host pool"
+    for verified, client in _sidecars(shape, BATCHES * BATCH_PAGES, subject, say):
+        side = HostPool(shape, client, DIGESTS[verified])
+        found = _beside(limit.get, side.get, laps)
+        rows.append(memcpy_row(DOOR, HOST_POOL, shape, BATCH_PAGES, HOST_POOL, found, verified))
+        side.close()
+    limit.close()
     return rows

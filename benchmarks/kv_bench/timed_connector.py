@@ -1,7 +1,6 @@
-"""Our vLLM connector with a clock on each hook and on each request's look-up.
+"""Our vLLM connector with a clock on each hook and on each request's look-up, and connectors to compare it with.
 
-`bench ttft --engine vllm` starts its engines with this subclass, so the connector itself stays unchanged; the clocks
-add some 0.2 us per call. A hook that calls another counts once. Both halves have to be in one process.
+The clocks add some 0.2 us per call. A hook that calls another counts once. Both halves have to be in one process.
 """
 
 from __future__ import annotations
@@ -33,19 +32,6 @@ WAITS_WHEN_IDLE = frozenset({"get_finished", "get_transfer_results"})
 
 
 @dataclass(slots=True)
-class HookTimes:
-    """Seconds and calls of each hook."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    calls: dict[str, int] = field(default_factory=dict)
-    depth: int = 0
-
-    def add(self, hook: str, seconds: float) -> None:
-        self.seconds[hook] = self.seconds.get(hook, 0.0) + seconds
-        self.calls[hook] = self.calls.get(hook, 0) + 1
-
-
-@dataclass(slots=True)
 class LookupTimes:
     """Of the last request asked for: clock times, 0 for what did not happen."""
 
@@ -55,12 +41,10 @@ class LookupTimes:
 
     @property
     def lookup_ms(self) -> float:
-        """From hashing the first token to the store's answer."""
         return 1e3 * max(0.0, self.found - self.asked)
 
     @property
     def lease_ms(self) -> float:
-        """From the answer until the blocks are pinned."""
         return 1e3 * max(0.0, self.leased - self.found) if self.leased else 0.0
 
 
@@ -85,39 +69,36 @@ class TimedLookup(PrefixLookup):
 
 
 class TimedConnector(KvStoreConnector):
-    """`times`: of this half's hooks. `lookup`: of the last request, in the scheduler's half."""
+    """`times`: seconds and calls of this half's hooks. `lookup`: of the last request, in the scheduler's half."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
-        self.times = HookTimes()
-        self.lookup = LookupTimes()
-        self.is_idle = False
+        self.times: dict[str, tuple[float, int]] = {}
+        self.lookup, self.depth, self.is_idle = LookupTimes(), 0, False
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             # The scheduler makes its own look-ups, and this process has only one scheduler.
             setattr(scheduler, PrefixLookup.__name__, partial(TimedLookup, self.lookup))
 
     def on_new_request(self, request: Any) -> None:
-        """The look-up's time includes hashing."""
         self.lookup.asked, self.lookup.found, self.lookup.leased = perf_counter(), 0.0, 0.0
         super().on_new_request(request)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """The step's plan says whether it computes anything."""
         self.is_idle = isinstance(connector_metadata, StepPlanMetadata) and not connector_metadata.step.number
         super().bind_connector_metadata(connector_metadata)
 
 
 def _timed(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
     def timed(self: TimedConnector, *args: Any, **kwargs: Any) -> Any:
-        times = self.times
-        times.depth += 1
+        self.depth += 1
         start = perf_counter()
         try:
             return hook(self, *args, **kwargs)
         finally:
-            times.depth -= 1
-            if not times.depth and not (self.is_idle and name in WAITS_WHEN_IDLE):
-                times.add(name, perf_counter() - start)
+            self.depth -= 1
+            if not self.depth and not (self.is_idle and name in WAITS_WHEN_IDLE):
+                seconds, calls = self.times.get(name, (0.0, 0))
+                self.times[name] = seconds + perf_counter() - start, calls + 1
 
     return timed
 
@@ -178,7 +159,6 @@ class BareConnector(KVConnectorBase_V1):
     # Worker ----------------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Map a file with as many slots for each layer. The tensors' first axis is the page."""
         layers = [tensor.flatten(1).view(torch.uint8) for tensor in kv_caches.values()]
         size = sum(self._slots * layer.shape[1] for layer in layers)
         kept = torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
@@ -189,7 +169,6 @@ class BareConnector(KVConnectorBase_V1):
         ]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Copies everything before the step goes on."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Copies)
         for layer, kept in self._planes:
@@ -201,7 +180,6 @@ class BareConnector(KVConnectorBase_V1):
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None: ...
 
     def wait_for_save(self) -> None:
-        """Copies everything before the step ends."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Copies)
         for layer, kept in self._planes:
@@ -211,11 +189,9 @@ class BareConnector(KVConnectorBase_V1):
     # Scheduler -------------------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """vLLM extends the request's hashes as tokens come."""
         self._requests[request.request_id] = request
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Whole pages behind the engine's own; one token is left to compute."""
         first, most = num_computed_tokens // self._page_tokens, (request.num_tokens - 1) // self._page_tokens
         stop = self._own_pages[request.request_id] = first
         while stop < min(most, len(request.block_hashes)) and request.block_hashes[stop] in self._kept:
@@ -229,7 +205,6 @@ class BareConnector(KVConnectorBase_V1):
             self._next.loads.append((table[at], self._kept[request.block_hashes[at]]))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """This step's loads, and every page that is full after it."""
         copies, self._next = self._next, Copies()
         new = {one.req_id: one.block_ids for one in scheduler_output.scheduled_new_reqs}
         cached = scheduler_output.scheduled_cached_reqs

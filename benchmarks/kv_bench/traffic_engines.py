@@ -1,11 +1,6 @@
-"""The engines that `kvstore bench traffic --engines` starts: vLLMs on this machine's CPUs, and sidecars.
+"""The engines that `kvstore bench traffic --engines` starts: vLLMs with one random model, and sidecars.
 
-    none      without prefix caching
-    own       with its own, which holds a tenth of the workload
-    kvstore   the same, and our connector with a sidecar
-    pd        a prefill and a decode engine on one sidecar, behind kvstore pd-proxy
-
-Each has the same random model and the same number of pages. Nothing of vLLM is imported here.
+Nothing of vLLM is imported here.
 """
 
 from __future__ import annotations
@@ -23,6 +18,7 @@ from pathlib import Path
 from kv_bench.llamas import MID, TINY, kv_bytes_per_token, save_model
 from kv_bench.measure import available_bytes
 from kv_bench.process import HOST, Server, Sidecar, free_port
+from kv_bench.script import one_of
 from kv_bench.ttft_vllm import VLLM_SETTINGS, connector
 from kvstore.block.errors import BadInput
 from kvstore.traffic.run import Endpoint, EngineStarter, Progress
@@ -54,12 +50,10 @@ SETTINGS = {
 def starter_of(kinds: Sequence[str], shape: str | None, own_share: float) -> EngineStarter:
     """kinds: of `KINDS`. shape: the model's. own_share: see `OWN_SHARE`. Raises `BadInput`, also without vLLM."""
     for one in kinds:
-        if one not in KINDS:
-            raise BadInput(f"--engines {one[:40]!r}; allowed: {', '.join(KINDS)}")
+        one_of("--engines", one, KINDS)
     if len(set(kinds)) < len(kinds):
         raise BadInput("--engines names one twice; give each once, and --turns for how often they are asked")
-    if shape is not None and shape not in SHAPES:
-        raise BadInput(f"--shape {shape[:40]!r}; allowed: {', '.join(SHAPES)}")
+    one_of("--shape", shape, SHAPES)
     if find_spec("vllm") is None:
         raise BadInput(
             f"--engines needs vLLM, which {sys.executable} does not have; make engines makes .venv-engines, which "
@@ -88,7 +82,6 @@ class Engines:
         return endpoints, facts | {"findable_tokens": findable_tokens(workload, PAGE_TOKENS)}
 
     def flags(self, kind: str, workload: Workload) -> list[str]:
-        """Of an engine of that kind. Its pages: its share of the workload, but at least one request."""
         share, longest = int(self.own_share * workload.working_set_tokens), workload.longest_tokens
         pages = max(-(-share // PAGE_TOKENS), -(-longest // PAGE_TOKENS)) + SPARE_PAGES
         caches = "--no-enable-prefix-caching" if kind == NONE else "--enable-prefix-caching"
@@ -144,7 +137,6 @@ def vllm_server(
     transfer: Mapping[str, object] | None = None,
     python: str = sys.executable,
 ) -> Server:
-    """vLLM's own server with a model from `save_model`. transfer: its `--kv-transfer-config`. python: has vLLM."""
     port = free_port()
     command = [python, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", MODEL, "--host", HOST, "--port", str(port), "--dtype", "bfloat16"]
@@ -156,7 +148,6 @@ def vllm_server(
 
 
 def proxy_server(prefill: str, decodes: Sequence[str], scratch: Path) -> Server:
-    """`kvstore pd-proxy` in front of these engines."""
     port = free_port()
     command = [sys.executable, "-P", "-m", "kvstore", "pd-proxy", "--prefill", prefill, "--listen", f"{HOST}:{port}"]
     command += [word for one in decodes for word in ("--decode", one)]

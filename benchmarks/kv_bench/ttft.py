@@ -1,15 +1,8 @@
 """`kvstore bench ttft`: the time to the first token, cold, from the pool on the device, and from DRAM.
 
-A Llama with random weights answers prompts of a given length through an engine's adapter. For each length:
-
-    cold   no store: prefill of everything; beside it, its share of the device's matrix rate (MFU)
-    fill   the first request with a store: prefill; all blocks are saved behind its first token
-    dram   the same prompt again: its prefix comes from the store in this process
-    hbm    and again: its prefix comes from the pool of decoded blocks on the device
-
-The limit of a hit is the time of its bytes at the rate of this run's plain copies (pinned memory to the device; for the
-pool a copy on the device, which reads and writes), plus the forward pass over the tokens behind the prefix. A speed-up
-depends on the cold run as much as on the store, so the MFU stands beside it.
+A Llama with random weights answers prompts through `PrefixCache`. The limit of a hit is its bytes at the rate of this
+run's plain copies and the forward pass over the tokens behind the prefix; the cold run's share of the device's matrix
+rate (MFU) stands beside each speed-up.
 """
 
 from __future__ import annotations
@@ -18,7 +11,7 @@ import gc
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -32,15 +25,15 @@ from engine_adapter.hf.buffers import BufferSet
 from engine_adapter.hf.layers import even_cache
 from engine_adapter.hf_cache import CHUNK_TOKENS_CUDA, Generation, PrefixCache
 from kv_bench.kernels import LOAD, PlainCopy
-from kv_bench.llamas import EIGHT_B, TINY, TTFT_SHAPES, build, parse_tokens, peak_flops, prefill_flops, weights_bytes
-from kv_bench.measure import Say, available_bytes, quiet_collector
+from kv_bench.llamas import EIGHT_B, TINY, TTFT_SHAPES, build, parse_tokens, peak_flops, prefill_flops
+from kv_bench.measure import Say, available_bytes, quiet_collector, timed
 from kv_bench.on_device import DeviceTimer, describe, device_named, give_memory_back
 from kv_bench.paged_pool import FAILURES, RAW, told
+from kv_bench.script import enough, one_of
 from kv_kernels.int8 import KC64
 from kvstore.block.codec import codec_named
 from kvstore.block.errors import BadInput
 from kvstore.block.layout import Layout
-from kvstore.config import format_size
 from kvstore.traffic.row import MS, BenchResult, Row, Section, Target
 from tiering.frame import frame_bytes
 
@@ -53,10 +46,8 @@ MOST_SECONDS = 20.0
 COPY_LAPS = 7
 PINNED_SHARE = 0.8
 """Share of DRAM that leases may pin at once, as in `kvstore.config.Limits`."""
-LEFT_OUT = (
-    *("laps", "ttft ms", "ttft ms low", "ttft ms high", "lookup ms", "restored ms", "save ms", "suffix ms"),
-    *("limit ms", "target speedup"),
-)
+LEFT_OUT = ("laps", "ttft ms", "ttft ms low", "ttft ms high", "limit ms", "target speedup")
+"""What other columns have as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +70,6 @@ SMALL = TtftOptions(TINY, (256, 512), chunk_tokens=128, laps=3, copy_bytes=1 << 
 """What a CPU does in seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What the device reached in this run: bytes per second of copies, and FLOP/s of matrix products."""
-
-    pinned_bytes_per_second: float
-    device_bytes_per_second: float
-    peak_flops: float
-
-
 def options_for(device: str | None, contexts: str | None = None, **given: Any) -> TtftOptions:
     """The device's default options, with what was given in their place. contexts: such as "8k,32k". Raises
     `BadInput`."""
@@ -97,16 +79,17 @@ def options_for(device: str | None, contexts: str | None = None, **given: Any) -
     return replace(usual, **{name: value for name, value in given.items() if value is not None})
 
 
-def run(options: TtftOptions | None, say: Say, device: str | None = None, engine: str = HF) -> BenchResult:
+def run(options: TtftOptions, say: Say, device: str | None = None, engine: str = HF) -> BenchResult:
     """Measure all lengths. Raises `BadInput` for a missing device or engine, or too little memory for the model."""
-    if engine != HF:
-        raise BadInput(f"engine={engine!r}; allowed: {', '.join(ENGINES)}")
+    one_of("engine", engine, ENGINES)
     chosen = device_named(device)
-    options = options or (TtftOptions() if chosen.type == "cuda" else SMALL)
     _check(options, chosen)
     say(f"a random {options.shape} Llama")
     # Beyond the longest context: room for what follows the prefix.
-    model = build(options.shape, chosen, max(options.contexts) + options.suffix_tokens + 64)
+    try:
+        model = build(options.shape, chosen, max(options.contexts) + options.suffix_tokens + 64)
+    except torch.OutOfMemoryError as error:
+        raise BadInput(f"{told(error)}; end what uses the GPU, or take a smaller --shape") from None
     bench, rows = _Ttft(model, options, chosen), list[Row]()
     with quiet_collector():
         for context in options.contexts:
@@ -116,54 +99,21 @@ def run(options: TtftOptions | None, say: Say, device: str | None = None, engine
                     rows.append(row)
             except FAILURES as error:
                 bench.faults.append(f"{context} tokens ended early: {told(error)}")
-    rates, facts = bench.rates, describe(chosen)
-    words = [f"left out: {what}" for what in bench.left_out]
-    words.append(
-        f"beside: the prefix's bytes at {rates.pinned_bytes_per_second / 1e9:,.1f} GB/s from pinned memory, or "
-        f"{rates.device_bytes_per_second / 1e9:,.0f} GB/s read and written on the device, and the forward pass "
-        f"over the {options.suffix_tokens} tokens behind it; ratio: of that to the time. speedup: to the cold "
-        f"run. cold mfu: its share of {rates.peak_flops / 1e12:,.2f} TFLOP/s, a matrix product's in this run."
-    )
+    facts = describe(chosen)
     title = f"on {facts['name']}, a random {options.shape} Llama, engine {engine}"
-    section = Section(rows, title, "\n".join(words), left_out=LEFT_OUT)
-    about = {"engine": engine, "device": facts, "rates": asdict(rates), "left_out": bench.left_out}
+    section = Section(rows, title, "\n".join(bench.left_out), left_out=LEFT_OUT)
+    about = {"engine": engine, "device": facts, "rates": bench.rates, "left_out": bench.left_out}
     return BenchResult("ttft", options, [section], about, bench.faults)
 
 
 def _check(options: TtftOptions, device: torch.device) -> None:
-    if options.shape not in TTFT_SHAPES:
-        raise BadInput(f"shape={options.shape!r}; allowed: {', '.join(TTFT_SHAPES)}")
+    one_of("shape", options.shape, TTFT_SHAPES)
     for context in options.contexts:
         if context < 1 or context % options.chunk_tokens:
             raise BadInput(
                 f"context={context} is not a multiple of the prefill chunk of {options.chunk_tokens} tokens; use "
                 f"{max(1, context // options.chunk_tokens) * options.chunk_tokens}"
             )
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        if free < weights_bytes(options.shape):
-            raise BadInput(
-                f"a {options.shape} Llama has {format_size(weights_bytes(options.shape))} of weights, and the GPU has "
-                f"{format_size(free)} free; end what uses it, or take a smaller shape: {', '.join(TTFT_SHAPES)}"
-            )
-
-
-class Budget:
-    """Time left. A section is skipped if the seconds per token of a shorter context predict that it would not end in
-    time: a killed bench loses all rows."""
-
-    def __init__(self, end: float, clock: Callable[[], float] = perf_counter) -> None:
-        self._end, self._clock, self._began = end, clock, clock()
-        self._seconds_per_token: dict[str, float] = {}
-
-    def begin(self, section: str, tokens: int) -> bool:
-        """Start a section's timer; returns whether it is expected to end in time."""
-        self._began = self._clock()
-        return self._began + self._seconds_per_token.get(section, 0.0) * tokens < self._end
-
-    def spent(self, section: str, tokens: int) -> None:
-        """Record the time of the section begun last."""
-        self._seconds_per_token[section] = (self._clock() - self._began) / tokens
 
 
 class _Ttft:
@@ -172,7 +122,8 @@ class _Ttft:
 
     def __init__(self, model: Any, options: TtftOptions, device: torch.device) -> None:
         self.model, self.options, self.device = model, options, device
-        self.budget = Budget(perf_counter() + options.seconds)
+        self._end, self._began = perf_counter() + options.seconds, 0.0
+        self._seconds_per_token: dict[str, float] = {}
         self.faults: list[str] = []
         self.left_out: list[str] = []
         timer = DeviceTimer(device)
@@ -183,14 +134,19 @@ class _Ttft:
         on_device()
         copied = median(on_device().wall for _ in range(COPY_LAPS))
         peak = peak_flops(device, next(model.parameters()).dtype, timer)
-        self.rates = Rates(options.copy_bytes / pinned, 2 * options.copy_bytes / copied, peak)
+        self.rates = {"pinned_bytes_per_second": options.copy_bytes / pinned, "peak_flops": peak}
+        self.rates["device_bytes_per_second"] = 2 * options.copy_bytes / copied
 
     def has_time(self, section: str, context: int, what: str) -> bool:
-        """Begin a section, or note that there is no time for it."""
-        if self.budget.begin(section, context):
+        """Whether a section, which begins now, ends in time, by the seconds per token of a shorter context."""
+        self._began = perf_counter()
+        if self._began + self._seconds_per_token.get(section, 0.0) * context < self._end:
             return True
         self.left_out.append(f"{what}: no time for it in {self.options.seconds:.0f} seconds")
         return False
+
+    def spent(self, section: str, context: int) -> None:
+        self._seconds_per_token[section] = (perf_counter() - self._began) / context
 
 
 class _Length:
@@ -213,11 +169,11 @@ class _Length:
         answers = self._laps(cache, options.laps)
         self._cold_ms = median(answer.report.ttft_ms for answer in answers)
         flops = prefill_flops(bench.model, len(self._prompt))
-        self._mfu = flops / (self._cold_ms / 1e3) / bench.rates.peak_flops
+        self._mfu = flops / (self._cold_ms / 1e3) / bench.rates["peak_flops"]
         self._suffix_ms = 1e3 * self._suffix_seconds(cache)
         layout = cache.layout
         del cache
-        bench.budget.spent(COLD, context)
+        bench.spent(COLD, context)
         yield self._row(COLD, "", answers, 0, None)
         for codec in options.codecs:
             if not bench.has_time(codec, context, f"{context} tokens, {codec}"):
@@ -240,18 +196,18 @@ class _Length:
         cache = self._cache(store, codec)
         yield self._row(FILL, codec, self._laps(cache, 1), size, None)
         say(f"{context:,} tokens, from DRAM, {codec}")
-        limit = 1e3 * size / bench.rates.pinned_bytes_per_second + self._suffix_ms
+        limit = 1e3 * size / bench.rates["pinned_bytes_per_second"] + self._suffix_ms
         yield self._row(DRAM, codec, self._laps(cache, options.laps, DRAM), size, limit)
-        bench.budget.spent(codec, context)
+        bench.spent(codec, context)
         if codec != RAW or not bench.has_time(HBM, context, f"{context} tokens, from the pool"):
             return
         del cache
         say(f"{context:,} tokens, from the pool")
         cache = self._cache(store, codec, hbm=raw + 2 * options.suffix_tokens * raw // context)
         self._laps(cache, 1, DRAM)  # fills the pool
-        limit = 1e3 * 2 * raw / bench.rates.device_bytes_per_second + self._suffix_ms
+        limit = 1e3 * 2 * raw / bench.rates["device_bytes_per_second"] + self._suffix_ms
         yield self._row(HBM, codec, self._laps(cache, options.laps, HBM), 2 * raw, limit)
-        bench.budget.spent(HBM, context)
+        bench.spent(HBM, context)
 
     def _cache(self, store: Any, codec: str, hbm: int = 0) -> PrefixCache:
         gc.collect()  # frees the buffers of the one before
@@ -259,7 +215,6 @@ class _Length:
         return PrefixCache(self._bench.model, store, **how, deadline_ms=10_000)
 
     def _laps(self, cache: PrefixCache, laps: int, tier: str | None = None) -> list[Generation]:
-        """Until there are enough, or time is up. tier: where the whole prefix must come from."""
         answers: list[Generation] = []
         start = perf_counter()
         while len(answers) < laps and (not answers or perf_counter() - start < MOST_SECONDS):
@@ -273,7 +228,6 @@ class _Length:
         return answers
 
     def _suffix_seconds(self, cache: PrefixCache) -> float:
-        """Time of the forward pass over the suffix, behind random KV."""
         suffix, context, device = self._options.suffix_tokens, self._context, self._bench.device
         block = cache.layout.block_tokens
         planes = BufferSet(cache.layout, 1, -(-(context + suffix) // block) * block, device).of_rows(0, 1)
@@ -314,30 +268,18 @@ class _Length:
 
 
 def _origins(answer: Generation) -> dict[str, int]:
-    """Tokens of a prompt, by tier or miss reason."""
     account: Any = answer.report.account.to_dict()
     return {str(name): count for part in ("hits", "misses") for name, count in account[part].items()}
 
 
 def _dram_bytes(layout: Layout, codec: str, tokens: int) -> int:
-    """Size of a store that can pin so many tokens at once. Raises `BadInput` if memory is too small."""
     (part,) = layout.parts
     frames = -(-tokens // layout.block_tokens) * frame_bytes(codec_named(codec).payload_bytes(part))
     wanted = max(8 << 20, int(frames / PINNED_SHARE * 1.1) + (64 << 20))
-    if wanted > available_bytes():
-        raise BadInput(
-            f"{tokens} tokens need a store of {format_size(wanted)} of memory with codec {codec}, and "
-            f"{format_size(available_bytes())} are available; give a shorter --context"
-        )
+    enough(f"a store for {tokens} tokens (--context), codec {codec},", wanted, available_bytes())
     return wanted
 
 
 def _median_seconds(work: Callable[[], object], laps: int) -> float:
-    """Wall time, after one uncounted turn."""
     work()
-    times = []
-    for _ in range(laps):
-        start = perf_counter()
-        work()
-        times.append(perf_counter() - start)
-    return median(times)
+    return median(timed(work)().wall for _ in range(laps))

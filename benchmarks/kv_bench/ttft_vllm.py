@@ -1,15 +1,7 @@
-"""`kvstore bench ttft --engine vllm`: what a vLLM gains from our connector, and what it pays.
-
-    ttft      one request on an idle engine: cold, from the engine's own cache, from a sidecar in another process, and
-              through a connector that only copies pages out of shared memory
-    itl       eight streams decode, hits arrive: gaps between tokens during external hits and during own ones
-    hooks     eight streams decode, new prompts are prefilled in chunks: the share of our hooks in the steps' time
-    overhead  prompts never seen before, with the store and without
-    hand-over one engine prefills, another decodes, over one sidecar: decode's first token against prefill's end
+"""`kvstore bench ttft --engine vllm`: what a vLLM gains from our connector, and what it pays, in five parts.
 
 Engines and the sidecar are processes started here, which take turns. The engines measure their times; this process
-drives their steps and imports neither vLLM nor torch. A row is a median beside its reference; quotients are taken turn
-by turn, where both sides are adjacent on a drifting machine.
+drives their steps and imports neither vLLM nor torch. Quotients are taken turn by turn, where both sides are adjacent.
 """
 
 from __future__ import annotations
@@ -32,6 +24,7 @@ import numpy as np
 from kv_bench.llamas import LLAMAS, MID, ONE_B, TINY, kv_bytes_per_token, save_model
 from kv_bench.measure import Say, in_turn, quantile, quartile_row
 from kv_bench.process import Child, Sidecar
+from kv_bench.script import one_of
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.traffic.row import MS, SHARE, BenchResult, Row, Section, Target
 
@@ -66,16 +59,6 @@ SHARED_MEMORY = "/dev/shm"
 CONNECTORS = "kv_bench.timed_connector"
 LINK_FILE, FRAME_BYTES = "KVSTORE_BENCH_LINK", "KVSTORE_BENCH_FRAME_BYTES"
 """Settings of its link: a file with the speed; bytes of a token, its share of a frame's header and padding within."""
-WORDS = (
-    "ttft: prefix and suffix, one new token, an idle engine. own hit: the prefix is in the engine's own cache; "
-    "external hit: it was forgotten there, and comes from the sidecar, or for bare copies from a file in shared "
-    "memory. Ratios are medians of quotients within a turn. itl: the 99th percentile of gaps between a stream's tokens "
-    "from an arrival to its first token; low and high are the median and the longest. hooks: time in all hooks to time "
-    "of all steps. overhead: new prompts, slowdown with its 95 % interval, whose upper end the target is held against. "
-    "As shipped a save waits for an engine that computes on the same processors; saves at once is what it costs one "
-    "that always has something to do. hand-over: from the request to decode's first token, beside prefill's end, the "
-    f"load and {DECODE_STEPS} of decode's own steps together, all of the same request."
-)
 VLLM_SETTINGS = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 ENGINE_SETTINGS: Mapping[str, str | None] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # steps are driven from here, in the process of both connector halves
@@ -88,11 +71,8 @@ Answer = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
-    """shape: the model's. prefix_tokens: stored; suffix_tokens: behind it, new in each request. turns: per median.
-    streams: decoding, of stream_tokens each at first. arrivals: of each kind, with steps_between. load_prompts:
-    arrivals while hooks are timed, of load_tokens, prefilled in chunks of chunk_tokens. pairs: with and without a
-    store, each of pair_prompts new prompts of pair_tokens with answer_tokens. hand_overs: per way. kv_gib: of an
-    engine's own pages. device: cpu or cuda."""
+    """prefix_tokens: stored; suffix_tokens: behind it, new in each request. load_*: of prompts that arrive while hooks
+    are timed. pair_*: of new prompts with and without a store. kv_gib: of an engine's own pages."""
 
     shape: str = MID
     parts: tuple[str, ...] = PARTS
@@ -140,13 +120,10 @@ def options_for(
     parts: Sequence[str] = (), shape: str | None = None, device: str | None = None, **given: int | None
 ) -> VllmOptions:
     """The default options of the shape and the device, with what was given in their place. Raises `BadInput`."""
-    if shape is not None and shape not in LLAMAS:
-        raise BadInput(f"shape={shape!r}; allowed with --engine vllm: {', '.join(LLAMAS)}")
+    one_of("shape", shape, LLAMAS)
+    one_of("device", device, (CPU, CUDA))
     for part in parts:
-        if part not in PARTS:
-            raise BadInput(f"only={part!r}; allowed: {', '.join(PARTS)}")
-    if device not in (None, CPU, CUDA):
-        raise BadInput(f"device={device!r}; allowed with --engine vllm: {CPU}, {CUDA}")
+        one_of("only", part, PARTS)
     usual = ON_GPU if device == CUDA else SMALL if shape == TINY else VllmOptions()
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     chosen |= {} if shape is None else {"shape": shape}
@@ -176,17 +153,14 @@ def run(options: VllmOptions, say: Say) -> BenchResult:
                 rows += measured[part](bench)
             except StoreError as error:  # keep the other parts' results
                 bench.faults.append(f"{part} ended early: {error}")
-    versions = bench.versions
-    where = f"{versions.get('threads', '?')} threads" if options.device == CPU else str(versions.get("device"))
-    title = f"vLLM {versions.get('vllm', '?')}, {where}, a random {options.shape} Llama"
-    about = {"engine": "vllm", "versions": versions}
-    return BenchResult("ttft", options, [Section(rows, title, WORDS)], about, bench.faults)
+    about = {"engine": "vllm", "versions": bench.versions}
+    title = f"vLLM {bench.versions.get('vllm', '?')} on {options.device}, a random {options.shape} Llama"
+    return BenchResult("ttft", options, [Section(rows, title)], about, bench.faults)
 
 
 def connector(
     socket: str, name: str = "KvStoreConnector", module: str = "engine_adapter.vllm_connector", **settings: Any
 ) -> dict[str, Any]:
-    """Configuration of our connector: its defaults, and these settings."""
     return {
         "kv_connector": name,
         "kv_connector_module_path": module,
@@ -224,7 +198,6 @@ class VllmBench:
     def started(
         self, stack: ExitStack, transfers: Mapping[str, Mapping[str, Any] | None], **more: Any
     ) -> dict[str, Engine]:
-        """Start engines; returns them by name once all are up."""
         options, engines = self.options, {}
         more |= {"max_model_len": options.longest_tokens}
         if options.device == CUDA:  # shared by the engines, and used as in service: with graphs, and planning ahead
@@ -274,12 +247,10 @@ class VllmBench:
         raise StoreError(f"{engine.name} did not get at its store: {answer['kvstore']}")
 
     def ask(self, engine: Engine, prefix: Sequence[int]) -> Answer:
-        """Generate one token for the prefix and a new suffix."""
         (answer,) = engine.do("ask", prompts=[self.with_suffix(prefix)], max_tokens=1)
         return answer  # type: ignore[no-any-return]
 
     def check(self, who: str, path: str, answer: Answer, tokens: int) -> None:
-        """Note a fault unless the whole prefix came from the expected place."""
         wanted = 0 if path == COLD else tokens
         account, found = answer["kvstore"], answer["cached_tokens"]
         if account is not None:
@@ -309,7 +280,6 @@ class VllmBench:
         return [self.tokens(self.options.stream_tokens) for _ in range(self.options.streams)]
 
     def tokens(self, count: int) -> list[int]:
-        """Random tokens, almost certainly never seen before."""
         numbers: list[int] = self._random.integers(0, self._vocabulary, count).tolist()
         return numbers
 
@@ -369,7 +339,6 @@ def ttft(bench: VllmBench) -> list[Row]:
 def _ttft_turn(
     bench: VllmBench, name: str, engine: Engine, prefix: Sequence[int], turn: int
 ) -> Iterable[tuple[str, Answer]]:
-    """The prefix is in the engine's cache before and after."""
     if name == PLAIN:
         yield OWN, bench.ask(engine, prefix)
         return
@@ -381,8 +350,6 @@ def _ttft_turn(
 
 
 def ttft_rows(samples: Mapping[tuple[str, str], Sequence[Answer]]) -> list[Row]:
-    """All paths of all engines, beside the hit without any connector."""
-
     def times(engine: str, path: str) -> list[float]:
         return [one["ttft_ms"] for one in samples[engine, path]]
 
@@ -416,7 +383,6 @@ def ttft_rows(samples: Mapping[tuple[str, str], Sequence[Answer]]) -> list[Row]:
 
 
 def itl(bench: VllmBench) -> list[Row]:
-    """Hits arrive in turn, on prefixes stored by another engine and on this engine's own."""
     options = bench.options
     stored = [bench.tokens(options.prefix_tokens) for _ in range(options.arrivals)]
     own = [bench.tokens(options.prefix_tokens) for _ in range(min(options.own_prefixes, options.arrivals))]
@@ -475,7 +441,6 @@ def itl_rows(gaps: Mapping[str, Sequence[float]], arrivals: Mapping[str, Sequenc
 
 
 def hooks(bench: VllmBench) -> list[Row]:
-    """Decode beside chunked prefill; everything is saved, and nothing is found."""
     options = bench.options
     with ExitStack() as stack:
         sidecar = stack.enter_context(bench.sidecar(options.load_prompts * options.load_tokens))
@@ -492,7 +457,6 @@ def hooks(bench: VllmBench) -> list[Row]:
 
 
 def hooks_row(steps: int, seconds: float, hooks: Mapping[str, tuple[float, int]]) -> Row:
-    """The share that hooks have of the steps' time. hooks: seconds and calls of each."""
     spent, calls = sum(one for one, _ in hooks.values()), sum(count for _, count in hooks.values())
     share, target = spent / seconds, at_most(HOOKS_SHARE, of="value")
     details = {"ms a step": 1e3 * spent / steps, "calls a step": calls / steps}
@@ -533,7 +497,6 @@ def overhead(bench: VllmBench) -> list[Row]:
 
 
 def overhead_row(without: Sequence[float], with_store: Sequence[float], engine: str = DEFAULT) -> Row:
-    """Milliseconds of the same prompts, pair by pair. low, high: the interval of the slowdown's median."""
     slowdowns = [there / not_there - 1 for there, not_there in zip(with_store, without, strict=True)]
     middle, (low, high) = median(slowdowns), interval_of_median(slowdowns)
     what = "slowdown with nothing to find" + ("" if engine == DEFAULT else f", {engine}")
@@ -570,12 +533,10 @@ class HandOver:
 
     @property
     def limit_ms(self) -> float:
-        """The reference for the first token."""
         return self.prefill_ms + self.load_ms + DECODE_STEPS * self.step_ms
 
 
 def hand_over(bench: VllmBench) -> list[Row]:
-    """New prompts one at a time, both ways in turn. Each engine has its own role."""
     options = bench.options
     samples: dict[str, list[HandOver]] = {way: [] for way in HAND_OVERS}
     with ExitStack() as stack:
@@ -613,7 +574,6 @@ def _handed_over(bench: VllmBench, prefill: Engine, decode: Engine, way: str) ->
 
 
 def hand_over_row(way: str, found: Sequence[HandOver]) -> Row:
-    """way: of `HAND_OVERS`. ratio: of the first token's time to its own request's limit, the median."""
     times, limits = [one.ttft_ms for one in found], [one.limit_ms for one in found]
     details = {name: median(getattr(one, name) for one in found) for name in ("prefill_ms", "load_ms", "step_ms")}
     behind, ratios = [one.ttft_ms - one.prefill_ms for one in found], [one.ttft_ms / one.limit_ms for one in found]

@@ -1,7 +1,6 @@
-"""A vLLM in its own process, driven line by line: `bench ttft --engine vllm` measures with it.
+"""A vLLM in its own process, driven line by line and step by step.
 
-Its job configures the engine; each further line is a verb with its arguments. Steps are driven here, so that each is
-timed. vLLM must be imported before anything that loads llvmlite, and logs to standard output from then on.
+vLLM must be imported before anything that loads llvmlite, and logs to standard output from then on.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ class Answer:
     saved_ms: float = 0.0
 
     def note(self, output: Any, ms: float) -> None:
-        """Record a step's output of the request."""
         tokens = output.outputs[0].token_ids
         if tokens and not self.generated:
             self.ttft_ms = ms
@@ -98,7 +96,6 @@ class Driver:
     # Verbs -----------------------------------------------------------------------------------------------------------
 
     def ask(self, step: dict[str, Any]) -> list[dict[str, Any]]:
-        """One prompt after another, alone in the engine. hints: the requests' `kv_transfer_params`."""
         parameters = _parameters(step["max_tokens"], step.get("hints"))
         return [asdict(self._answer(prompt, parameters)) for prompt in step["prompts"]]
 
@@ -117,7 +114,6 @@ class Driver:
         return False
 
     def among_streams(self, step: dict[str, Any]) -> dict[str, Any]:
-        """Streams decode; arrivals come one after another, with so many steps before each."""
         self._begin_streams(step["streams"])
         alone, windows = ArrivalWindow("none"), []
         for arrival in step["arrivals"]:
@@ -154,7 +150,6 @@ class Driver:
         return name
 
     def _answer(self, prompt: Sequence[int], parameters: SamplingParams, window: ArrivalWindow | None = None) -> Answer:
-        """Send a request and step until it is answered. window: records the steps meanwhile."""
         answer = window.answer if window is not None else Answer()
         is_handed_over = parameters.extra_args is not None
         loading_before, saved_before = self._loading_seconds(), self._saved_ms()
@@ -176,7 +171,6 @@ class Driver:
         return answer
 
     def _outputs(self, window: ArrivalWindow | None = None) -> list[Any]:
-        """One step."""
         outputs: list[Any] = self._engine.step()
         now = perf_counter()
         for output in outputs:
@@ -210,12 +204,10 @@ class Driver:
         return running
 
     def _hook_times(self) -> dict[str, tuple[float, int]]:
-        """Seconds and calls so far, by hook; the halves share no hook that a step calls."""
-        times = [half.times for half in self._halves]
-        return {name: (spent, one.calls[name]) for one in times for name, spent in one.seconds.items()}
+        return {name: one for half in self._halves for name, one in half.times.items()}
 
     def _loading_seconds(self) -> float:
-        return float(sum(half.times.seconds.get("start_load_kv", 0.0) for half in self._halves))
+        return float(sum(half.times.get("start_load_kv", (0.0, 0))[0] for half in self._halves))
 
     def _saved_ms(self) -> float:
         for half in self._halves[:1]:

@@ -38,7 +38,6 @@ EngineChoice = Callable[[list[str], str | None, float], Any]
 SCRIPTS = {
     "tiers": "How near put and get come to a plain memory copy, and on NVMe to what fio reaches.",
     "lookup": "How long it takes to find a prompt's longest stored prefix.",
-    "network": "gRPC beside the local socket, and the socket beside a flood of gRPC.",
     "restart": "How long until everything on disk can be found again.",
     "codec": "What the codecs make of KV and of a model's answers.",
     "kernels": "How fast KV goes off a GPU and back.",

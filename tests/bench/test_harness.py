@@ -163,17 +163,19 @@ def test_every_bench_takes_check_and_json() -> None:
 
 # Processes ------------------------------------------------------------------------------------------------------------
 
-FLOOD = {"address": "unix:nowhere", "token": "", "namespace": "", "keys": "", "calls": 1}
 STORE = {"dram": "1MiB", "nvme": "off"}
 
 
 def test_a_child_answers_until_the_bench_ends_it() -> None:
-    with Child("kv_bench.flood", FLOOD) as child:
-        assert child.hear() == "ready" and Path(f"/proc/{child.process.pid}").exists()
+    job = {"prompts": 1, "number": 0, "options": {"prompt_tokens": 64}}
+    with Sidecar(STORE) as sidecar:
+        sidecar.greeted()
+        with Child("kv_bench.lookup", {**job, "socket": sidecar.socket}) as child:
+            assert child.hear() == "ready" and Path(f"/proc/{child.process.pid}").exists()
     assert child.process.returncode == 0
     with (
         pytest.raises(StoreError, match="it ended with 1: KeyError"),
-        Child("kv_bench.flood", {}, "it") as child,
+        Child("kv_bench.lookup", {}, "it") as child,
     ):
         child.hear()
 
@@ -266,7 +268,7 @@ def test_options_of_a_vllm_take_what_was_given_and_what_cannot_be_is_one_line() 
     assert kv_bytes_per_token(MID) == 8192
     assert [parse_tokens(text) for text in ("8k", "128K", " 300 ")] == [8192, 131072, 300]
     for work, words in (
-        (lambda: ttft_vllm.options_for(shape="8b"), "allowed with --engine vllm: tiny, mid"),
+        (lambda: ttft_vllm.options_for(shape="8b"), "allowed: tiny, mid"),
         (lambda: ttft_vllm.options_for(["speed"]), "allowed: ttft, itl, hooks, overhead, hand-over"),
         (lambda: ttft_vllm.options_for(prefix_tokens=4100), "use 4096"),
         (lambda: ttft_vllm.options_for(prefix_tokens=64 << 10), "use 8064"),

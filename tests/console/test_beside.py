@@ -92,7 +92,7 @@ def test_it_comes_and_comes_again_and_engines_notice_nothing(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core here: the console needs one of its own")
 def test_no_fault_of_a_console_changes_what_an_engine_finds() -> None:
-    command = [sys.executable, console_faults.__file__, "--rounds", "1", "--seconds", "0.5", "--json"]
+    command = [sys.executable, console_faults.__file__, "--rounds", "1", "--seconds", "0.5"]
     told = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout)  # its status is of times
     assert {one["of"] for one in told} == {"killed", "stopped", "flooded", "full"}
     assert all(one["times"] and one["p99_ms"] > 0 for one in told), "each of them happened"
