@@ -28,7 +28,7 @@ def everything() -> RequestCounts:
     counts.load_ended(9.0, is_whole=False)
     counts.audited = {verdict.value: 3 + at for at, verdict in enumerate(AuditVerdict)}
     counts.costs = asdict(CostCounts(9, 1000, 200, 2, 1, 4, 3, 120.0, 4500.0, 11, 8, 5))
-    counts.saving = HitSaving(50.0, 4.0, 2, 2, 1)
+    counts.saving = HitSaving(50.0, 4.0)
     return counts
 
 
