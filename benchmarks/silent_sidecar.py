@@ -3,7 +3,7 @@
     python benchmarks/silent_sidecar.py hf [--turns 15]           with transformers
     python benchmarks/silent_sidecar.py vllm [--turns 15]         with a vLLM for CPUs
 
-Two engines take turns with prompts that nobody has seen, one with a store and one without.
+Two engines take turns with prompts that no client has sent before, one with a store and one without.
 """
 
 from __future__ import annotations

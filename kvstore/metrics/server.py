@@ -78,7 +78,6 @@ class SidecarServer:
         self._thread = threading.Thread(target=self._serve, name="kv-http", daemon=True)
 
     def start(self) -> None:
-        """Serve."""
         self._pool.submit(lambda: None)  # its thread is there from now on
         self._thread.start()
 

@@ -142,14 +142,15 @@ def picked(kind: type[S], *sources: object, **given: Any) -> S:
     return kind(**{**found, **given})
 
 
-def families(kind: type) -> list[MetricFamily]:
+@cache
+def families(kind: type) -> tuple[MetricFamily, ...]:
     """All that are declared in a struct and in those that it leads to, each once."""
     found: dict[str, MetricFamily] = {}
     for field in _fields(kind):
         mine = [family for _, family in field.families]
-        for one in [*mine, *(families(field.inner) if field.inner is not None else [])]:
+        for one in [*mine, *(families(field.inner) if field.inner is not None else ())]:
             found.setdefault(one.name, one)
-    return list(found.values())
+    return tuple(found.values())
 
 
 def samples(struct: msgspec.Struct, around: Mapping[str, str] = types.MappingProxyType({})) -> Iterator[Sample]:

@@ -283,7 +283,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
     assert (usage.blocks, usage.leases, usage.reservations, usage.dram.reserved) == (2, 0, 0, 0)
     place.bench.store.check()
     if place.path.exists():
-        place.open()  # nobody holds the directory
+        place.open()  # no process holds the directory
 
 
 def id_of(row: Row) -> str:
