@@ -35,13 +35,15 @@ PYTHON = 'python() { "$ENGINE_PYTHON" "$@"; }\n'
 
 
 def commands(url: str, port: int) -> tuple[str, str]:
-    """What serves, and what asks. Of the reader's own: the socket, a port that is free, and the page's own model."""
+    """What serves, and what asks. Of the reader's own: the socket, a port that is free, the page's own model, and the
+    patience that a busy machine needs: with the default of 20 ms a late look-up is a miss."""
     (block,) = [
         one for one in re.findall(r"^```sh elsewhere\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE) if "vllm" in one
     ]
     (model,) = re.findall(r"^`--model (.*?)` in a checkout, and prompts as lists of bytes", PAGE, re.MULTILINE)
     prompt = json.dumps([ROOT.joinpath("docs/start.md").read_bytes()[at] for at in range(TOKENS)])
     here = {"--model MODEL": f"--port {port} --model {model}", "unix:/path/to/kv/kvstore.sock": url}
+    here |= {'"audit": 0': '"audit": 0, "match_deadline_ms": 10000, "lease_deadline_ms": 10000'}
     here |= {":8000": f":{port}", '"PROMPT"': prompt, '"MODEL"': json.dumps(model.split()[0])}
     for given, own in here.items():
         assert block.count(given) == 1, given
