@@ -18,7 +18,6 @@ from importlib.metadata import version
 from itertools import accumulate
 from time import perf_counter
 from typing import Any, TypeAlias
-from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -49,8 +48,15 @@ SETTINGS = (
     "speculative_algorithm speculative_draft_kv_cache_dtype"
 ).split()
 """SGLang's arguments that decide KV, besides the weights."""
-UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
-"""The module of SGLang's scheduler that changes weights in place."""
+WRITERS = {
+    ("sglang.srt.model_executor.model_runner_components.weight_updater", "WeightUpdater"): (
+        "begin_weight_update load_weights_from_distributed update_weights_from_disk update_weights_from_ipc "
+        "update_weights_from_tensor"
+    ),
+    ("sglang.srt.utils.weight_checker", "WeightChecker"): "_reset_tensors",
+}
+"""What of a model's runner changes weights in place: SGLang's scheduler looks these up at each call. Its own methods it
+looked up at its start, before a backend that is attached later could follow them."""
 KEPT_FIGURES = 1024
 """Operations whose figures are kept until they are asked for."""
 Extra: TypeAlias = hicache_storage.HiCacheStorageExtraInfo | None
@@ -58,7 +64,6 @@ Result: TypeAlias = hicache_storage.PoolTransferResult
 Keys: TypeAlias = list[str]
 
 _log = logging.getLogger(__name__)
-_backends: WeakSet[KvStoreHiCache] = WeakSet()
 
 
 class KvStoreHiCache(hicache_storage.HiCacheStorage):
@@ -67,6 +72,8 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
     Its parameters, in the extra configuration, are those of docs/sglang.md. Raises `BadInput`, one line, for an engine
     or a pool whose pages it cannot tell apart with certainty.
     """
+
+    _is_off = False  # for all of a process, also those that are attached later
 
     @in_one_line("KvStoreHiCache")
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
@@ -89,11 +96,9 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
         self.outcomes = ChunkOutcomes()
         """Pages of all pools by outcome: see `ChunkSpace`."""
         self._spaces: dict[str, ChunkSpace] = {}
-        self._is_off = False
         self._metrics = StorageMetrics()
         self.registered_pools: dict[str, Any] = {}
         self._asked_last = ""
-        _backends.add(self)
         follow_weight_updates()
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -128,15 +133,16 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
         for space in self._spaces.values():
             space.close()
 
-    def weights_may_have_changed(self, how: str) -> None:
-        """Neither look up nor store from here on: pages of other weights have the same hashes."""
-        if not self._is_off:
+    @classmethod
+    def weights_may_have_changed(cls, how: str) -> None:
+        """Neither look up nor store in this process from here on: pages of other weights have the same hashes."""
+        if not cls._is_off:
             _log.warning(
                 "kvstore: the weights may have changed in place (%s): no page is looked up or stored until SGLang is "
                 "started again with these weights",
                 how,
             )
-        self._is_off = True
+        cls._is_off = True
 
     def _space(self, pool: str) -> ChunkSpace | None:
         return None if self._is_off else self._spaces.get(pool)
@@ -282,19 +288,19 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
 
 
 def follow_weight_updates() -> None:
-    """From here on, SGLang's scheduler tells its backends when a client has it change the weights."""
-    updater = getattr(sys.modules.get(UPDATER), "SchedulerWeightUpdaterManager", None)
-    for name in [name for name in dir(updater) if name.startswith("update_weights_from_")]:
-        plain = getattr(updater, name)
-        if not hasattr(plain, "__wrapped__"):
-            setattr(updater, name, _telling(plain))
+    """From here on, a model's runner tells the backends when a client has it change the weights."""
+    for (module, kind), names in WRITERS.items():
+        writer = getattr(sys.modules.get(module), kind, None)
+        for name in names.split() if writer else ():
+            plain = getattr(writer, name)
+            if not hasattr(plain, "__wrapped__"):
+                setattr(writer, name, _telling(plain))
 
 
 def _telling(plain: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(plain)
     def update(*args: Any, **kwargs: Any) -> Any:
-        for one in list(_backends):  # before: what is copied meanwhile is of neither
-            one.weights_may_have_changed(plain.__name__)
+        KvStoreHiCache.weights_may_have_changed(plain.__name__)  # before: what is copied meanwhile is of neither
         return plain(*args, **kwargs)
 
     return update

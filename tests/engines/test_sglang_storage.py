@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ import torch
 
 import engines.sglang_cpu  # noqa: F401  prepares what the others import, or skips where there is no SGLang
 from engine_adapter.sglang_storage import (
+    WRITERS,
     KvStoreHiCache,
     engine_facts,
     is_replicated,
@@ -585,12 +587,9 @@ def test_arguments_that_decide_kv_are_in_the_namespace(weights: Path) -> None:
         facts(model_path="no-hub/has-this-model")
 
 
-@pytest.mark.parametrize("prompts", [10, pytest.param(100, marks=pytest.mark.slow)])
-def test_two_engines_that_back_up_one_beginning_at_once_find_every_end(
-    prompts: int, opened: Callable[..., HiCache]
-) -> None:
+def test_two_engines_that_back_up_one_beginning_at_once_find_every_end(opened: Callable[..., HiCache]) -> None:
     """SGLang is told that all pages are stored, by each of both."""
-    head, tail = 16, 4
+    prompts, head, tail = 100, 16, 4
     begin = threading.Barrier(2)
     told: list[list[int]] = [[], []]
 
@@ -615,18 +614,33 @@ def test_two_engines_that_back_up_one_beginning_at_once_find_every_end(
         assert found == [head + tail] * 2 * prompts
 
 
-@pytest.mark.parametrize("kind", ["disk", "distributed", "tensor", "ipc"])
+UPDATES = ["update_weights_from_disk", "update_weights_from_ipc", "begin_weight_update", "check_weights"]
+"""Updates from tensors and by a group of processes come after `begin_weight_update`."""
+
+
+@pytest.mark.parametrize("how", UPDATES)
 def test_pages_of_weights_that_were_changed_in_place_are_neither_found_nor_stored(
-    kind: str, opened: Callable[..., HiCache]
+    how: str, opened: Callable[..., HiCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor by a backend that is attached later."""
+    monkeypatch.setattr(KvStoreHiCache, "_is_off", False)
     prompts = prompt_of(4, seed=1), prompt_of(4, seed=2)
     with opened().opened() as engine:
         assert engine.write(prompts[0])[0] == 4 and engine.read(prompts[0])[0] == 4
-        manager = object.__new__(SGLANG["weight_updater"].SchedulerWeightUpdaterManager)
-        with suppress(AttributeError):  # there is no model here
-            getattr(manager, f"update_weights_from_{kind}")(SimpleNamespace())
+        updater, checker = (object.__new__(getattr(sys.modules[module], kind)) for module, kind in WRITERS)
+        runner = SimpleNamespace(weight_updater=updater, check_weights=lambda **given: checker.handle(**given))
+        scheduler = object.__new__(SGLANG["weight_updater"].SchedulerWeightUpdaterManager)
+        scheduler.tp_worker = SimpleNamespace(weight_update_runners=lambda: [("target", runner)])
+        scheduler.draft_worker = scheduler.metrics_collector = scheduler._session = None
+        disk = {"model_path": "", "load_format": "auto", "recapture_cuda_graph": False}
+        check = {"action": "reset_tensors", "allow_quant_error": False, "skip_tensor_list": None}
+        with suppress(AttributeError, ValueError):  # there is no model here
+            getattr(scheduler, how)(SimpleNamespace(selector="all", **disk, **check))
         assert engine.read(prompts[0])[0] == 0 and engine.write(prompts[1])[0] == 0
         engine.backend.register_mem_host_pool_v2(engine.pool, PoolName.DRAFT)
         assert engine.backend.batch_exists(hashes_of(prompts[0])) == 0
-    with opened().opened() as again:
-        assert again.read(prompts[0])[0] == 4 and again.read(prompts[1])[0] == 0
+    with opened() as again:
+        assert again.read(prompts[0])[0] == 0 and again.write(prompts[1])[0] == 0
+    monkeypatch.setattr(KvStoreHiCache, "_is_off", False)  # of a process of its own
+    with opened().opened() as restarted:
+        assert restarted.read(prompts[0])[0] == 4 and restarted.read(prompts[1])[0] == 0
