@@ -58,6 +58,17 @@ def test_two_adapters_share_nothing(store: EmbeddedStore) -> None:
         assert answers(cache) == (expected, 256), "one cache follows, and each finds its own again"
 
 
+def test_an_adapter_is_its_bytes_and_not_its_name(store: EmbeddedStore) -> None:
+    first, _ = answers(cache_of(adapted(), store))
+    model = adapted()
+    assert answers(cache_of(model, store)) == (first, 256)
+    for name, tensor in model.named_parameters():
+        if "lora_" in name:
+            tensor.data.mul_(2)
+    other, restored = answers(cache_of(model, store))
+    assert other != first and restored == 0
+
+
 @pytest.mark.parametrize("targets", [["down_proj"], ["lm_head"], ["embed_tokens"], ["k_proj"]], ids=str)
 def test_switched_scaled_merged_disabled_deleted(targets: list[str], store: EmbeddedStore) -> None:
     """Each state answers as without a store. One that changes no KV, as the head's does, may share or not."""

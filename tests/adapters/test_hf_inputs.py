@@ -142,8 +142,6 @@ def test_whatever_was_padded_comes_back(prompts: list[list[int]], is_left: bool,
         ([[-1]], None, "token ids"),
         (torch.zeros(2, 3), None, "token ids"),
         ({"ids": [[5]]}, None, "needs input_ids"),
-        ({"input_ids": [[5]], "pixel_values": [1]}, None, "pixel_values"),
-        ({"input_ids": [[5, 6]], "token_type_ids": [[0, 1]]}, None, "token_type_ids"),
         ({"input_ids": [[5]], "attention_mask": [[1]]}, [[1]], "leave one of them out"),
     ],
 )
@@ -273,6 +271,21 @@ def test_words_of_transformers_generate_get_one_line(method: str, given: dict[st
     with pytest.raises(BadInput, match=f"^PrefixCache.{method}: {said}") as caught:
         getattr(cache, method)([1, 2], **{**({"max_new_tokens": 1} if method != "prefill" and given else {}), **given})
     assert "\n" not in str(caught.value) and "model.generation_config" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    "pixel_values pixel_values_videos input_features inputs_embeds position_ids token_type_ids cache_position "
+    "past_key_values adapter_names".split(),
+)
+def test_what_is_no_token_id_is_refused_by_name(name: str) -> None:
+    """What decides KV besides token ids: an attention_mask takes padding away (above), an adapter is its bytes
+    (test_hf_adapters.py), `extra_keys` are the caller's bytes, and nothing else is taken."""
+    cache = PrefixCache(small_model())
+    for prompt, words in (({"input_ids": [[5, 6]], name: [[0, 1]]}, {}), ([5, 6], {name: [[0, 1]]})):
+        with pytest.raises(BadInput, match=rf"\b{name}\b") as caught:
+            cache.generate(prompt, max_new_tokens=1, **words)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,14 @@ def weights_through_data(model: Any) -> Iterator[None]:
 
 
 @contextmanager
+def another_checkpoint(model: Any) -> Iterator[None]:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(small_model(seed=1).state_dict())
+    yield
+    model.load_state_dict(before)
+
+
+@contextmanager
 def another_tensor(model: Any) -> Iterator[None]:
     module = model.get_submodule(DEEP)
     before = module.weight
@@ -165,6 +173,7 @@ CHANGES: list[Callable[[Any], Any]] = [
     another_rope,
     weights_in_place,
     weights_through_data,
+    another_checkpoint,
     another_tensor,
     layers_in_another_order,
 ]

@@ -171,7 +171,8 @@ NAMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cache_salt": ({"cache_salt": "a"}, {"cache_salt": "b"}),
 }
 """Requests of two runs of an engine, equal but for bytes: each extra key is made of these, not of what they are called.
-The content of an adapter's files: below. Embeddings of a prompt have no key: such requests are refused."""
+The content of an adapter's files: below. Embeddings of a prompt have no key: such requests are refused.
+transformers' inputs: test_hf_inputs.py."""
 
 
 @pytest.mark.parametrize("kind", NAMED)

@@ -45,7 +45,6 @@ def test_two_engines_that_save_one_head_at_once_find_every_tail(
                 {"do": "generate", "prompts": asked[which]},
                 {"do": "settle"},
                 {"do": "generate", "prompts": asked[which], "as": "again", "reset_before_each": True},
-                {"do": "metrics", "as": "metrics"},
             ],
         }
 
@@ -53,5 +52,4 @@ def test_two_engines_that_save_one_head_at_once_find_every_tail(
         outcomes = [*pool.map(lambda which: named(plan(which)["steps"], nursery.run(plan(which))), range(2))]
     for told in outcomes:
         assert told["met"] == 0
-        print({name: value for name, value in told["metrics"].items() if "save" in name or "in_flight" in name})
         assert [one["kvstore"]["hits"] for one in told["again"]] == [{"dram": BLOCK * (HEAD + TAIL)}] * COUNT
