@@ -304,7 +304,8 @@ class EmbeddedStore:
     def close(self) -> None:
         """Give memory and directory back. Safe to call again.
 
-        With a disk that hangs, the directory stays locked for as long as a write may yet reach it.
+        With a disk that hangs, the directory stays locked for as long as a write may yet reach it. An extent that is
+        being made ahead is not waited for: its thread gives it back as soon as it is ready.
         """
         self._before_close()
         self._threads.close()
