@@ -302,7 +302,7 @@ class EmbeddedStore:
         self._store.check()
 
     def close(self) -> None:
-        """Give memory and directory back. Safe to call again.
+        """Give memory and directory back, an extent that is being made ahead once it is ready. Safe to call again.
 
         With a disk that hangs, the directory stays locked for as long as a write may yet reach it.
         """

@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 VARIABLE = "WAIT_UNTIL_SECONDS"
 SOON_SECONDS = float(os.environ.get(VARIABLE, "240"))
 
+T = TypeVar("T")
 
-def wait_until(is_so: Callable[[], object]) -> None:
-    """Looks again and again. Fails after `SOON_SECONDS`, before the limit of a test ends the whole run."""
+
+def wait_until(is_so: Callable[[], T | None]) -> T:
+    """Looks again and again, and returns what is so at last. Fails after `SOON_SECONDS`, before the limit of a test
+    ends the whole run."""
     deadline = time.monotonic() + SOON_SECONDS
-    while not is_so():
+    while not (found := is_so()):
         assert time.monotonic() < deadline
         time.sleep(0.002)
+    return found

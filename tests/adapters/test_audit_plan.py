@@ -19,6 +19,7 @@ from engine_adapter.paged.step_plan import AuditReport, NamespaceSpec, StepPlan
 from kvstore.block.account import Account
 from kvstore.node import EmbeddedStore
 from paged_engine import Request
+from waiting import wait_until
 from workbench import ids
 
 SECONDS = 30
@@ -31,10 +32,7 @@ TABLE = list(range(1, 12))
 @pytest.fixture(autouse=True)
 def _no_lease_is_left(store: EmbeddedStore) -> Iterator[None]:
     yield
-    deadline = time.monotonic() + SECONDS
-    while store.usage().leases:
-        assert time.monotonic() < deadline, "a lease is held"
-        time.sleep(0.001)
+    wait_until(lambda: not store.usage().leases)
 
 
 class Held:

@@ -17,6 +17,7 @@ from kvstore.block.errors import StoreClosed
 from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
 from kvstore.protocol.messages import LeasePrefix, MatchPrefix
+from waiting import wait_until
 from workbench import FakeClock, ids
 
 SECONDS = 30
@@ -51,13 +52,6 @@ class Asked:
         return tokens
 
 
-def is_free(store: EmbeddedStore) -> bool:
-    deadline = time.monotonic() + SECONDS
-    while store.usage().leases and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return not store.usage().leases
-
-
 @pytest.mark.parametrize(("first", "stop", "tokens"), [(0, 320, 320), (96, 320, 320), (0, 100, 64), (64, 329, 320)])
 def test_what_is_promised_is_pinned_until_it_is_given_back(
     store: EmbeddedStore, first: int, stop: int, tokens: int
@@ -72,7 +66,7 @@ def test_what_is_promised_is_pinned_until_it_is_given_back(
     asked.lookup.give_back()
     assert asked.lookup.take() is None and store.usage().leases == 1, "it is the taker's"
     lease.release()
-    assert is_free(store)
+    wait_until(lambda: not store.usage().leases)
 
 
 @pytest.mark.parametrize(("stop", "keys", "found"), [(329, 5, 5), (319, 4, 5), (100, 1, 5)])
@@ -96,7 +90,7 @@ def test_a_decision_for_less_is_less_in_the_account_too(store: EmbeddedStore, st
     assert asked.matched(0, 320) == 320
     assert asked.lookup.account.hit_tokens == 320, "and no less than it could be"
     asked.lookup.give_back()
-    assert is_free(store)
+    wait_until(lambda: not store.usage().leases)
 
 
 def test_a_lease_that_has_waited_long_is_taken_anew(store: EmbeddedStore) -> None:
@@ -107,7 +101,7 @@ def test_a_lease_that_has_waited_long_is_taken_anew(store: EmbeddedStore) -> Non
     assert asked.matched() == 320 and asked.lookup.lease is not first
     assert first is not None and first.released
     asked.lookup.give_back()
-    assert is_free(store)
+    wait_until(lambda: not store.usage().leases)
 
 
 def test_a_lease_that_brings_nothing_is_a_miss_with_its_reason(store: EmbeddedStore) -> None:
@@ -116,7 +110,7 @@ def test_a_lease_that_brings_nothing_is_a_miss_with_its_reason(store: EmbeddedSt
     assert store.evict(100) == 5
     assert asked.matched() == 0 and asked.lookup.is_over
     assert asked.lookup.account.hit_tokens == 0 and asked.lookup.account.asked == 330
-    assert is_free(store)
+    wait_until(lambda: not store.usage().leases)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import UserDict
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -17,6 +16,7 @@ from engine_adapter.paged.requests import RequestSpec
 from engine_adapter.vllm_requests import HINTS, EngineView, RequestReader, hinted
 from kvstore.block.account import MissReason
 from kvstore.block.identity import ExtraKey
+from waiting import wait_until
 
 READER = RequestReader(AdapterDigests(lambda path: f"digest of {path.name}"))
 
@@ -214,10 +214,7 @@ def test_an_adapter_is_its_content_and_not_its_name(tmp_path: Path) -> None:
     first = READER.facts(request(lora_request=loaded))
     if first.refused:
         assert first.refused is MissReason.UNSUPPORTED and "being read" in first.detail
-    deadline = time.monotonic() + 30
-    while READER.facts(request(lora_request=loaded)).refused:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: not READER.facts(request(lora_request=loaded)).refused)
     assert keys(lora_request=loaded) == (ExtraKey(b"adapter:digest of a"),)
     assert keys(lora_request=loaded, cache_salt="s") != keys(lora_request=loaded)
     missing = SimpleNamespace(lora_int_id=9, lora_path=str(tmp_path / "none"), lora_name="name")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,7 +25,6 @@ from kvstore.block.errors import BadInput, LeaseExpired
 from kvstore.block.layout import Layout
 from kvstore.block.pages import GroupPages, Pages
 from kvstore.client.handle import Lease, NamespaceHandle, PutResult
-from kvstore.client.pending import PendingReply
 from kvstore.config import Limits
 from kvstore.node import EmbeddedStore
 from kvstore.protocol.door import Collective
@@ -44,19 +43,10 @@ from workbench import (
     small_layout,
 )
 
-T = TypeVar("T")
 LAYOUT = small_layout()
 TWO = small_layout(head_shards=2)
 PAGES = random_pages(LAYOUT, 8)
 SECONDS = 20
-
-
-def polled(pending: PendingReply[T]) -> T:
-    deadline = time.monotonic() + SECONDS
-    while (answer := pending.poll()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.0005)
-    return answer
 
 
 class Engine:
@@ -312,7 +302,7 @@ class EngineVerbs:
         leases = [engine.lease(request="a"), engine.lease(request="a"), engine.lease(request="b"), engine.lease()]
         pending = engine.mine.submit_lease(engine.mine.match(ids(512)), deadline_ms=5000, request="a")
         answered = engine.mine.submit_lease(engine.mine.match(ids(512)), deadline_ms=5000, request="a")
-        third = polled(answered)
+        third = wait_until(answered.poll)
         engine.scheduler.release_request("a")
         assert [one.released for one in (*leases, third)] == [True, True, False, False, True]
         for ended in (leases[0], third):
@@ -364,10 +354,10 @@ class EngineVerbs:
 
     def test_what_is_polled_is_what_the_blocking_verb_returns(self, engine: Engine) -> None:
         pending = engine.mine.submit_match(ids(600))
-        match = polled(pending)
+        match = wait_until(pending.poll)
         assert match == engine.mine.match(ids(600)) and pending.poll() is match
         submitted = engine.mine.submit_lease(match, first_token=64, deadline_ms=5000, request="a")
-        lease = polled(submitted)
+        lease = wait_until(submitted.poll)
         assert submitted.poll() is lease and isinstance(lease, Lease)
         with engine.mine.lease(match, first_token=64, deadline_ms=5000) as other:
             assert (lease.blocks, lease.account, lease.first_token) == (other.blocks, other.account, other.first_token)
@@ -428,9 +418,11 @@ class EngineVerbs:
         try:
             for number in range(100):
                 prompts = [ids(64 * (1 + (number + other) % 8)) for other in range(4)]
-                matches = [polled(one) for one in [engine.mine.submit_match(prompt) for prompt in prompts]]
+                matches = [wait_until(one.poll) for one in [engine.mine.submit_match(prompt) for prompt in prompts]]
                 assert [match.tokens for match in matches] == [len(prompt) for prompt in prompts]
-                leases = [polled(one) for one in [engine.mine.submit_lease(m, deadline_ms=5000) for m in matches]]
+                leases = [
+                    wait_until(one.poll) for one in [engine.mine.submit_lease(m, deadline_ms=5000) for m in matches]
+                ]
                 assert [lease.tokens for lease in leases] == [len(prompt) for prompt in prompts]
                 for lease in leases:
                     lease.release()
@@ -446,8 +438,8 @@ class EngineVerbs:
         lease = engine.lease(request="a")
         ticket = lease.ticket()
         engine.scheduler.close()
-        assert polled(engine.mine.submit_match(ids(512))).reason is MissReason.DISABLED
-        assert polled(engine.mine.submit_lease(match)).reason is MissReason.DISABLED
+        assert wait_until(engine.mine.submit_match(ids(512)).poll).reason is MissReason.DISABLED
+        assert wait_until(engine.mine.submit_lease(match).poll).reason is MissReason.DISABLED
         assert engine.mine.attach(ticket).blocks == 0
         engine.scheduler.release_request("a")
         assert engine.mine.get(lease, blank_pages(LAYOUT, 8)).reason is MissReason.DISABLED

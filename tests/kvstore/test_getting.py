@@ -13,14 +13,14 @@ import torch
 from groups import canary_planes, copied, full, same_bits, sliding
 from kvstore.block.account import MissReason
 from kvstore.block.codec import codec_named
-from kvstore.block.errors import BadInput, LayoutMismatch, LeaseExpired
+from kvstore.block.errors import LeaseExpired
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages
 from kvstore.client import get as getting
 from kvstore.client.handle import Loaded, NamespaceHandle
 from kvstore.client.lease import Lease
 from tiering.frame import HEADER_BYTES, digest
-from workbench import Bench, bench, blank_pages, ids, one_line, plausible_pages, random_pages, same_tokens, small_layout
+from workbench import Bench, bench, blank_pages, ids, plausible_pages, random_pages, same_tokens, small_layout
 
 LAYOUTS = {
     "one part": small_layout(layers=4),
@@ -31,11 +31,6 @@ LAYOUTS = {
     "mixed groups": Layout((full("full", (5, 0, 3)), sliding("sliding", (4, 1, 2), 100))),
 }
 BLOCKS = 4
-
-
-@pytest.fixture
-def a() -> Bench:
-    return bench()
 
 
 def namespace(a: Bench, layout: Layout, codec: str = "raw") -> tuple[NamespaceHandle, Pages]:
@@ -280,29 +275,6 @@ def test_a_namespace_that_is_dropped_is_a_miss_or_right(a: Bench) -> None:
     assert same_tokens(into, source, range(last.tokens))
     lease.release()
     a.store.check()
-
-
-# What people give -----------------------------------------------------------------------------------------------------
-
-
-def test_bad_arguments_are_said_at_once(a: Bench) -> None:
-    ns, _ = namespace(a, LAYOUTS["one part"])
-    blank = blank_pages(ns.layout, BLOCKS, 16)
-    with lease_of(ns) as lease:
-        with pytest.raises(BadInput) as caught:
-            ns.get_by_layer(lease, blank, 8)
-        assert one_line(caught.value, "first_token=8")
-        with pytest.raises(BadInput) as caught:
-            ns.get_by_layer("lease", blank)  # type: ignore[arg-type]
-        assert one_line(caught.value, "lease of type str")
-        for wrong in (
-            Pages(blank.planes, [1, 1], 16),
-            Pages(blank.planes, range(99), 16),
-            Pages({layer: planes for layer, planes in blank.planes.items() if layer}, range(4), 16),
-            Pages({**blank.planes, 3: [torch.zeros(4, 16, 2, 8)] * 2}, range(4), 16),
-        ):
-            with pytest.raises(LayoutMismatch):
-                ns.get_by_layer(lease, wrong)
 
 
 def test_what_each_layer_is_told_never_grows() -> None:

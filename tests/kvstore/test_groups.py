@@ -30,7 +30,7 @@ from groups import (
 )
 from kvstore.block.account import MissReason
 from kvstore.block.codec import codec_named
-from kvstore.block.errors import BadInput, LayoutMismatch
+from kvstore.block.errors import LayoutMismatch
 from kvstore.block.layout import KvGroup, Layout
 from kvstore.block.pages import GroupPages, Pages
 from kvstore.client.handle import Loaded, NamespaceHandle, PutResult
@@ -41,11 +41,6 @@ from workbench import Bench, bench, ids, one_line, plausible_planes
 TWO = Layout((full("full", (0, 2)), sliding("sliding", (1, 3), 100)))
 """By pages of 16: at the end of block n the sliding group needs the last 99 tokens, which begin 7 pages before."""
 THREE = Layout((full("full", (0, 4)), sliding("near", (1, 5), 64), sliding("far", (2, 3), 200)))
-
-
-@pytest.fixture
-def a() -> Bench:
-    return bench()
 
 
 def stored(
@@ -487,12 +482,6 @@ def test_long_prompts_go_in_pieces(a: Bench, monkeypatch: pytest.MonkeyPatch) ->
     assert ns.put(ids(512), offered(ns, 8, {"near": 20})) == PutResult(5, 3, None, None)
     a.store.evict(3)
     assert ns.put(ids(512), offered(ns, 8, {"near": 21})) == PutResult(5, 0, 5, MissReason.INCOMPLETE)
-
-
-def test_pages_that_end_apart_are_one_line() -> None:
-    with pytest.raises(BadInput) as caught:
-        Pages({}, range(8), 16, {"sliding": GroupPages(range(3), 4)})
-    assert one_line(caught.value, "'sliding'", "3 pages from page 4 on", "ends at page 8")
 
 
 def test_the_model_of_these_tests_knows_wrong_bytes() -> None:

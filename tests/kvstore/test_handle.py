@@ -37,11 +37,6 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture
-def a() -> Bench:
-    return bench()
-
-
 def put(ns: NamespaceHandle, tokens: int, start: int = 0, seed: int = 0, **options: Any) -> tuple[Pages, PutResult]:
     """Store a prompt with pages of random bits for its full blocks."""
     pages = random_pages(ns.layout, tokens // ns.block_tokens, seed=seed)
@@ -115,21 +110,6 @@ def test_the_tokens_of_any_prompt_are_explained(
     assert loaded.tokens == (found if first_token < found else min(found, first_token))
     assert same_tokens(into, source, range(first_token, max(first_token, loaded.tokens)), offset=first_token)
     a.store.check()
-
-
-def test_prompts_that_begin_alike_share_their_beginning(a: Bench) -> None:
-    ns = a.namespace()
-    pages, _ = put(ns, 256)
-    other = ids(128) + ids(128, 9000)
-    match = ns.match(other)
-    assert match.tokens == 128 and match.reason is MissReason.DIVERGED
-    assert match.account.misses == {MissReason.DIVERGED: 128}
-    assert ns.put(other, random_pages(ns.layout, 4, seed=5)) == PutResult(2, 2, None, None)
-    with ns.lease(ns.match(other)) as lease:
-        into = blank_pages(ns.layout, 4)
-        assert ns.get(lease, into).tokens == 256
-    assert same_tokens(into, pages, range(128)), "what was there first is kept"
-    assert not same_tokens(into, pages, range(128, 192))
 
 
 # What is kept with a block --------------------------------------------------------------------------------------------
@@ -336,19 +316,6 @@ def test_a_store_that_closes_under_a_put_is_a_put_of_nothing(a: Bench) -> None:
 
 
 # What people give -----------------------------------------------------------------------------------------------------
-
-
-def test_pages_that_do_not_fit_leave_nothing_behind(a: Bench) -> None:
-    ns = a.namespace(small_layout(kv_heads=4, head_shards=2))
-    wrong = random_pages(small_layout(kv_heads=2), 2)
-    with pytest.raises(LayoutMismatch):
-        ns.put(ids(128), wrong)
-    assert a.store.usage().reservations == 0 and a.store.usage().dram.reserved == 0
-    assert ns.match(ids(128)).reason is MissReason.ABSENT
-    put(ns, 128)
-    with ns.lease(ns.match(ids(128))) as lease, pytest.raises(LayoutMismatch):
-        ns.get(lease, wrong)
-    a.store.check()
 
 
 def test_a_match_prints_no_keys(a: Bench) -> None:

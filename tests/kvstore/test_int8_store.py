@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvstore.block.codec import codec_named, default_codec
 from kvstore.block.layout import KvGroup, Layout
-from workbench import Bench, bench, ids, plausible_pages, small_layout
+from workbench import Bench, ids, plausible_pages, small_layout
 
 LAYOUT = small_layout(kv_heads=4, head_shards=2, layer_shards=2)
 CODECS = ["int8-kc64"]
-
-
-@pytest.fixture
-def a() -> Bench:
-    return bench()
 
 
 def test_each_codec_has_its_namespace(a: Bench) -> None:

@@ -62,15 +62,6 @@ def test_more_than_dram_holds_is_all_there_and_still_there_after_a_restart(tmp_p
             store.check()
 
 
-def test_closing_writes_down_what_dram_alone_holds(tmp_path: Path) -> None:
-    with opened(tmp_path) as store:
-        handle = namespace(store)
-        put(handle, 0)
-        assert handle.match(prompt(0)).tiers == ((HitTier.DRAM, BLOCKS),)
-    with opened(tmp_path) as store:
-        assert read(namespace(store), 0)[0] == BLOCKS
-
-
 def test_a_frame_that_rotted_is_a_miss_and_its_slot_is_not_used_again(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(namespace(store), 0, durability="disk")

@@ -19,10 +19,8 @@ from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput, DirectoryInUse, KeysUnusable, StoreClosed
 from kvstore.block.identity import TenantKeys
 from kvstore.block.key_file import KeyFile
-from kvstore.config import memory_limit
 from kvstore.node import EmbeddedStore, SystemClock
 from programs import run_python, start_python
-from tiering.files import read_text_files
 from workbench import MODEL, blank_pages, ids, one_line, random_pages, same_tokens, small_layout
 
 
@@ -74,6 +72,9 @@ def test_a_closed_store_leaves_no_descriptor(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         ns = store.namespace(model=MODEL, layout=small_layout())
         ns.put(ids(640), random_pages(ns.layout, 10))
+    for thread in threading.enumerate():
+        if thread.name == "kv-extent":  # it makes an extent ahead, and gives it back as soon as it is ready
+            thread.join()
     assert not opened_since(before)
 
 
@@ -87,15 +88,6 @@ def test_the_clock_of_the_machine() -> None:
     clock = SystemClock()
     first, then = clock.monotonic_seconds(), clock.monotonic_seconds()
     assert then >= first and clock.wall_seconds() > 1_700_000_000
-
-
-# What cannot be -------------------------------------------------------------------------------------------------------
-
-
-def test_what_the_machine_has_is_the_limit(tmp_path: Path) -> None:
-    memory = memory_limit(read_text_files(["/proc/meminfo"]))
-    with pytest.raises(BadInput, match="cgroup"):
-        opened(tmp_path, dram=memory + 1)
 
 
 # The directory --------------------------------------------------------------------------------------------------------
@@ -313,13 +305,6 @@ def test_a_key_file_that_others_can_read(tmp_path: Path, mode: int) -> None:
     path.chmod(0o600)
     with opened(tmp_path) as store:
         assert keys_in(store) == mine
-
-
-def test_a_key_file_that_is_no_file(tmp_path: Path) -> None:
-    (tmp_path / "keys").mkdir(mode=0o700)
-    with pytest.raises(KeysUnusable) as caught:
-        opened(tmp_path)
-    assert one_line(caught.value, str(tmp_path / "keys"), "keys is a directory, where a file is to be")
 
 
 def test_no_more_tenants_than_the_limit(tmp_path: Path) -> None:

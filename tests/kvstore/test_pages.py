@@ -28,13 +28,6 @@ def test_a_group_has_the_pages_it_is_given_and_all_others_the_table() -> None:
     assert pages.tokens == 48
 
 
-def test_pages_of_a_group_that_the_layout_does_not_have() -> None:
-    Pages({}, [1], 16, {"sliding": GroupPages([1])}).check_groups(LAYOUT)
-    with pytest.raises(LayoutMismatch) as caught:
-        Pages({}, [1], 16, {"window": GroupPages([1])}).check_groups(LAYOUT)
-    assert one_line(caught.value, "'window'", "'full', 'sliding'")
-
-
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
 def test_groups_with_planes_in_common_have_pages_of_their_own(kind: Any) -> None:
     plane = torch.zeros(9, 16, 1, 8, dtype=torch.float16)

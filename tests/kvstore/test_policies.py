@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore.block.errors import BadInput
 from kvstore.config import POLICIES
 from kvstore.node import build_replay
 from learned_policy import by_worth
@@ -21,7 +20,7 @@ from recorded import made_of
 from tiering.policies.adaptive import Adaptive
 from tiering.policies.lru import LeafFirstLru
 from tiering.policies.policy import PolicyMaker
-from workbench import MODEL, one_line, open_at, random_pages, small_layout
+from workbench import MODEL, open_at, random_pages, small_layout
 
 SEED = 11
 
@@ -67,15 +66,6 @@ def _seeded(maker: PolicyMaker, names: Any, seed: int) -> Any:
 
 def test_names_make_policies() -> None:
     assert [kvstore.policy_named(name) for name in POLICIES] == [LeafFirstLru, Adaptive]
-
-
-def test_a_policy_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(BadInput) as refused:
-        kvstore.open(f"embedded:{tmp_path / 'kv'}", dram="1MiB", policy="arc")
-    assert one_line(refused.value, "policy='arc'", "allowed: lru, adaptive")
-    assert not (tmp_path / "kv").exists(), "nothing was made"
-    with pytest.raises(BadInput, match="policy='adaptive' is the sidecar's to know"):
-        kvstore.open("unix:/tmp/kvstore.sock", policy="adaptive")
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,8 +54,13 @@ class Place:
         self.ns.lease(self.ns.match(ids(64)), **options)
 
     def get(self, into: Any = None, first: int = 0, leased: int = 0) -> None:
+        given = into or self.pages([0, 1])
         with self.ns.lease(self.ns.match(ids(128)), leased) as lease:
-            self.ns.get(lease, into or self.pages([0, 1]), first)
+            with pytest.raises((BadInput, LayoutMismatch)) as by_layer:
+                self.ns.get_by_layer(lease, given, first)
+            with pytest.raises(type(by_layer.value), match=f"^{re.escape(str(by_layer.value))}$"):
+                self.ns.get(lease, given, first)
+        raise by_layer.value
 
     def pages(self, table: Any) -> Pages:
         return Pages(blank_pages(LAYOUT, 2).planes, table, 64)
@@ -239,7 +245,9 @@ REFUSED: list[Row] = [
     (lambda at: at.lease(deadline_ms=-1), "deadline_ms=-1", "0 or more"),
     (lambda at: at.lease(deadline_ms=NAN), "deadline_ms=nan"),
     (lambda at: at.ns.lease(ids(64)), "match of type list", "; give "),
-    (lambda at: at.ns.get(at.ns.match(ids(64)), at.pages([0, 1])), "lease of type Match", "; give "),
+    *each(
+        ["get", "get_by_layer"], lambda at, verb: getattr(at.ns, verb)("lease", at.pages([0, 1])), "lease of type str"
+    ),
     (lambda at: at.get({1: 2}), "into of type dict", "; give "),
     (lambda at: at.get(first=63), "first_token=63", "64 tokens"),
     (lambda at: at.get(leased=64), "first_token=0", "first token 64"),

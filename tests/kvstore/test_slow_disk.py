@@ -24,6 +24,7 @@ from kvstore.core import levels
 from model.store_model import WHOLE, OpenStore, Owned, Prompt
 from simulation.two_tiers import LATE_SECONDS, Disk, Sizes, bugs, load, open_two_tiers, put, wait_until_idle
 from tiering.files import DirectoryLock
+from waiting import wait_until
 
 SIZES = Sizes(dram=1 << 20, nvme=16 << 20, slab=1 << 20)
 """DRAM has room for 48 blocks, three in each extent; NVMe for all that is put here."""
@@ -302,10 +303,7 @@ def test_a_close_on_a_disk_that_hangs_ends(room: Room, call: str, monkeypatch: p
     with pytest.raises(BlockingIOError):
         DirectoryLock(room.directory)  # the call that hangs may have its effect yet
     room.disk.mend()
-    deadline = time.monotonic() + 60
-    while room.opened.core.is_stuck:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: not room.opened.core.is_stuck)
     room.opened.close()
     room.opened = open_two_tiers(room.directory, room.disk, SIZES, LIMITS)
     assert room.opened.store.warmed(60)

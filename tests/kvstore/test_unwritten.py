@@ -7,46 +7,6 @@ from hypothesis import strategies as st
 
 from kvstore.core.rows.below import DirtyBlocks
 
-
-def test_what_is_used_is_looked_at_last() -> None:
-    dirty = DirtyBlocks()
-    for row in range(4):
-        dirty.came(row, 10 + row)
-    dirty.used([1, 0, 9])
-    assert dirty.oldest(3) == [2, 3, 1] and dirty.oldest(9) == [2, 3, 1, 0]
-    assert len(dirty) == 4 and dirty.waiting_bytes == 46
-
-
-def test_what_was_declined_waits_again_once_it_is_used() -> None:
-    dirty = DirtyBlocks()
-    dirty.came(1, 10)
-    dirty.came(2, 20)
-    dirty.decline(1)
-    assert dirty.oldest(9) == [2] and 1 in dirty and not dirty.waits(1)
-    assert dirty.waiting_bytes == 20
-    dirty.used([1])
-    assert dirty.oldest(9) == [2, 1] and dirty.waiting_bytes == 30
-    dirty.decline(2)
-    dirty.discard(2)
-    dirty.used([2])
-    assert 2 not in dirty and len(dirty) == 1
-
-
-def test_what_is_preferred_comes_first_until_it_is_put_off() -> None:
-    dirty = DirtyBlocks()
-    for row in range(4):
-        dirty.came(row, 10)
-    dirty.decline(3)
-    for row in (2, 3, 9):
-        dirty.prioritize(row)
-    dirty.used([2, 0])
-    assert dirty.prioritized(9) == [2, 3] and dirty.prioritized(1) == [2] and dirty.oldest(9) == [1, 0]
-    assert len(dirty) == 4 and dirty.waiting_bytes == 40 and dirty.waits(3)
-    dirty.requeue(2)
-    dirty.decline(3)
-    assert dirty.prioritized(9) == [] and dirty.oldest(9) == [1, 0, 2] and dirty.declined() == {3: 10}
-
-
 ACTS = st.lists(
     st.tuples(st.sampled_from(["came", "discard", "used", "prioritize", "requeue", "decline"]), st.integers(0, 5)),
     max_size=60,
@@ -82,5 +42,9 @@ def test_it_keeps_its_books(acts: list[tuple[str, int]]) -> None:
             (declined if act == "decline" else waiting)[row] = here.pop(row)
             (dirty.decline if act == "decline" else dirty.requeue)(row)
         assert dirty.prioritized(9) == list(prioritized) and dirty.oldest(9) == list(waiting)
+        assert dirty.prioritized(2) == list(prioritized)[:2] and dirty.oldest(2) == list(waiting)[:2]
+        waits = {**prioritized, **waiting}
+        assert (len(dirty), dirty.waiting_bytes) == (len(waits), sum(waits.values()))
+        assert dirty.waits(row) == (row in waits) and (row in dirty) == (row in waits or row in declined)
         assert dirty.declined() == declined
         dirty.check([*prioritized, *waiting, *declined])

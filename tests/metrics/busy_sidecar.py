@@ -17,6 +17,7 @@ from kvstore.protocol import courier as c
 from kvstore.status.page import StatusPage
 from metrics.scraped import Scrape
 from service.sidecar import Sidecar
+from simulation.two_tiers import wait_until_idle
 from tiering.frame import HEADER_BYTES
 from tiering.nvme.lmdb_index import LmdbMaker
 from tiering.nvme.scrub import ScrubLimits
@@ -60,7 +61,7 @@ def scrape(page: StatusPage) -> Scrape:
 
 @contextmanager
 def busy_sidecar(directory: Path) -> Iterator[tuple[Sidecar, StatusPage]]:
-    """Everything happened when it is there."""
+    """Everything happened when it is there, and no move between the tiers is left."""
     options = {
         "dram": "1MiB",
         "extent": "64KiB",
@@ -88,6 +89,7 @@ def busy_sidecar(directory: Path) -> Iterator[tuple[Sidecar, StatusPage]]:
         wait_until(lambda: (sidecar.store.usage().scrub or _none()).passes > 0)
         while sidecar.whatif.step():
             pass
+        wait_until_idle(sidecar.core)
         yield sidecar, metrics_of(sidecar)
 
 

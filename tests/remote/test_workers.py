@@ -161,26 +161,25 @@ def test_what_was_lent_is_back_before_the_result() -> None:
 
 
 def test_an_abandoned_worker_is_replaced_up_to_a_bound() -> None:
-    engine = Lagging()
-    with on(engine, threads=2, most_abandoned=3) as workers:
+    engine, clock, back = Lagging(), StandingClock(), list[int]()
+    with on(engine, clock, threads=2, most_abandoned=3) as workers:
         engine.goes_on.clear()
-        back: list[int] = []
-        calls = [workers.submit(hang(engine), soon(), lambda n=n: back.append(n)) for n in range(5)]  # type: ignore[misc]
+        calls = []
+        for number in range(5):  # each hangs in a thread of its own
+            deadline = clock.now + room.SHORTEST_SECONDS / 2  # which opens no breaker
+            calls.append(workers.submit(lambda: engine.delete([b"x"]), deadline, lambda n=number: back.append(n)))  # type: ignore[misc]
+            wait_until(lambda: engine.calls == len(calls))
+            clock.now = deadline + room.GRACE_SECONDS
         for call in calls:
-            with pytest.raises((RemoteTimedOut, RemoteBusy)):
+            with pytest.raises(RemoteTimedOut):
                 call.result()
-        while engine.calls < 5:  # each hangs in a thread of its own
-            with pytest.raises((RemoteTimedOut, RemoteBusy)):
-                workers.submit(hang(engine), soon(0.005), lambda: back.append(9)).result()
-        assert all(isinstance(fault_of(workers), RemoteFault) for _ in range(10))
-        assert engine.calls == 5, "no more threads than these"
+        with pytest.raises(RemoteBusy, match="5 calls hang"):
+            workers.submit(lambda: pytest.fail("no more threads than these"), clock.now + LONG).result()
+        assert not back
         engine.goes_on.set()
-        wait_until(lambda: len(back) >= 5 and workers.submit(lambda: True, soon(LONG)).result())
+        wait_until(lambda: len(back) == 5)
+        assert workers.submit(lambda: True, clock.now + LONG).result()
         wait_until(lambda: sum(one.name == "kvstore-remote" for one in threading.enumerate()) <= 2)
-
-
-def hang(engine: Lagging) -> object:
-    return lambda: engine.delete([b"x"])
 
 
 def fault_of(workers: RemoteWorkers) -> RemoteFault | None:

@@ -8,7 +8,6 @@ import os
 import threading
 import tracemalloc
 import zlib
-from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -48,12 +47,6 @@ def packed(**changes: object) -> bytes:
 
 def deflated(text: str) -> bytes:
     return zlib.compress(text.encode("utf-8", "surrogatepass"), 9)
-
-
-@pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    with Sidecar(tmp_path) as one:
-        yield one
 
 
 def facts_of(sidecar: Sidecar) -> m.StatReply:

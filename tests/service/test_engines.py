@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -18,7 +17,6 @@ import kvstore
 from kvstore.block.account import MissReason
 from kvstore.client.framing import FramedSocket
 from kvstore.client.handle import NamespaceHandle
-from kvstore.client.pending import PendingReply
 from kvstore.node import SystemClock
 from service.sidecar import Sidecar, patient
 from service.test_serve import crash, serving
@@ -29,14 +27,6 @@ LAYOUT = small_layout()
 PAGES = random_pages(LAYOUT, 8)
 SPAWN = multiprocessing.get_context("spawn")
 SECONDS = 30
-
-
-def polled(pending: PendingReply[Any]) -> Any:
-    deadline = time.monotonic() + SECONDS
-    while (answer := pending.poll()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.0005)
-    return answer
 
 
 def work(socket: str, session: str, wires: Connection) -> None:
@@ -94,9 +84,9 @@ MISSED = (0, 0, True, "stale_hint")
 
 
 def lease_of(handle: NamespaceHandle, **options: Any) -> Any:
-    match = polled(handle.submit_match(ids(512)))
+    match = wait_until(handle.submit_match(ids(512)).poll)
     assert match.blocks == 8
-    lease = polled(handle.submit_lease(match, deadline_ms=5000, **options))
+    lease = wait_until(handle.submit_lease(match, deadline_ms=5000, **options).poll)
     assert lease.blocks == 8
     return lease
 
@@ -142,13 +132,13 @@ def test_one_ticket_of_a_session_is_good_across_restarts_of_the_sidecar(tmp_path
             ticket = old.ticket()
             crash(process, said)
             process.communicate(timeout=SECONDS)
-            wait_until(lambda: polled(scheduler.submit_match(ids(512))).reason is MissReason.UNREACHABLE)
-            assert polled(scheduler.submit_lease(scheduler.match(ids(512)))).blocks == 0
+            wait_until(lambda: wait_until(scheduler.submit_match(ids(512)).poll).reason is MissReason.UNREACHABLE)
+            assert wait_until(scheduler.submit_lease(scheduler.match(ids(512))).poll).blocks == 0
             assert two.tell(ticket)[:3] == (0, 0, True)
             with serving(tmp_path, *flags):
                 # The worker may be the first to come back: it begins the session anew.
                 wait_until(lambda: two.tell(ticket) == MISSED)
-                wait_until(lambda: polled(scheduler.submit_match(ids(512))).blocks == 8)
+                wait_until(lambda: wait_until(scheduler.submit_match(ids(512)).poll).blocks == 8)
                 lease = lease_of(scheduler)
                 wait_until(lambda: two.tell(lease.ticket()) == READ)
                 wait_until(lambda: one.tell(lease.ticket()) == READ)
@@ -166,7 +156,7 @@ def test_a_forked_child_is_of_the_same_session(tmp_path: Path) -> None:
         if not child:
             code = 1
             try:
-                polled(handle.submit_match(ids(512)))
+                wait_until(handle.submit_match(ids(512)).poll)
                 blank = blank_pages(LAYOUT, 8)
                 with handle.attach(ticket) as attached:
                     code = 0 if handle.get(attached, blank).tokens == 512 else 2
@@ -188,7 +178,7 @@ def test_a_lease_that_comes_after_its_deadline_is_given_back(tmp_path: Path) -> 
         handle.door._limits = type(handle.door._limits)(lease=0.0)  # type: ignore[attr-defined]
         with sidecar.core.lock:  # no lease is granted meanwhile
             pending = [handle.submit_lease(match, deadline_ms=1) for _ in range(10)]
-            assert {polled(one).reason for one in pending} == {MissReason.DEADLINE}
+            assert {wait_until(one.poll).reason for one in pending} == {MissReason.DEADLINE}
         wait_until(lambda: sidecar.door.usage().served.get("lease", 0) == 10 and sidecar.store.usage().leases == 0)
         sidecar.store.check()
 
@@ -225,4 +215,4 @@ def test_leases_that_are_submitted_together_map_an_extent_once(tmp_path: Path) -
             assert sidecar.door.usage().served["extents"] <= 3, "each asks the sidecar for all that it needs"
             for one in leases:
                 assert handle.get(one, blank_pages(LAYOUT, 8)).tokens == 512
-            assert polled(silent).blocks == 8
+            assert wait_until(silent.poll).blocks == 8

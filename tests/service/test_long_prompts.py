@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from kvstore.block.pages import Pages
 from kvstore.client import connection as run_module
 from kvstore.client import socket_door as remote_door
 from kvstore.client.handle import PutResult
-from kvstore.client.pending import BLOCK_SECONDS, MAX_QUEUED_SECONDS, SHORT_BLOCKS, PendingReply
+from kvstore.client.pending import BLOCK_SECONDS, MAX_QUEUED_SECONDS, SHORT_BLOCKS
 from kvstore.client.socket_door import CallLimits
 from kvstore.protocol import messages as m
 from kvstore.protocol.replies import ReserveReply
@@ -30,7 +29,6 @@ from torture.peer import Peer
 from waiting import wait_until
 from workbench import MODEL
 
-T = TypeVar("T")
 LONG = 160_000
 
 
@@ -40,18 +38,6 @@ def filled(blocks: int) -> Pages:
     for plane in pages.planes[0]:
         plane.copy_(torch.arange(plane.numel(), dtype=torch.int64).remainder(30_011).view(plane.shape))
     return pages
-
-
-def released(sidecar: Sidecar) -> None:
-    """Nobody waits for a release."""
-    while sidecar.store.usage().leases:
-        time.sleep(0.0005)
-
-
-def waited(pending: PendingReply[T]) -> T:
-    while (answer := pending.poll()) is None:
-        time.sleep(0.0005)
-    return answer
 
 
 @pytest.fixture
@@ -165,7 +151,7 @@ def test_memory_that_is_handed_over_slowly_does_not_end_a_lease_that_was_granted
             theirs = other.namespace(model=MODEL, layout=LAYOUT)
             assert theirs.put(tokens, blank(300 * 64)).stored == 300
         match = handle.match(tokens)
-        lease = waited(handle.submit_lease(match, deadline_ms=10_000))
+        lease = wait_until(handle.submit_lease(match, deadline_ms=10_000).poll)
         assert len({place >> SLOT_BITS for place in lease.reply.places[0]}) > m.MAX_EXTENTS
         assert (lease.blocks, lease.reply.reason) == (300, None)
         lease.release()
@@ -230,7 +216,7 @@ def test_a_put_of_a_long_prompt_names_its_last_blocks_only(sidecar: Sidecar, mon
         with handle.lease(match, deadline_ms=10_000) as lease:
             assert handle.get(lease, into).tokens == 600 * 64
         assert all(torch.equal(*pair) for pair in zip(pages.planes[0], into.planes[0], strict=True))
-        released(sidecar)
+        wait_until(lambda: not sidecar.store.usage().leases)
         assert sidecar.store.evict(100) == 100  # the last ones
         asked.clear()
         assert handle.put(tokens, pages) == PutResult(500, 100, None, None)

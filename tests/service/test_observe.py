@@ -6,7 +6,6 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -26,12 +25,6 @@ from workbench import MODEL, ids, random_pages, small_layout
 
 CLOCK = SystemClock()
 TELLING = (m.Hello, m.Stat, m.Why, m.Prefixes, m.Ping)
-
-
-@pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    with Sidecar(tmp_path) as sidecar:
-        yield sidecar
 
 
 def answers_to(path: Path, *verbs: m.Verb) -> list[m.Answer]:

@@ -27,6 +27,7 @@ from kvstore.client.framing import HANGS
 from kvstore.status.tree import LookupCounts, NamespaceStatus
 from service.sidecar import patient
 from service.test_serve import PATHS, crash, ended, serving
+from waiting import wait_until
 from workbench import MODEL, ids, one_line, random_pages, small_layout
 
 CLI = [sys.executable, "-m", "kvstore"]
@@ -258,9 +259,7 @@ def test_warm_promotes_what_is_on_disk(tmp_path: Path) -> None:
     lines = [ids(704), {"token_ids": ids(128), "extra_keys": ["salt"]}, ids(320), ids(64, 5000)]
     file.write_text("\n\n".join(map(json.dumps, lines)))
     with serving(tmp_path, "--nvme", "64MiB") as (_, said):
-        deadline = time.monotonic() + 20
-        while told("stat", "--data", data)["state"] != "ready":
-            assert time.monotonic() < deadline
+        wait_until(lambda: told("stat", "--data", data)["state"] == "ready")
         found = told("warm", str(file), "--namespace", one, "--data", data)
         assert (found["prompts"], found["asked"], found["promoted"], found["warm"]) == (4, 19, 12, 5)
         assert found["left"] == {} and sum(found["absent"].values()) == 2
@@ -325,9 +324,7 @@ def test_drop_and_purge(sidecar: Running, tmp_path: Path) -> None:
     process.communicate()
     with serving(tmp_path, "--nvme", "64MiB"), client(tmp_path) as again:
         found = again.namespace(model=MODEL, layout=small_layout())
-        deadline = time.monotonic() + 20
-        while told("stat", "--data", data)["state"] != "ready":
-            assert time.monotonic() < deadline
+        wait_until(lambda: told("stat", "--data", data)["state"] == "ready")
         assert found.match(ids(640)).blocks == 0
         assert json.loads((tmp_path / "kv" / "keys").read_text())["tenants"]["default"]["secret"] != secret
 

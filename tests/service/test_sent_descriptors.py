@@ -99,12 +99,6 @@ def older_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(descriptors, "refuse_descriptors", lambda _: None)
 
 
-@pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    with Sidecar(tmp_path, dram="1MiB") as one:
-        yield one
-
-
 @contextmanager
 def held(sidecar: Sidecar, last: tuple[socket.socket, bytes] | None = None) -> Iterator[None]:
     """The door's thread reads nothing meanwhile, so that the sender's own close is not the last one. last: what it

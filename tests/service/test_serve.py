@@ -30,6 +30,7 @@ from programs import ROOT as ROOT
 from programs import run_python
 from service.sidecar import patient
 from tiering.clock import SystemClock
+from waiting import wait_until
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
 
 SERVE = [sys.executable, "-m", "kvstore", "serve", "--json"]
@@ -133,10 +134,7 @@ def test_a_sidecar_that_learns_what_to_keep_serves_right_bytes(tmp_path: Path) -
         patient(kvstore.open(f"unix:{said['serving'][0]}")) as store,
     ):
         handle = store.namespace(model=MODEL, layout=layout)
-        deadline = time.monotonic() + 20
-        while handle.match(prompts[59]).blocks < 10:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: handle.match(prompts[59]).blocks == 10)
 
 
 @pytest.mark.slow
@@ -258,12 +256,10 @@ def page(port: int, name: str) -> tuple[int, dict[str, Any]]:
 def test_it_says_that_it_lives_and_when_it_is_ready(tmp_path: Path) -> None:
     with serving(tmp_path, "--nvme", "64MiB", "--http", "127.0.0.1:0") as (process, said):
         assert page(said["http_port"], "livez") == (200, {"alive": True})
-        deadline = time.monotonic() + 20
-        while (ready := page(said["http_port"], "readyz"))[0] != 200:
-            assert time.monotonic() < deadline, ready
+        wait_until(lambda: page(said["http_port"], "readyz")[0] == 200)
         facts = ask.stat(f"{tmp_path}/kv/admin.sock", SystemClock())
         here = {"node": facts.node, "incarnation": facts.incarnation}
-        assert ready == (200, {"ready": True, "state": "ready", **here})
+        assert page(said["http_port"], "readyz") == (200, {"ready": True, "state": "ready", **here})
         assert ended(process)[0] == 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,6 @@ from service.test_serve import serving
 
 ME, OTHER = os.getuid(), os.getuid() + 1
 HELLO = m.pack(m.Request(1, m.Hello(1, 1, "test")))
-
-
-@pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    with Sidecar(tmp_path, dram="1MiB") as sidecar:
-        yield sidecar
 
 
 def answer(path: Path) -> m.Answer:

@@ -100,16 +100,6 @@ def test_letting_go_of_what_is_gone_is_nothing() -> None:
     tier.check()
 
 
-def test_emptying_without_room_changes_nothing() -> None:
-    tier = tier_of(A, A, budget=2)
-    places = stored(tier, A, 7)
-    before = tier.usage()
-    with pytest.raises(TierFull):
-        tier.start_vacating(extent_of(places[0]), 4)
-    assert tier.usage() == before and tier.free_slots(A) == 1
-    tier.check()
-
-
 # Closing --------------------------------------------------------------------------------------------------------------
 
 
@@ -129,16 +119,6 @@ def test_closing_gives_all_memory_back_and_leaves_readers_their_bytes() -> None:
     with pytest.raises(TierUnavailable):
         tier.new_extent()
     tier.close()
-
-
-def test_memory_that_comes_after_closing_goes_back() -> None:
-    tier = tier_of()
-    descriptors = set(os.listdir("/proc/self/fd"))
-    memory = tier.new_extent()
-    tier.close()
-    tier.adopt(memory, A)
-    assert tier.usage().taken_bytes == 0 and tier.free_slots(A) == 0
-    assert set(os.listdir("/proc/self/fd")) == descriptors
 
 
 # All of it ------------------------------------------------------------------------------------------------------------

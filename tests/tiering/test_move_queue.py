@@ -623,10 +623,7 @@ def test_a_kept_handle_keeps_no_memory(queues: Queues, error: Exception | None) 
         gate.opened.set()
         finished(move)
         assert called.wait(HANGS_AFTER_SECONDS)
-        until = time.monotonic() + HANGS_AFTER_SECONDS
-        while any(each() is not None for each in gone) and time.monotonic() < until:
-            time.sleep(0.001)
-        assert [each() for each in gone] == [None, None]
+        wait_until(lambda: all(each() is None for each in gone))
     finally:
         gc.enable()
 
