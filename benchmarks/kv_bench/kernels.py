@@ -406,7 +406,7 @@ class BesideTransfers:
 
     def keep_going(self, most: int = UNDER_WAY) -> None:
         for direction, under_way in self._under_way.items():
-            for transfer in [one for one in under_way if one.is_done() or not most]:
+            for transfer in [one for one in under_way if one.wait(0.0) or not most]:
                 finish(transfer)
                 under_way.remove(transfer)
                 self.finished += 1

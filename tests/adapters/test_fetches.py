@@ -94,7 +94,7 @@ def hosts(path: Path, **options: Any) -> Iterator[Hosts]:
 
 
 def handle(engine: PagedEngine) -> NamespaceHandle:
-    opened = engine.half._namespace.now()
+    opened = engine.half.opener.now()
     assert opened is not None
     return opened
 

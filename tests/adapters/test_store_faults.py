@@ -82,7 +82,7 @@ def test_a_tail_is_no_blocks_whatever_becomes_of_the_store(tokens: int, tail: in
         raise Unreachable("no socket there")
 
     half = scheduler(never)
-    wait_until(lambda: half._namespace.why_not()[0] is MissReason.UNREACHABLE)
+    wait_until(lambda: half.opener.why_not()[0] is MissReason.UNREACHABLE)
     misses, detail = missed(half, tokens)
     assert misses == {name: count for name, count in (("unreachable", tokens - tail), ("partial_block", tail)) if count}
     assert detail == "no socket there"
