@@ -127,7 +127,7 @@ def test_a_namespace_that_is_not_opened_says_why(store: EmbeddedStore, monkeypat
         (BadInput("no such codec"), MissReason.UNSUPPORTED),
     ):
         wait_until(lambda reason=reason: opened.why_not()[0] is reason)  # type: ignore[misc]
-        assert opened.detail == str(error)
+        assert opened.why_not()[1] == str(error)
     assert opened.why(0) is MissReason.UNSUPPORTED
     error = Unreachable("away")
     opened.want(facts(1))
