@@ -468,7 +468,7 @@ class _SchedulerSide:
         is_there = self.half.wait_open(wait_seconds)
         logger.info(
             "kvstore: %s at %s, codec %s, blocks of %d tokens (%d KiB before the codec), pages %s on %s",
-            "ready" if is_there else f"not open yet ({self.half.why_not_open()}), tried again in the background,",
+            "ready" if is_there else f"not open yet ({self.half.opener.why_not()[1]}), tried again in the background,",
             self._settings.url,
             codec,
             layout.block_tokens,
@@ -477,7 +477,7 @@ class _SchedulerSide:
             facts[0].device,
         )
         if not is_there:
-            self.half.tell_when_open(lambda: logger.info("kvstore: ready at %s", self._settings.url))
+            self.half.opener.tell_when_open(lambda: logger.info("kvstore: ready at %s", self._settings.url))
         # Beside other connectors, a child does not see the settings that hold for all of them.
         if self.is_alone and self._config.kv_transfer_config.kv_load_failure_policy != "recompute":
             logger.warning(

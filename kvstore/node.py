@@ -539,13 +539,13 @@ def build_store(
 def _session(tier: NvmeTier | None, dram: DramTier) -> int:
     """The number that heads the generations of this run, above that of every existing frame. Raises `BadInput` if the
     tier's directory cannot be written."""
-    session = tier.session if tier is not None else 0
+    session = tier.session.number if tier is not None else 0
     newest = dram.newest_generation()
     if newest and newest >> SESSION_BITS >= session:  # the directory is another one, or there is none
         session = (newest >> SESSION_BITS) + 1
         try:
             if tier is not None:
-                tier.raise_session(session)
+                tier.session.raise_to(session)
         except TierError as error:
             raise BadInput(f"nvme= cannot be used: {error}; free or repair it, or leave nvme= out") from None
     return session

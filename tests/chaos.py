@@ -54,9 +54,6 @@ class ChaosEvent:
         self.stream = stream
         self.clock: Clock | None = None
 
-    def is_done(self) -> bool:
-        return self.stream.device.poll(self)
-
     def wait(self) -> None:
         self.stream.device.drive(self)
 
@@ -306,17 +303,6 @@ class ChaosDevice:
                 assert ran or self._found is not None, "the event is in the queue of a stream"
             self._raise()
             merge(self._clock(), event.clock)
-
-    def poll(self, event: ChaosEvent) -> bool:
-        """Something runs at each second look, so that who looks long enough sees it done."""
-        with self.lock:
-            self._raise()
-            if event.clock is None and self._random.random() < 0.5:
-                self._step(self._ready())
-            if event.clock is None:
-                return False
-            merge(self._clock(), event.clock)
-            return True
 
     def some(self) -> None:
         while self._random.random() < self._eagerness and self._step(self._ready()):

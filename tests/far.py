@@ -86,7 +86,7 @@ class FarStore:
 
     def namespace(self, **given: Any) -> NamespaceHandle:
         handle = self.store.namespace(**given)
-        handle._door = FarDoor(handle._door, self.courier)  # type: ignore[assignment]
+        handle.door = FarDoor(handle.door, self.courier)  # type: ignore[assignment]
         return handle
 
     def close(self) -> None:

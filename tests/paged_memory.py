@@ -42,7 +42,6 @@ class Case:
     layers: int = 2
     blocks: int = 2
     table: torch.dtype = torch.int64
-    layers_launched: tuple[int, int] | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -55,10 +54,6 @@ class Case:
     @property
     def pages(self) -> int:
         return self.blocks * self.pages_per_block + 3
-
-    @property
-    def span(self) -> tuple[int, int]:
-        return self.layers_launched or (0, self.layers)
 
     @property
     def raw_bytes(self) -> int:

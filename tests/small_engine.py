@@ -18,7 +18,7 @@ from happens_before import Clock, HazardError
 from kv_kernels.device import Direction, Event, Lanes, Region, Regions, Stream, host_tensor
 from kv_kernels.pinned import PinnedExtents
 from kv_kernels.transfer import Loader, Saver
-from kv_kernels.transfer_state import LayerSlice, Loading, Saving, layer_slices
+from kv_kernels.transfer_state import LayerSlice, Transfer, layer_slices
 
 LAYERS, PAGES, PAGE_BYTES = 4, 2, 8
 LAYER_BYTES = PAGES * PAGE_BYTES
@@ -50,15 +50,9 @@ class HastyEvent:
         self._device = device
         self._no_wait = no_wait
 
-    def is_done(self) -> bool:
-        return self._skips() or self.event.is_done()
-
     def wait(self) -> None:
-        if not self._skips():
+        if not self._no_wait(self._device.actor, self.event.stream.name):
             self.event.wait()
-
-    def _skips(self) -> bool:
-        return self._no_wait(self._device.actor, self.event.stream.name)
 
 
 class HastyStream:
@@ -263,22 +257,18 @@ class Engine:
             return [LayerSlice(0, LAYERS, 0, FRAME_BYTES)]
         return layer_slices(LAYERS, LAYER_BYTES, self.random.choice([1, 2, 3, LAYERS]), HEADER_BYTES)
 
-    def load(
-        self, slots: Sequence[int], pages: Sequence[int], release: Callable[[], object], keeps: bool = True
-    ) -> Loading:
+    def load(self, slots: Sequence[int], pages: Sequence[int], keeps: bool = True) -> Transfer:
         kernel = Kernel(self, Direction.LOAD, pages, keeps)
-        loading = self.loader.load(slots, self.slices(), kernel, release)
+        loading = self.loader.load(slots, self.slices(), kernel)
         assert loading is not None
         if not keeps:
             kernel.lose_table()
         return loading
 
-    def save(
-        self, slots: Sequence[int], pages: Sequence[int], publish: Callable[[], bool], abort: Callable[[], object]
-    ) -> Saving:
+    def save(self, slots: Sequence[int], pages: Sequence[int]) -> Transfer:
         after = self.device.compute().record()
         kernel = Kernel(self, Direction.SAVE, pages)
-        saving = self.saver.save(slots, self.slices(), kernel, after, publish, abort)
+        saving = self.saver.save(slots, self.slices(), kernel, after)
         assert saving is not None
         return saving
 

@@ -7,7 +7,7 @@ caller holds a lock.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -300,26 +300,13 @@ class Residency:
         self._places[row] = NO_PLACE
         return [place, *self._further.remove(row)] if self._further.counts[row] else [place]
 
-    @property
-    def holds(self) -> bool:
-        """Whether any place is held."""
-        return bool(self.held)
-
-    def defer_reuse(self, places: Collection[int]) -> None:
-        """A lease expired, but its reader may still be copying: these slots are not reused before `allow_reuse`."""
-        self.held.defer_reuse(places)
-
     def defer_reuse_of_current(self, rows: array[int], part: int, places: Column) -> None:
-        """The same for one part's places, as far as the blocks still have them; the others become `NO_PLACE` in the
-        argument."""
+        """A lease expired, but its reader may still be copying: one part's places are held, as far as the blocks still
+        have them; the others become `NO_PLACE` in the argument."""
         column = np.frombuffer(rows, np.int32)
         now = self._further.places_column(column, part) if part else np.frombuffer(self._places, np.int64)[column]
         places[now != places] = NO_PLACE
         self.held.defer_reuse(places[places != NO_PLACE])
-
-    def allow_reuse(self, places: Collection[int]) -> list[int]:
-        """The reader is done; returns the places that no reader holds any more."""
-        return self.held.allow_reuse(places)
 
     # What is known -------------------------------------------------------------------------------------------------
 
@@ -394,10 +381,6 @@ class Residency:
         for owners, places in self._further.tables():
             pieces.update(np.unique(places[pins[owners] != 0] >> SLOT_BITS).tolist())
         return pieces
-
-    def is_any_held(self, extent: int) -> bool:
-        """Whether a late reader may still have a slot of this extent mapped."""
-        return self.held.has_extent(extent)
 
     def generation(self, row: int) -> int:
         """The generation under which the block was committed."""
@@ -512,7 +495,7 @@ class Residency:
         if slots.counts[FrameState.RESERVED] or slots.counts[FrameState.ZOMBIE] or slots.counts[FrameState.DELETING]:
             return False
         owners = [slots.owners[slot] for slot, state in enumerate(slots.states) if state == FrameState.RESIDENT]
-        return not any(row < 0 or self.pins.counts[row] for row in owners) and not self.is_any_held(extent.number)
+        return not any(row < 0 or self.pins.counts[row] for row in owners) and not self.held.has_extent(extent.number)
 
     def grow_to(self, row: int) -> None:
         """Make columns up to this row."""

@@ -39,22 +39,18 @@ class TierMiss(Enum):
     PINNED_FULL = "pinned_full"
 
 
-class MappedMemory(Protocol):
+class MappedMemory:
     """Memory with many frames, as this process maps it. Does not keep it mapped: views do."""
 
-    @property
-    def address(self) -> int: ...
-
-    @property
-    def size_bytes(self) -> int: ...
-
-    @property
-    def writable(self) -> bool: ...
+    def __init__(self, address: int, size_bytes: int, writable: bool) -> None:
+        self.address, self.size_bytes, self.writable = address, size_bytes, writable
+        self.leaving: list[Callable[[Callable[[], object]], object]] = []
 
     def before_unmap(self, leave: Callable[[Callable[[], object]], object]) -> None:
         """When the last view is gone, call `leave` in place of unmapping, with a function that unmaps, to be called
-        once nothing needs the memory any more. A finalizer calls it, at any point of any thread: it must not block."""
-        ...
+        once nothing needs the memory any more. A finalizer calls it, at any point of any thread: it must not block. Any
+        number may register."""
+        self.leaving.append(leave)
 
 
 class FrameSpan(NamedTuple):

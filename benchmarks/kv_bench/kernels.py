@@ -293,11 +293,10 @@ class Transfers:
         """Start a load, a save, or one of each. Raises RuntimeError if refused."""
         started: list[Transfer | None] = []
         if direction in (LOAD, BOTH):
-            started.append(self._loader.load(self._slots, self._slices, self._into_pages, _nothing))
+            started.append(self._loader.load(self._slots, self._slices, self._into_pages))
         if direction in (SAVE, BOTH):
             after = self._device.compute().record()
-            saved = self._saver.save(self._slots, self._slices, self._from_pages, after, lambda: True, _nothing)
-            started.append(saved)
+            started.append(self._saver.save(self._slots, self._slices, self._from_pages, after))
         if None in started:
             raise RuntimeError(f"a {direction} was refused: its worker has too much to do, or the device has failed")
         return [transfer for transfer in started if transfer is not None]
@@ -313,9 +312,6 @@ class Transfers:
         payload = host_tensor(self._slots[0] + HEADER_BYTES, self._frame_bytes - HEADER_BYTES).clone()
         row = payload.to(self.pool.table.device)[None]
         return self.target.is_loaded(self.codec, row.clone(), 0) and self.pool.is_saved(self.codec, row, 0)
-
-
-def _nothing() -> None: ...
 
 
 def finish(transfer: Transfer) -> None:
@@ -410,7 +406,7 @@ class BesideTransfers:
 
     def keep_going(self, most: int = UNDER_WAY) -> None:
         for direction, under_way in self._under_way.items():
-            for transfer in [one for one in under_way if one.is_done() or not most]:
+            for transfer in [one for one in under_way if one.wait(0.0) or not most]:
                 finish(transfer)
                 under_way.remove(transfer)
                 self.finished += 1

@@ -131,9 +131,6 @@ class AtOnceDevice:
     def lanes(self, direction: Direction) -> Lanes:
         return Lanes(self, self)
 
-    def is_done(self) -> bool:
-        return True
-
     def wait(self, event: Event | None = None) -> None: ...
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -297,7 +297,7 @@ def build(directory: Path, plan: Plan, say: Say) -> None:
         tier, space = inner.lower.tier, inner.blocks.spaces[handle.number]
         (real,) = tier._ledger.pieces.values()
         identity = handle._grant.identity_key
-        entries = _entries(plan, identity, (tier.session << SESSION_BITS) + (1 << SESSION_BITS - 1))
+        entries = _entries(plan, identity, (tier.session.number << SESSION_BITS) + (1 << SESSION_BITS - 1))
         done = REAL_BLOCKS
         while done < plan.blocks:
             tier.new_slab(space.sealers[0].stamp, real.mac_key, real.header.about)

@@ -67,7 +67,8 @@ class PrefixLookup:
         self._leased_at = 0.0
         self._match: Match | None = None
         self._seen: Match | None = None  # by a look-up of a wait that goes on
-        self._is_over = False
+        self.is_over = False
+        """It promises nothing any more."""
         self._wait = wait
         self._pending_match: PendingReply[Match] | None = None
         self._pending_lease: PendingReply[Lease] | None = None
@@ -78,14 +79,9 @@ class PrefixLookup:
     def is_waiting(self) -> bool:
         return self._wait is not None and self._wait.is_parked
 
-    @property
-    def is_over(self) -> bool:
-        """Whether it promises nothing any more."""
-        return self._is_over
-
     def found(self) -> Match | None:
         """The look-up's answer; None while it is not there, or if there will be none."""
-        if self._match is None and not self._is_over:
+        if self._match is None and not self.is_over:
             with contained(self._fail):
                 self._poll_match()
         return self._match
@@ -103,12 +99,12 @@ class PrefixLookup:
     def take(self) -> Lease | None:
         """The lease, for a load; the caller releases it."""
         lease, self.lease = self.lease, None
-        self._is_over = True
+        self.is_over = True
         return lease
 
     def give_back(self) -> None:
         """Release what is held. Safe to call again."""
-        self._is_over = True
+        self.is_over = True
         for pending in (self._pending_match, self._pending_lease):
             if pending is not None:
                 pending.cancel()
@@ -157,7 +153,7 @@ class PrefixLookup:
         self._match, self.account, self.detail = match, match.account, match.detail
         self._trace.looked_up(self._clock() - self._begun_at, match.account)
         if not match.tokens:
-            self._is_over = True
+            self.is_over = True
 
     def _polled(self) -> Match | None:
         if self._pending_match is None:
@@ -178,7 +174,7 @@ class PrefixLookup:
 
     def _matched(self, first_token: int, stop_token: int, reason: MissReason) -> int | None:
         match = self.found()
-        if self._is_over:
+        if self.is_over:
             return 0
         if match is None:
             return None
@@ -226,7 +222,7 @@ class PrefixLookup:
 
     def _miss(self, reason: MissReason) -> None:
         self.account = Account.missed(reason, self.prompt.tokens, self.namespace.block_tokens)
-        self._is_over = True
+        self.is_over = True
 
     def _fail(self, error: Exception) -> None:
         reason = reason_of(error)

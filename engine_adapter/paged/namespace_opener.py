@@ -68,10 +68,6 @@ class NamespaceOpener:
             return MissReason.DISABLED, "nothing was opened yet"
         return self._failed or (MissReason.WARMING, "the namespace is being opened")
 
-    @property
-    def detail(self) -> str:
-        return self.why_not()[1]
-
     def why(self, number: int) -> MissReason:
         """Why the namespace of that number did not open in time."""
         is_past = self._wanted is not None and self._wanted.number > number

@@ -51,9 +51,6 @@ class SavePlan:
         self._decoded: dict[int, int] = {}
         """Pages that an inexact codec restored, each with its load."""
 
-    def __len__(self) -> int:
-        return len(self._offers)
-
     def taken(self, pages: set[int]) -> list[int]:
         """These pages are written to from now on; returns the saves that read any of them."""
         if self._decoded:

@@ -91,7 +91,7 @@ class PagedScheduler:
         self.settings = settings
         self.choice: LoadChoice | None = None
         self._clock, self._choose = clock, choose
-        self._namespace = NamespaceOpener(open_store, is_told=True)
+        self.opener = NamespaceOpener(open_store, is_told=True)
         self._facts: NamespaceSpec | None = None
         self._told, self._step, self._numbers = -1, 0, count(2)
         self._ranks: tuple[int, ...] = (0,)
@@ -140,19 +140,11 @@ class PagedScheduler:
         )
         self.announced.forget()
         self._audits = AuditPlan(self.choice, facts, self._ranks, self._numbers, settings.lease_deadline_ms)
-        self._namespace.want(facts)
+        self.opener.want(facts)
 
     def wait_open(self, seconds: float) -> bool:
         """For an engine that starts: whether the store is reached within that time."""
-        return self._facts is not None and self._namespace.wait(self._facts.number, seconds) is not None
-
-    def why_not_open(self) -> str:
-        """Why `wait_open` waited in vain, in words."""
-        return self._namespace.detail
-
-    def tell_when_open(self, tell: Callable[[], None]) -> None:
-        """Call `tell`, in any thread, once the store is reached."""
-        self._namespace.tell_when_open(tell)
+        return self._facts is not None and self.opener.wait(self._facts.number, seconds) is not None
 
     def refuse(self, reason: MissReason, detail: str) -> None:
         """Look up and save nothing from now on. Loads and saves in flight finish."""
@@ -368,7 +360,7 @@ class PagedScheduler:
         return counts
 
     def _tell_news(self, seconds: float) -> None:
-        self._news.tell(self._namespace.now(), self.choice, len(self._ranks), self._clock(), seconds)
+        self._news.tell(self.opener.now(), self.choice, len(self._ranks), self._clock(), seconds)
 
     def _collect(self) -> None:
         costs, audited = self._counts.costs, self._counts.audited
@@ -379,7 +371,7 @@ class PagedScheduler:
 
     def announce(self, describe: Callable[[Any, int], Any]) -> None:
         """Announce blocks from now on. describe: as in `Announcements`."""
-        self.announced, self._announces = Announcements(self._clock, describe, self._namespace.now), True
+        self.announced, self._announces = Announcements(self._clock, describe, self.opener.now), True
 
     def close(self) -> None:
         for request_id in list(self._states):
@@ -387,25 +379,25 @@ class PagedScheduler:
         if self._audits is not None:
             self._audits.close()
         self._news.close()
-        self._namespace.close(CLOSE_SECONDS)
+        self.opener.close(CLOSE_SECONDS)
 
     # A request's look-up ---------------------------------------------------------------------------------------------
 
     def _is_asked(self, state: RequestState) -> bool:
         is_read = state.facts.refused is None and state.facts.reads and self._refused is None
-        return is_read and self._namespace.now() is not None
+        return is_read and self.opener.now() is not None
 
     def _look_up(self, state: RequestState) -> None:
         request, facts, tokens = state.request, state.facts, state.request.num_tokens
         self._let_go(state)
         state.chosen_for, state.late_at = -1, 0
-        namespace = self._namespace.now() if self._refused is None else None
+        namespace = self.opener.now() if self._refused is None else None
         if facts.refused is not None:
             reason, detail = facts.refused, facts.detail
         elif self._refused is not None:
             reason, detail = self._refused
         elif namespace is None:
-            reason, detail = self._namespace.why_not()
+            reason, detail = self.opener.why_not()
         else:
             reason, detail = MissReason.DISABLED, "the request is not to read what is cached"
         if not state.is_admitted:
@@ -645,7 +637,7 @@ class PagedScheduler:
             asked, found = state.account.asked, state.found_tokens
             self._first_tokens.append((self._step, state.added_at, bool(state.held_out), asked, found))
             state.found_tokens = 0
-        facts, policy, namespace = state.facts, self.settings.save, self._namespace.now()
+        facts, policy, namespace = state.facts, self.settings.save, self.opener.now()
         is_other = self._facts is None or state.number != self._facts.number or self._refused is not None
         if namespace is None or is_other or facts.refused is not None or not facts.saves or policy is SavePolicy.NONE:
             state.request.due = NEVER

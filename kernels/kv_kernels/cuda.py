@@ -24,9 +24,6 @@ class CudaEvent:
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
 
-    def is_done(self) -> bool:
-        return bool(self.event.query())
-
     def wait(self) -> None:
         self.event.synchronize()
 
@@ -97,7 +94,7 @@ class CudaDevice:
                 "for CUDA, or keep the pages in host memory and use kv_kernels.host"
             )
         self._device = torch.device("cuda", index)
-        self._host = CudaHost(self._device)
+        self.host = CudaHost(self._device)
         self._lanes = {
             direction: Lanes(
                 CudaStream(torch.cuda.Stream(self._device, priority=_HIGH)),
@@ -105,10 +102,6 @@ class CudaDevice:
             )
             for direction in Direction
         }
-
-    @property
-    def host(self) -> CudaHost:
-        return self._host
 
     def lanes(self, direction: Direction) -> Lanes:
         return self._lanes[direction]

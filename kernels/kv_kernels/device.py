@@ -37,15 +37,11 @@ class Direction(Enum):
 
 
 class Event(Protocol):
-    """A point in a stream: done when everything put into the stream before it is done.
-
-    Both methods raise RuntimeError if the device has failed and the state of its work is unknown.
-    """
-
-    def is_done(self) -> bool: ...
+    """A point in a stream: done when everything put into the stream before it is done."""
 
     def wait(self) -> None:
-        """Block the calling thread, without the interpreter lock."""
+        """Block the calling thread, without the interpreter lock. Raises RuntimeError if the device has failed and the
+        state of its work is unknown."""
         ...
 
 

@@ -28,7 +28,7 @@ from kv_kernels.device_tables import DIGEST_BYTES, Findings, TableMemory, Tables
 from kv_kernels.pinned import PinnedExtents
 from kv_kernels.pools import RAW_BYTES, PoolTable
 from kv_kernels.transfer import Loader, Saver
-from kv_kernels.transfer_state import LayerSlice, Saving, Transfer, TransferOutcome, layer_slices
+from kv_kernels.transfer_state import LayerSlice, Transfer, TransferOutcome, layer_slices
 from kv_kernels.triton_digest import SHORTEST_BYTES, digest_slices
 
 _Rows = np.ndarray[Any, Any]
@@ -95,11 +95,11 @@ class DeviceCopy:
         self._adopt(into)
         after = self._ways.device.compute().record()
         with self._told(tokens, 0, Direction.SAVE) as (tables, rows, pools, started):
-            savings: list[tuple[range, _Gather, Saving]] = []
+            savings: list[tuple[range, _Gather, Transfer]] = []
             for run in runs:
                 kernel = _Gather(self._move_of(tables, rows, pools, run))
                 addresses = [payload.address for payload in into[run.start : run.stop]]
-                saving = self._ways.saver.save(addresses, self._layers, kernel, after, _is_done, _nothing)
+                saving = self._ways.saver.save(addresses, self._layers, kernel, after)
                 if saving is None:
                     break
                 started.append(saving)
@@ -129,7 +129,7 @@ class DeviceCopy:
         with self._told(tokens, skip, Direction.LOAD) as (tables, rows, pools, started):
             kernel = _Scatter(self._move_of(tables, rows, pools, range(len(tokens))))
             addresses = [payload.address for payload in payloads]
-            loading = self._ways.loader.load(addresses, self._layers, kernel, _nothing)
+            loading = self._ways.loader.load(addresses, self._layers, kernel)
             if loading is not None:
                 started.append(loading)
                 _wait(loading)
@@ -282,11 +282,3 @@ def _good(found: bytes, expected: Sequence[Sequence[bytes]], block_bytes: int) -
     return next(
         (at for at, want in enumerate(wanted) if found[at * block_bytes : (at + 1) * block_bytes] != want), len(wanted)
     )
-
-
-def _is_done() -> bool:
-    return True
-
-
-def _nothing() -> None:
-    """A release that does nothing: the caller has the slots, and waits."""

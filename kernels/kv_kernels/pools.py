@@ -113,12 +113,10 @@ def _check_plane(name: str, tensor: torch.Tensor, pool: torch.Tensor, alike: tor
 
 
 class Launch(NamedTuple):
-    """What a launch covers: layers [first, last) of `blocks` blocks, whose payloads have `form`, or none if raw."""
+    """What a launch covers: `blocks` blocks, whose payloads have `form`, or none if raw."""
 
     blocks: int
     block_tokens: int
-    first: int
-    last: int
     slice_bytes: int
     form: SliceForm | None
 
@@ -129,8 +127,6 @@ def check_launch(
     table: torch.Tensor,
     payloads: torch.Tensor,
     payload_at: int,
-    first: int,
-    last: int | None,
 ) -> Launch:
     """What every launch and every twin checks first: no operation on a tensor, no wait for the device.
 
@@ -152,9 +148,6 @@ def check_launch(
     if block_tokens == 0 or block_tokens % GROUP:
         given = f"{table.shape[1]} pages of {pools.page_tokens} tokens"
         raise ValueError(f"{given} are a block of {block_tokens} tokens; a block has a multiple of {GROUP}")
-    last = pools.layers if last is None else last
-    if not 0 <= first <= last <= pools.layers:
-        raise ValueError(f"layers [{first}, {last}) of a pool table of {pools.layers}; 0 <= first <= last <= layers")
     form = _form(pools, codec, block_tokens)
     if form is None:
         slice_bytes = pools.heads * block_tokens * sum(pools.widths) * pools.dtype.itemsize
@@ -167,7 +160,7 @@ def check_launch(
     if payload_at % ALIGN_BYTES or payloads.data_ptr() % ALIGN_BYTES or (blocks > 1 and payloads.stride(0) % 16):
         given = f"address {payloads.data_ptr():#x}, payload_at {payload_at}, stride {payloads.stride(0)}"
         raise ValueError(f"payloads lie at {given}; each has to be a multiple of {ALIGN_BYTES}")
-    return Launch(blocks, block_tokens, first, last, slice_bytes, form)
+    return Launch(blocks, block_tokens, slice_bytes, form)
 
 
 def _form(pools: PoolTable, codec: str | None, block_tokens: int) -> SliceForm | None:

@@ -19,60 +19,39 @@ from kv_kernels.int8 import GROUP, Axis, Unwritable, dequantize, quantize, unpac
 from kv_kernels.pools import PoolTable, check_launch, check_status
 
 
-def gather(
-    pools: PoolTable,
-    table: torch.Tensor,
-    payloads: torch.Tensor,
-    payload_at: int = 0,
-    first: int = 0,
-    last: int | None = None,
-) -> None:
+def gather(pools: PoolTable, table: torch.Tensor, payloads: torch.Tensor, payload_at: int = 0) -> None:
     """The twin of `triton_raw.gather`."""
-    launch = check_launch(pools, None, table, payloads, payload_at, first, last)
+    check_launch(pools, None, table, payloads, payload_at)
     for row, pages in zip(payloads, table.tolist(), strict=True):
-        at = payload_at + launch.first * launch.slice_bytes
-        for layer in pools.planes[launch.first : launch.last]:
+        at = payload_at
+        for layer in pools.planes:
             for plane in layer:
                 at = _put(row, at, gather_plane(_as_integers(plane), pages))
 
 
-def scatter(
-    pools: PoolTable,
-    table: torch.Tensor,
-    payloads: torch.Tensor,
-    payload_at: int = 0,
-    first: int = 0,
-    last: int | None = None,
-) -> None:
+def scatter(pools: PoolTable, table: torch.Tensor, payloads: torch.Tensor, payload_at: int = 0) -> None:
     """The twin of `triton_raw.scatter`."""
-    launch = check_launch(pools, None, table, payloads, payload_at, first, last)
+    launch = check_launch(pools, None, table, payloads, payload_at)
     for row, pages in zip(payloads, table.tolist(), strict=True):
-        at = payload_at + launch.first * launch.slice_bytes
-        for layer in pools.planes[launch.first : launch.last]:
+        at = payload_at
+        for layer in pools.planes:
             for plane in map(_as_integers, layer):
                 block, at = _take(row, at, plane.dtype, pools.heads, launch.block_tokens, plane.shape[3])
                 scatter_plane(block, plane, pages)
 
 
 def gather_quantize(
-    pools: PoolTable,
-    codec: str,
-    table: torch.Tensor,
-    payloads: torch.Tensor,
-    status: torch.Tensor,
-    payload_at: int = 0,
-    first: int = 0,
-    last: int | None = None,
+    pools: PoolTable, codec: str, table: torch.Tensor, payloads: torch.Tensor, status: torch.Tensor, payload_at: int = 0
 ) -> None:
     """The twin of `triton_int8.gather_quantize`."""
-    launch = check_launch(pools, codec, table, payloads, payload_at, first, last)
+    launch = check_launch(pools, codec, table, payloads, payload_at)
     check_status(status, launch, pools.device)
     assert launch.form is not None
     for index, pages in enumerate(table.tolist()):
-        for number in range(launch.first, launch.last):
+        for number, planes in enumerate(pools.planes):
             at = payload_at + number * launch.slice_bytes
             layer_slice = payloads[index, at : at + launch.slice_bytes].zero_()
-            for plane, form in zip(pools.planes[number], launch.form.planes, strict=True):
+            for plane, form in zip(planes, launch.form.planes, strict=True):
                 block = gather_plane(plane, pages)
                 try:
                     made = quantize(block, form.axis)
@@ -83,21 +62,15 @@ def gather_quantize(
 
 
 def dequantize_scatter(
-    pools: PoolTable,
-    codec: str,
-    table: torch.Tensor,
-    payloads: torch.Tensor,
-    payload_at: int = 0,
-    first: int = 0,
-    last: int | None = None,
+    pools: PoolTable, codec: str, table: torch.Tensor, payloads: torch.Tensor, payload_at: int = 0
 ) -> None:
     """The twin of `triton_int8.dequantize_scatter`."""
-    launch = check_launch(pools, codec, table, payloads, payload_at, first, last)
+    launch = check_launch(pools, codec, table, payloads, payload_at)
     assert launch.form is not None
     for row, pages in zip(payloads, table.tolist(), strict=True):
-        for number in range(launch.first, launch.last):
+        for number, planes in enumerate(pools.planes):
             layer_slice = row[payload_at + number * launch.slice_bytes :]
-            for plane, form in zip(pools.planes[number], launch.form.planes, strict=True):
+            for plane, form in zip(planes, launch.form.planes, strict=True):
                 part = unpacked(layer_slice, launch.form, form, pools.dtype)
                 scatter_plane(dequantize(*part, pools.dtype), plane, pages)
 

@@ -1,21 +1,18 @@
 """Loads and saves: host slots to an engine's pages and back, on streams of their own.
 
     load    1  the kernels' stream waits for the compute stream as it is now: pages may still be read, or zeroed, there
-            2  slots > staging segment (copies) > pages (kernels), layer slice by layer slice; an event after each
-            3  `wait_layer`: a stream of the engine's waits for one layer's event, not for the load
-            4  after the last copy the slots are given back; after the last kernel the verdict, then `outcome`
+            2  slots > staging segment (copies) > pages (kernels), layer slice by layer slice
     save    1  the kernels' stream waits for the event after which the pages are valid
             2  pages > staging segment (kernels) > slots (copies)
-            3  `wait_pages`: a stream of the engine's that overwrites the pages waits for the last kernel only
-            4  after the last copy the slots are published, or given up where anything failed
+    both    3  the worker waits for the last copy and the last kernel, then `outcome`: slots and pages are the caller's
 
 All of it is put into the streams at once, on the caller's thread, a few calls per segment. A segment's slots that are
 not page-locked yet cannot be reached by a copy: such a transfer is put in by the worker instead, through a bounce ring,
-and `is_direct` says so. Either way the worker waits for the ends, and calls what was handed in.
+and `is_direct` says so.
 
 The page tables belong to the kernel, which is kept until its last launch is done. Where the device fails so that the
-end of the copies cannot be learnt, slots are neither given back nor published: only the end of the process ends them.
-Must never block the caller but in `wait`, `wait_layer` and `wait_pages`, and these no longer than they are told.
+end of the work cannot be learnt, the transfer is stranded: only the end of the process ends it. Must never block the
+caller but in `wait`, and there no longer than it is told.
 """
 
 from __future__ import annotations
@@ -28,9 +25,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from kv_kernels.device import Device, Direction, Event, Region, Regions, Stream, region
-from kv_kernels.pinned import Hold, PinnedExtents
+from kv_kernels.pinned import PinnedExtents
 from kv_kernels.staging import BounceRing, StagingRing
-from kv_kernels.transfer_state import LayerSlice, Loading, Saving, Transfer
+from kv_kernels.transfer_state import LayerSlice, Transfer
 from kv_kernels.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -61,14 +58,12 @@ class PageKernel(Protocol):
 
 
 class _Batch(NamedTuple):
-    """The part of a transfer that goes through one segment. part: which slice; ends_part: whether it is its last."""
+    """The part of a transfer that goes through one segment."""
 
-    part: int
     layers: LayerSlice
     frames: range
     slots: list[torch.Tensor]
     is_pinned: bool
-    ends_part: bool
 
 
 class _Mover:
@@ -113,22 +108,24 @@ class _Mover:
 
     def _batches(self, addresses: Sequence[int], slices: Sequence[LayerSlice]) -> list[_Batch]:
         batches = []
-        for index, part in enumerate(slices):
+        for part in slices:
             count = self._ring.segment_bytes // part.size_bytes
             for start in range(0, len(addresses), count):
                 frames = range(start, min(start + count, len(addresses)))
                 runs = self._extents.runs(
                     [address + part.offset_bytes for address in addresses[start : frames.stop]], part.size_bytes
                 )
-                ends_part = frames.stop == len(addresses)
-                batches.append(_Batch(index, part, frames, runs.tensors, runs.is_pinned, ends_part))
+                batches.append(_Batch(part, frames, runs.tensors, runs.is_pinned))
         return batches
 
-    def _hold(self, addresses: Sequence[int], slices: Sequence[LayerSlice]) -> Hold:
-        stop = max(part.offset_bytes + part.size_bytes for part in slices)
-        return self._extents.hold(addresses, stop)
-
-    def _start(self, transfer: Transfer, hold: Hold, put_in: Callable[[], None]) -> bool:
+    def _begin(
+        self, addresses: Sequence[int], slices: Sequence[LayerSlice], kernel: PageKernel, after: Event
+    ) -> Transfer | None:
+        self._check(addresses, slices)
+        hold = self._extents.hold(addresses, max(part.offset_bytes + part.size_bytes for part in slices))
+        batches = self._batches(addresses, slices)
+        transfer = Transfer(self._worker, kernel, hold, all(batch.is_pinned for batch in batches))
+        put_in = partial(self._put_in, transfer, kernel, after, batches)
 
         def later() -> None:
             if transfer.is_direct:
@@ -141,10 +138,13 @@ class _Mover:
 
         if self._stranded or not self._worker.submit(later):
             hold.release()
-            return False
+            return None
         if transfer.is_direct:
             self._put_in_all(transfer, put_in)
-        return True
+        return transfer
+
+    def _put_in(self, transfer: Transfer, kernel: PageKernel, after: Event, batches: Sequence[_Batch]) -> None:
+        raise NotImplementedError
 
     def _put_in_all(self, transfer: Transfer, put_in: Callable[[], None]) -> None:
         """If this fails half-way, or the caller's thread is interrupted, the work that is in the streams by then is
@@ -175,39 +175,25 @@ class Loader(_Mover):
 
     direction = Direction.LOAD
 
-    def load(
-        self,
-        addresses: Sequence[int],
-        slices: Sequence[LayerSlice],
-        kernel: PageKernel,
-        release: Callable[[], object],
-        verdict: Callable[[], bool] | None = None,
-    ) -> Loading | None:
-        """Load frames from slots, the slices in their order.
+    def load(self, addresses: Sequence[int], slices: Sequence[LayerSlice], kernel: PageKernel) -> Transfer | None:
+        """Load frames from slots, the slices in their order. The slots must stay as they are until the outcome.
 
-        addresses: of the slots, in the order in which the kernel counts frames. release: called once on the worker when
-        nothing reads the slots any more. verdict: called once on the worker when the pages are written; False makes it
-        REJECTED. Called from the engine's thread, whose compute stream the pages belong to now; not while it captures a
-        graph. None where the worker has too much to do, or the device has failed; raises ValueError where the slots or
-        the slices do not fit. Nothing is begun or released in either case.
+        addresses: of the slots, in the order in which the kernel counts frames. Called from the engine's thread, whose
+        compute stream the pages belong to now; not while it captures a graph. None where the worker has too much to do,
+        or the device has failed; raises ValueError where the slots or the slices do not fit. Nothing is begun in either
+        case.
         """
-        self._check(addresses, slices)
         try:
             began = self._device.compute().record()
         except RuntimeError as error:
             _log.warning("no load is begun, the device has failed: %s", error)
             return None
-        hold = self._hold(addresses, slices)
-        batches = self._batches(addresses, slices)
-        is_direct = all(batch.is_pinned for batch in batches)
-        loading = Loading(self._worker, kernel, hold, is_direct, slices, release, verdict)
-        put_in = partial(self._put_in, loading, kernel, began, batches)
-        return loading if self._start(loading, hold, put_in) else None
+        return self._begin(addresses, slices, kernel, began)
 
-    def _put_in(self, loading: Loading, kernel: PageKernel, began: Event, batches: Sequence[_Batch]) -> None:
-        self._kernels.wait(began)
+    def _put_in(self, transfer: Transfer, kernel: PageKernel, after: Event, batches: Sequence[_Batch]) -> None:
+        self._kernels.wait(after)
         for batch in batches:
-            if loading.is_cancelled:
+            if transfer.is_cancelled:
                 return
             sources = batch.slots if batch.is_pinned else self._bounced(batch)
             with self._ring.segment(self._copies, self._kernels) as segment:
@@ -218,8 +204,6 @@ class Loader(_Mover):
                     self._bounce.used_until(copied)
                 self._kernels.wait(copied)
                 self._kernels.launch(*_launch(kernel, staged, batch, Direction.LOAD))
-            if batch.ends_part:
-                loading.layers_launched(batch.part, self._kernels.record())
         kernel.end(self._kernels)
 
     def _bounced(self, batch: _Batch) -> Sequence[torch.Tensor]:
@@ -235,34 +219,20 @@ class Saver(_Mover):
     direction = Direction.SAVE
 
     def save(
-        self,
-        addresses: Sequence[int],
-        slices: Sequence[LayerSlice],
-        kernel: PageKernel,
-        after: Event,
-        publish: Callable[[], bool],
-        abort: Callable[[], object],
-    ) -> Saving | None:
-        """Save pages into slots that were reserved.
+        self, addresses: Sequence[int], slices: Sequence[LayerSlice], kernel: PageKernel, after: Event
+    ) -> Transfer | None:
+        """Save pages into slots that were reserved. Pages and slots are the transfer's until the outcome.
 
-        after: when the pages are valid. Exactly one of two is called, once, on the worker, when all copies have ended:
-        publish, which takes digests and commits, and has the slots from then on (False makes it REJECTED); or abort,
-        which gives them up. None where the worker has too much to do, or the device has failed; raises ValueError where
-        the slots or the slices do not fit. Nothing is begun or called in either case.
+        after: when the pages are valid. None where the worker has too much to do, or the device has failed; raises
+        ValueError where the slots or the slices do not fit. Nothing is begun in either case.
         """
-        self._check(addresses, slices)
-        hold = self._hold(addresses, slices)
-        batches = self._batches(addresses, slices)
-        is_direct = all(batch.is_pinned for batch in batches)
-        saving = Saving(self._worker, kernel, hold, is_direct, publish, abort)
-        put_in = partial(self._put_in, saving, kernel, after, batches)
-        return saving if self._start(saving, hold, put_in) else None
+        return self._begin(addresses, slices, kernel, after)
 
-    def _put_in(self, saving: Saving, kernel: PageKernel, after: Event, batches: Sequence[_Batch]) -> None:
+    def _put_in(self, transfer: Transfer, kernel: PageKernel, after: Event, batches: Sequence[_Batch]) -> None:
         self._kernels.wait(after)
         bounced: list[tuple[Event, torch.Tensor, _Batch]] = []
         for batch in batches:
-            if saving.is_cancelled:
+            if transfer.is_cancelled:
                 break
             if not batch.is_pinned and len(bounced) == self._bounce.segments:
                 self._unbounce(*bounced.pop(0))
@@ -276,8 +246,7 @@ class Saver(_Mover):
                 room = self._bounce.take()
                 self._copies.copy(_pieces(room, batch.slots), _pieces(staged, batch.slots))
                 bounced.append((self._copies.record(), room, batch))
-        saving.pages_launched(self._kernels.record())
-        if not saving.is_cancelled:
+        if not transfer.is_cancelled:
             kernel.end(self._kernels)
         for copied, room, batch in bounced:
             self._unbounce(copied, room, batch)

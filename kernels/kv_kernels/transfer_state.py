@@ -1,4 +1,4 @@
-"""Transfers under way: what the engine sees of a load or a save, and how each ends.
+"""Transfers under way: how a load or a save ends.
 
 `transfer` makes them, puts their work into the streams and records the events; the worker settles them. Must never call
 them done while any of their work may still touch pages, slots or tables.
@@ -7,13 +7,12 @@ them done while any of their work may still touch pages, slots or tables.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from kv_kernels.device import Event, Stream
+from kv_kernels.device import Event
 from kv_kernels.pinned import Hold
-from kv_kernels.worker import Worker, survived
+from kv_kernels.worker import Worker
 
 _log = logging.getLogger(__name__)
 
@@ -43,13 +42,12 @@ def layer_slices(layers: int, layer_bytes: int, layers_at_once: int, offset_byte
 class TransferOutcome(Enum):
     PENDING = "pending"
     DONE = "done"
-    REJECTED = "rejected"  # a load whose verdict, or a save whose publication, said no
     CANCELLED = "cancelled"
     FAILED = "failed"  # `error` says why
 
 
 class Transfer:
-    """One load or save. When `is_done`, none of its work touches pages, slots or tables any more.
+    """One load or save. With any outcome but PENDING, none of its work touches pages, slots or tables any more.
 
     The exception is a FAILED one that `is_stranded`: the device may still be running it.
     """
@@ -58,28 +56,21 @@ class Transfer:
         self.is_direct = is_direct
         self.is_stranded = False
         self.error: BaseException | None = None
+        self.outcome = TransferOutcome.PENDING
         self._worker = worker
         self._kernel: object | None = kernel
         self._hold = hold
-        self._outcome = TransferOutcome.PENDING
         self.is_cancelled = False
         self.is_put_in = False
         self._copied: Event | None = None
         self._launched: Event | None = None
 
-    @property
-    def outcome(self) -> TransferOutcome:
-        return self._outcome
-
-    def is_done(self) -> bool:
-        return self.wait(0.0)
-
     def wait(self, timeout_s: float | None) -> bool:
         """Block until the outcome is known; False if that takes longer."""
-        return self._worker.wait(lambda: self._outcome is not TransferOutcome.PENDING, timeout_s)
+        return self._worker.wait(lambda: self.outcome is not TransferOutcome.PENDING, timeout_s)
 
     def cancel(self) -> None:
-        """Put in no more of it, and neither publish it nor call it loaded. Work in the streams is still done."""
+        """Put in no more of it, and do not call it done. Work in the streams is still done."""
         self.is_cancelled = True
 
     def put_in(self, copied: Event | None, launched: Event | None) -> None:
@@ -93,22 +84,18 @@ class Transfer:
         _log.debug("in a transfer", exc_info=error)
         self.error = self.error or error.with_traceback(None)
 
-    def _ended(self, outcome: TransferOutcome) -> None:
+    def settle(self) -> None:
+        """On the worker, once all of it is in the streams: wait for the ends."""
+        if self._landed(self._copied):
+            self._hold.release()
+        if self._landed(self._launched):
+            self._kernel = None
+        outcome = TransferOutcome.CANCELLED if self.is_cancelled else TransferOutcome.DONE
         if self.error is not None:
             outcome = TransferOutcome.FAILED
             _log.warning("a transfer failed: %s: %s", type(self.error).__name__, self.error)
-        if not self.is_stranded:
-            self._kernel = None
-        self._outcome = outcome
+        self.outcome = outcome
         self._worker.notify()
-
-    def settle(self) -> None:
-        """On the worker, once all of it is in the streams: wait for the ends, make the calls."""
-        raise NotImplementedError
-
-    def _call(self, handed_in: Callable[[], object]) -> bool:
-        answers: list[bool] = []
-        return survived(lambda: answers.append(bool(handed_in())), self.failed) and answers[0]
 
     def _landed(self, event: Event | None) -> bool:
         """Wait for the end of a stream's part; False if it cannot be learnt."""
@@ -120,105 +107,3 @@ class Transfer:
             self.failed(error)
             self.is_stranded = True
         return not self.is_stranded
-
-
-class Loading(Transfer):
-    """A load under way; its layers can be waited for one by one."""
-
-    def __init__(
-        self,
-        worker: Worker,
-        kernel: object,
-        hold: Hold,
-        is_direct: bool,
-        slices: Sequence[LayerSlice],
-        release: Callable[[], object],
-        verdict: Callable[[], bool] | None,
-    ) -> None:
-        super().__init__(worker, kernel, hold, is_direct)
-        self._slices = slices
-        self._layers: list[Event | None] = [None] * len(slices)
-        self._release = release
-        self._verdict = verdict
-
-    def wait_layer(self, layer: int, stream: Stream, timeout_s: float) -> bool:
-        """Let `stream` wait for a layer, before it reads the layer's pages.
-
-        The host waits only where the load is not direct. False where the layer does not come, or took longer: its pages
-        hold garbage, and are free to be overwritten when the load is done. Raises ValueError for a layer that is not
-        in the load.
-        """
-        index = next((at for at, part in enumerate(self._slices) if part.first <= layer < part.stop), None)
-        if index is None:
-            raise ValueError(f"layer {layer} is in none of this load's slices: {[part[:2] for part in self._slices]}")
-        self._worker.wait(lambda: self._layers[index] is not None or self.is_put_in, timeout_s)
-        event = self._layers[index]
-        if event is None:
-            return False
-        stream.wait(event)
-        return True
-
-    def layers_launched(self, index: int, event: Event) -> None:
-        """The slice of this number is in its pages after the event."""
-        self._layers[index] = event
-        self._worker.notify()
-
-    def settle(self) -> None:
-        outcome = TransferOutcome.CANCELLED
-        if self._landed(self._copied):
-            self._hold.release()
-            self._call(self._release)
-        if self._landed(self._launched) and not self.is_cancelled and self.error is None:
-            is_good = self._verdict is None or self._call(self._verdict)
-            outcome = TransferOutcome.DONE if is_good else TransferOutcome.REJECTED
-        self._ended(outcome)
-
-
-class Saving(Transfer):
-    """A save under way; its pages can be waited for before it is done."""
-
-    def __init__(
-        self,
-        worker: Worker,
-        kernel: object,
-        hold: Hold,
-        is_direct: bool,
-        publish: Callable[[], bool],
-        abort: Callable[[], object],
-    ) -> None:
-        super().__init__(worker, kernel, hold, is_direct)
-        self._publish = publish
-        self._abort = abort
-        self._pages_read: Event | None = None
-
-    def wait_pages(self, stream: Stream, timeout_s: float) -> bool:
-        """Let `stream` wait until the pages have been read, before it overwrites them.
-
-        The host waits only where the save is not direct. False where that took longer, or cannot be learnt: the pages
-        must not be reused before the save is done.
-        """
-        self._worker.wait(lambda: self._pages_read is not None or self.is_put_in, timeout_s)
-        event = self._pages_read
-        if event is None:
-            return False
-        stream.wait(event)
-        return True
-
-    def pages_launched(self, event: Event) -> None:
-        """All pages have been read after the event."""
-        self._pages_read = event
-        self._worker.notify()
-
-    def are_pages_read(self) -> bool:
-        """Whether the pages may be reused, as the host sees it. Never blocks."""
-        return self._pages_read is not None and self._pages_read.is_done()
-
-    def settle(self) -> None:
-        outcome = TransferOutcome.CANCELLED
-        if self._landed(self._launched) and self._landed(self._copied):
-            self._hold.release()
-            if self.is_cancelled or self.error is not None:
-                self._call(self._abort)
-            else:
-                outcome = TransferOutcome.DONE if self._call(self._publish) else TransferOutcome.REJECTED
-        self._ended(outcome)

@@ -6,8 +6,8 @@ an addition. That is asked of the compiler at every launch, and not relied on: p
 of Blackwell all the same. When quantizing a clamp stands between the two, and when dequantizing the product of a code
 (8 bits) and a scale (11 bits) is exact. A zero point of -0.0 is stored as 0.0.
 
-One launch covers all blocks, a range of layers, all heads and both planes; a program takes 64 tokens of one block,
-layer and head. See `triton_raw` for pools, page tables and payloads.
+One launch covers all blocks, layers, heads and planes; a program takes 64 tokens of one block, layer and head. See
+`triton_raw` for pools, page tables and payloads.
 """
 
 from __future__ import annotations
@@ -33,23 +33,16 @@ _UNFUSED = {"enable_fp_fusion": False}
 
 
 def gather_quantize(
-    pools: PoolTable,
-    codec: str,
-    table: torch.Tensor,
-    payloads: torch.Tensor,
-    status: torch.Tensor,
-    payload_at: int = 0,
-    first: int = 0,
-    last: int | None = None,
+    pools: PoolTable, codec: str, table: torch.Tensor, payloads: torch.Tensor, status: torch.Tensor, payload_at: int = 0
 ) -> None:
-    """Quantize the blocks of `table` into payloads, layers [first, last) of them; padding is written as zeros.
+    """Quantize the blocks of `table` into payloads; padding is written as zeros.
 
     codec: `int8.KC64`. table, payloads: as in `triton_raw.gather`.
     status: int32 [blocks], zeroed by the caller. Of each block the worst of its groups, as the value of a `Flaw`, or
     0. Nothing is promised about the payload of a block that is not 0.
     Raises `ValueError` where the arguments do not fit together (`pools.check_launch`).
     """
-    launch = check_launch(pools, codec, table, payloads, payload_at, first, last)
+    launch = check_launch(pools, codec, table, payloads, payload_at)
     check_status(status, launch, pools.device)
     assert launch.form is not None
     form = launch.form
@@ -65,16 +58,10 @@ def gather_quantize(
 
 
 def dequantize_scatter(
-    pools: PoolTable,
-    codec: str,
-    table: torch.Tensor,
-    payloads: torch.Tensor,
-    payload_at: int = 0,
-    first: int = 0,
-    last: int | None = None,
+    pools: PoolTable, codec: str, table: torch.Tensor, payloads: torch.Tensor, payload_at: int = 0
 ) -> None:
     """The mirror of `gather_quantize`. A page id of -1 leaves that page out; no page may be named twice."""
-    launch = check_launch(pools, codec, table, payloads, payload_at, first, last)
+    launch = check_launch(pools, codec, table, payloads, payload_at)
     assert launch.form is not None
     constants, places = _constants(pools, launch.form.planes), _places(launch.form.planes)
     run(_dequantize_scatter, pools, table, payloads, payload_at, launch, constants, *places)
@@ -116,7 +103,7 @@ def _step(plane: PlaneForm) -> int:
 # The kernels ----------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["first", "layers", "nothing"])
+@triton.jit(do_not_specialize=["layers", "nothing"])
 def _gather_quantize(
     payloads,
     row_bytes,
@@ -125,7 +112,6 @@ def _gather_quantize(
     table,
     table_row,
     addresses,
-    first,
     layers,
     groups,
     heads,
@@ -151,7 +137,7 @@ def _gather_quantize(
     V_STEP: tl.constexpr,
     V_TOKENS: tl.constexpr,
 ):
-    block, layer, group, head = place(first, layers, groups, heads)
+    block, layer, group, head = place(layers, groups, heads)
     payload = payloads + block * row_bytes + payload_at + layer * slice_bytes
     row = table + block * table_row
     state = status + block
@@ -319,7 +305,7 @@ def _write_tokens(
             tl.store(scales_at + step, scale.to(tl.int16))
 
 
-@triton.jit(do_not_specialize=["first", "layers"])
+@triton.jit(do_not_specialize=["layers"])
 def _dequantize_scatter(
     payloads,
     row_bytes,
@@ -328,7 +314,6 @@ def _dequantize_scatter(
     table,
     table_row,
     addresses,
-    first,
     layers,
     groups,
     heads,
@@ -350,7 +335,7 @@ def _dequantize_scatter(
     V_STEP: tl.constexpr,
     V_TOKENS: tl.constexpr,
 ):
-    block, layer, group, head = place(first, layers, groups, heads)
+    block, layer, group, head = place(layers, groups, heads)
     payload = payloads + block * row_bytes + payload_at + layer * slice_bytes
     row = table + block * table_row
     line = head * groups + group

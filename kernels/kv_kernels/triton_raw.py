@@ -3,9 +3,9 @@
     pool    one tensor [pages, page_tokens, heads, width] per layer and plane, named by its address
     payload [layer][plane][head, token, width] in C order, at `payload_at` in row b of a uint8 tensor
 
-One launch covers all blocks, a range of layers, all heads and both planes; a program copies the 64 tokens of one block,
-layer and head. The host allocates nothing and waits for nothing. Offsets have 64 bits: the pages of 128k tokens of an
-8B model hold more numbers than 32 bits can count.
+One launch covers all blocks, layers, heads and planes; a program copies the 64 tokens of one block, layer and head. The
+host allocates nothing and waits for nothing. Offsets have 64 bits: the pages of 128k tokens of an 8B model hold more
+numbers than 32 bits can count.
 This file, `triton_int8` and `triton_digest` are the only ones that import triton.
 """
 
@@ -28,34 +28,20 @@ INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 _ABSENT = Strides(0, 0, 0, 0)
 
 
-def gather(
-    pools: PoolTable,
-    table: torch.Tensor,
-    payloads: torch.Tensor,
-    payload_at: int = 0,
-    first: int = 0,
-    last: int | None = None,
-) -> None:
-    """Copy the blocks of `table` into payloads, layers [first, last) of them.
+def gather(pools: PoolTable, table: torch.Tensor, payloads: torch.Tensor, payload_at: int = 0) -> None:
+    """Copy the blocks of `table` into payloads.
 
     table: int32 or int64 [blocks, pages_per_block] of page ids, all of them in the pool.
     payloads: uint8 [blocks, bytes]; a row begins with `payload_at` bytes of something else, as a frame's header.
     Raises `ValueError` where these do not fit together (`pools.check_launch`).
     """
-    launch = check_launch(pools, None, table, payloads, payload_at, first, last)
+    launch = check_launch(pools, None, table, payloads, payload_at)
     run(_gather, pools, table, payloads, payload_at, launch, _constants(pools))
 
 
-def scatter(
-    pools: PoolTable,
-    table: torch.Tensor,
-    payloads: torch.Tensor,
-    payload_at: int = 0,
-    first: int = 0,
-    last: int | None = None,
-) -> None:
+def scatter(pools: PoolTable, table: torch.Tensor, payloads: torch.Tensor, payload_at: int = 0) -> None:
     """The mirror of `gather`. A page id of -1 leaves that page out; no page may be named twice."""
-    launch = check_launch(pools, None, table, payloads, payload_at, first, last)
+    launch = check_launch(pools, None, table, payloads, payload_at)
     run(_scatter, pools, table, payloads, payload_at, launch, _constants(pools))
 
 
@@ -71,8 +57,8 @@ def run(
     warps: int = WARPS,
 ) -> None:
     """Launch a kernel with what all of them are told, one program per block, layer, 64 tokens and head."""
-    layers, groups = launch.last - launch.first, launch.block_tokens // GROUP
-    programs = launch.blocks * layers * groups * pools.heads
+    groups = launch.block_tokens // GROUP
+    programs = launch.blocks * pools.layers * groups * pools.heads
     if programs == 0:
         return
     if programs > LARGEST_GRID:
@@ -87,8 +73,7 @@ def run(
             table,
             table.stride(0),
             pools.addresses,
-            launch.first,
-            layers,
+            pools.layers,
             groups,
             pools.heads,
             tuple(pools.strides[0]),
@@ -128,7 +113,7 @@ def power_of_two(width: int) -> int:
 # axis a pool's numbers lie side by side, accesses are as wide as its alignment allows.
 
 
-@triton.jit(do_not_specialize=["first", "layers"])
+@triton.jit(do_not_specialize=["layers"])
 def _gather(
     payloads,
     row_bytes,
@@ -137,7 +122,6 @@ def _gather(
     table,
     table_row,
     addresses,
-    first,
     layers,
     groups,
     heads,
@@ -152,7 +136,7 @@ def _gather(
     K_STEP: tl.constexpr,
     V_STEP: tl.constexpr,
 ):
-    block, layer, group, head = place(first, layers, groups, heads)
+    block, layer, group, head = place(layers, groups, heads)
     payload = payloads + block * row_bytes + payload_at + layer * slice_bytes
     payload = payload.to(tl.pointer_type(INTEGER))
     page, within = pages_of(table + block * table_row, group * 64, 64, PAGE_TOKENS)
@@ -176,7 +160,7 @@ def _gather(
             tl.store(payload + line[:, None] * V_WIDTH + column[None, :], numbers, mask=inside)
 
 
-@triton.jit(do_not_specialize=["first", "layers"])
+@triton.jit(do_not_specialize=["layers"])
 def _scatter(
     payloads,
     row_bytes,
@@ -185,7 +169,6 @@ def _scatter(
     table,
     table_row,
     addresses,
-    first,
     layers,
     groups,
     heads,
@@ -200,7 +183,7 @@ def _scatter(
     K_STEP: tl.constexpr,
     V_STEP: tl.constexpr,
 ):
-    block, layer, group, head = place(first, layers, groups, heads)
+    block, layer, group, head = place(layers, groups, heads)
     payload = payloads + block * row_bytes + payload_at + layer * slice_bytes
     payload = payload.to(tl.pointer_type(INTEGER))
     page, within = pages_of(table + block * table_row, group * 64, 64, PAGE_TOKENS)
@@ -224,14 +207,14 @@ def _scatter(
 
 
 @triton.jit
-def place(first, layers, groups, heads):
+def place(layers, groups, heads):
     """This program's block, layer, group of 64 tokens and head, as 64 bits; neighbours differ in the head."""
     number = tl.program_id(0)
     head = number % heads
     number //= heads
     group = number % groups
     number //= groups
-    layer = first + number % layers
+    layer = number % layers
     return (number // layers).to(tl.int64), layer.to(tl.int64), group.to(tl.int64), head.to(tl.int64)
 
 

@@ -84,20 +84,9 @@ class ThreadWorker:
                 if not self._jobs:
                     return
                 job = self._jobs.popleft()
-            survived(job, self._failed)
+            try:
+                job()
+            except BaseException as error:  # a cancelled task's, too: neither the worker nor who waits for it may end
+                _log.error("a job of the thread %s failed", self._thread.name, exc_info=error)
             del job  # so that its objects do not live until the next one comes
             self.notify()
-
-    def _failed(self, error: BaseException) -> None:
-        _log.error("a job of the thread %s failed", self._thread.name, exc_info=error)
-
-
-def survived(work: Callable[[], object], failed: Callable[[BaseException], object]) -> bool:
-    """Do work that another thread handed in; returns whether it raised nothing. What it raises, a cancelled task's
-    error too, ends neither the worker nor what waits for it: `failed` is told."""
-    try:
-        work()
-    except BaseException as error:
-        failed(error)
-        return False
-    return True

@@ -21,51 +21,51 @@ LOCATE_GRACE_SECONDS = 0.05
 class HandOffVerbs:
     """A part of `NamespaceHandle`."""
 
-    _door: Door
+    door: Door
     _grant: Grant
     has_courier = False
     """Whether the last look-up's answer reported a courier; if not, none is asked."""
 
     def locate(self, prompt: Prompt, ticket: str = "") -> m.Located:
         """How much of a prompt, from its first block on, is elsewhere and could be here soon."""
-        return self._door.call(self._locating(prompt, ticket), m.Located) if self.has_courier else m.Located(0, 0)
+        return self.door.call(self._locating(prompt, ticket), m.Located) if self.has_courier else m.Located(0, 0)
 
     def submit_locate(self, prompt: Prompt, ticket: str = "") -> PendingReply[m.Located]:
         """`locate` for a thread that must not wait. Sends nothing without a courier."""
         submitted: Submitted[m.Located] = ReadyReply(m.Located(0, 0))
         if self.has_courier:
-            submitted = self._door.submit(self._locating(prompt, ticket), m.Located, LOCATE_GRACE_SECONDS)
+            submitted = self.door.submit(self._locating(prompt, ticket), m.Located, LOCATE_GRACE_SECONDS)
         return PendingReply(submitted, lambda told: told, lambda: m.Located(0, 0))
 
     def await_block(self, prompt: Prompt, block: int, deadline_ms: float, located: int = 0) -> m.Awaited:
         """Wait until a block of a prompt can be read, even one that was never stored, for that long and at most 30 s.
         located: the number from `locate`, whose blocks are then fetched up to this one."""
-        return self._door.call(self._waiting(prompt, block, deadline_ms, located), m.Awaited)
+        return self.door.call(self._waiting(prompt, block, deadline_ms, located), m.Awaited)
 
     def submit_await(self, prompt: Prompt, block: int, deadline_ms: float, located: int = 0) -> PendingReply[m.Awaited]:
         """`await_block` for a thread that must not wait. Cancelling it ends the fetch."""
         waiting = self._waiting(prompt, block, deadline_ms, located)
-        submitted = self._door.submit(waiting, m.Awaited, waiting.seconds + AWAIT_GRACE_SECONDS)
+        submitted = self.door.submit(waiting, m.Awaited, waiting.seconds + AWAIT_GRACE_SECONDS)
         return PendingReply(submitted, lambda told: told, lambda: m.Awaited(0, AwaitEnd.CANCELLED))
 
     def seal(self, prompt: Prompt, seconds: float) -> m.Sealed:
         """A ticket with which another engine waits for this prompt's blocks, of which there must be at least one;
         stored ones are retained for so many seconds."""
-        return self._door.call(m.SealTicket(self._grant.number, prompt.keys, seconds), m.Sealed)
+        return self.door.call(m.SealTicket(self._grant.number, prompt.keys, seconds), m.Sealed)
 
     def submit_seal(self, prompt: Prompt, seconds: float, deadline_ms: float = 1000) -> PendingReply[m.Sealed]:
         """`seal` for a thread that must not wait."""
         sealing = m.SealTicket(self._grant.number, prompt.keys, seconds)
-        submitted = self._door.submit(sealing, m.Sealed, deadline_ms / 1000)
+        submitted = self.door.submit(sealing, m.Sealed, deadline_ms / 1000)
         return PendingReply(submitted, lambda told: told, lambda: m.Sealed(""))
 
     def open_ticket(self, ticket: str) -> m.TicketOpened:
         """What a ticket promises here; or that it promises nothing, and why."""
-        return self._door.call(self._opening(ticket), m.TicketOpened)
+        return self.door.call(self._opening(ticket), m.TicketOpened)
 
     def submit_open(self, ticket: str, deadline_ms: float = 1000) -> PendingReply[m.TicketOpened]:
         """`open_ticket` for a thread that must not wait."""
-        submitted = self._door.submit(self._opening(ticket), m.TicketOpened, deadline_ms / 1000)
+        submitted = self.door.submit(self._opening(ticket), m.TicketOpened, deadline_ms / 1000)
         return PendingReply(submitted, lambda told: told, lambda: m.TicketOpened(b"", 0, 0.0, MissReason.DISABLED))
 
     def _opening(self, ticket: str) -> m.OpenTicket:

@@ -147,32 +147,22 @@ class NamespaceHandle(HandOffVerbs):
         self.layout = namespace.layout
         self.model = namespace.model
         self.block_tokens = namespace.layout.block_tokens
-        self._door = door
+        self.door = door
+        """The store behind this handle, as its tenant sees it."""
         self._codec = codec
+        self.is_exact = codec.is_exact
+        """Whether `get` delivers what was put bit for bit. If not, that must not be put again: errors would add up."""
         self._digest = digest
         payload_bytes = [codec.payload_bytes(part) for part in namespace.layout.parts]
         codec.prepare(namespace.layout)  # may take long, and needs no store
         opening = m.OpenNamespace(namespace.pack(), payload_bytes, name)
         self._grant: Grant = door.call(opening, m.Granted).grant
+        self.number = self._grant.number
+        """The namespace's number in its store."""
         self._hasher = PrefixHasher(self._grant.identity_key, self.block_tokens)
         self.is_told = False
         """Whether the engine reports the tokens of all requests that it names here (`RequestTold.counts`)."""
         self._source = GetSource(door, self._grant, codec, digest, namespace.layout, self._parts)
-
-    @property
-    def door(self) -> Door:
-        """The store behind this handle, as its tenant sees it."""
-        return self._door
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether `get` delivers what was put bit for bit. If not, that must not be put again: errors would add up."""
-        return self._codec.is_exact
-
-    @property
-    def number(self) -> int:
-        """The namespace's number in its store."""
-        return self._grant.number
 
     def hashed(self, token_ids: Any, extra_keys: ExtraKeys = (), after: Prompt | None = None) -> Prompt:
         """A prompt's keys, to be used by several verbs, or by another process of the engine.
@@ -194,12 +184,12 @@ class NamespaceHandle(HandOffVerbs):
         request, for people.
         """
         tokens, asked = self._asked(token_ids, extra_keys, counts, request, True)
-        return self._matched(tokens, asked.keys, self._door.call(asked, m.Matched))
+        return self._matched(tokens, asked.keys, self.door.call(asked, m.Matched))
 
     def submit_changes(self, after: int, deadline_ms: float = 1000) -> PendingReply[m.Changed]:
         """Changes of this namespace's blocks, in order, from the change of that number on; 0 for from now on. Without
         an answer its `run` is empty."""
-        submitted = self._door.submit(m.Changes(self.number, after), m.Changed, deadline_ms / 1000)
+        submitted = self.door.submit(m.Changes(self.number, after), m.Changed, deadline_ms / 1000)
         return PendingReply(submitted, lambda told: told, lambda: m.Changed(b"", [], 0))
 
     def tell(
@@ -212,7 +202,7 @@ class NamespaceHandle(HandOffVerbs):
         for `kvstore why` and the dashboard. Does not block; no effect without a sidecar. seconds: above 0, it may wait
         for the next request or ping, and go with it."""
         number = self.number if self.is_told else -1
-        self._door.submit(m.Tell(list(requests), savings, namespace=number), m.Done, seconds)
+        self.door.submit(m.Tell(list(requests), savings, namespace=number), m.Done, seconds)
 
     def submit_match(
         self,
@@ -228,7 +218,7 @@ class NamespaceHandle(HandOffVerbs):
         whether it counts even if not all of it is stored."""
         check_deadline(deadline_ms)
         tokens, asked = self._asked(token_ids, extra_keys, counts, request, counts_short)
-        submitted = self._door.submit(asked, m.Matched, float(deadline_ms) / 1000)
+        submitted = self.door.submit(asked, m.Matched, float(deadline_ms) / 1000)
         cancelled = m.Matched(MatchReply(0, reason=MissReason.DISABLED, detail="it was cancelled"))
         matched = partial(self._matched, tokens, asked.keys)
         return PendingReply(submitted, matched, partial(matched, cancelled))
@@ -242,7 +232,7 @@ class NamespaceHandle(HandOffVerbs):
         `release_request` ends all leases of that name.
         """
         wanted = self._wanted(match, first_token, deadline_ms, request)
-        return self._leased(match, request, self._door.call(wanted, NamedLease))
+        return self._leased(match, request, self.door.call(wanted, NamedLease))
 
     def submit_lease(
         self, match: Match, first_token: int = 0, deadline_ms: float = 50, request: str = "", counts: bool = True
@@ -253,12 +243,12 @@ class NamespaceHandle(HandOffVerbs):
         granted after it was cancelled or forgotten is given back.
         """
         wanted = self._wanted(match, first_token, deadline_ms, request, counts)
-        submitted = self._door.submit(wanted, NamedLease, wanted.deadline_ms / 1000)
+        submitted = self.door.submit(wanted, NamedLease, wanted.deadline_ms / 1000)
         ended = NamedLease(LeaseReply(0, wanted.first_block, 0, reason=MissReason.DISABLED, detail="it was cancelled"))
         pending = PendingReply(
             submitted, partial(self._leased, match, request), partial(self._leased, match, "", ended)
         )
-        self._door.requests.add(request, pending)
+        self.door.requests.add(request, pending)
         return pending
 
     def attach(self, ticket: bytes) -> Lease:
@@ -271,15 +261,15 @@ class NamespaceHandle(HandOffVerbs):
             opened = LeaseTicket.open(ticket, self._grant)
         except ValueError as error:
             stale = NamedLease(LeaseReply(0, 0, 0, reason=MissReason.STALE_HINT, detail=str(error)))
-            return Lease(self._door, stale, [], Account.of([]), self.block_tokens, grant=self._grant)
+            return Lease(self.door, stale, [], Account.of([]), self.block_tokens, grant=self._grant)
         granted = opened.reply()
         asked = AttachLease(opened.run, granted)
-        leased = self._door.call(asked, NamedLease) if opened.lease else NamedLease(granted)
+        leased = self.door.call(asked, NamedLease) if opened.lease else NamedLease(granted)
         reply = leased.reply
         lost = reply.reason if reply.blocks < granted.blocks else granted.reason
         account = opened.account().cut(reply.blocks * self.block_tokens, lost or MissReason.EVICTED)
-        lease = Lease(self._door, leased, opened.prompt_keys(), account, self.block_tokens, opened.request, self._grant)
-        self._door.requests.add(opened.request, lease)
+        lease = Lease(self.door, leased, opened.prompt_keys(), account, self.block_tokens, opened.request, self._grant)
+        self.door.requests.add(opened.request, lease)
         return lease
 
     def get(self, lease: Lease, into: Pages, first_token: int = 0) -> Loaded:
@@ -354,7 +344,7 @@ class NamespaceHandle(HandOffVerbs):
         self._check_put(pages, first_token, durability, ttl, priority)
         if collective != "":
             check_collective(collective)
-        wait = DoorTime(self._door, deadline_ms)
+        wait = DoorTime(self.door, deadline_ms)
         if not collective and len(self._parts) < len(self.layout.parts):
             raise BadInput(
                 f"this handle is of shard {self.shard} and fills {len(self._parts)} of a block's "
@@ -427,7 +417,7 @@ class NamespaceHandle(HandOffVerbs):
         """
         keys = prompt.keys
         renewal = m.Reserve(self.number, keys, len(keys), int(priority), float(ttl) if ttl is not None else None)
-        return DoorTime(self._door, deadline_ms).of(renewal, m.Reserved).reply.present
+        return DoorTime(self.door, deadline_ms).of(renewal, m.Reserved).reply.present
 
     # Inside --------------------------------------------------------------------------------------------------------
 
@@ -475,16 +465,16 @@ class NamespaceHandle(HandOffVerbs):
         parts.append((reply.reason or MissReason.EVICTED, lost))
         parts += [(part.origin, part.tokens) for part in match.account.segments if isinstance(part.origin, MissReason)]
         account = Account.of(parts)
-        lease = Lease(self._door, leased, match.keys, account, self.block_tokens, request, self._grant)
-        self._door.requests.add(request, lease)
+        lease = Lease(self.door, leased, match.keys, account, self.block_tokens, request, self._grant)
+        self.door.requests.add(request, lease)
         return lease
 
     def _wait_for_others(self, keys: Sequence[bytes], reply: ReserveReply, wait: DoorTime) -> bool:
-        start, clock = reply.stopped_at or 0, self._door.clock.monotonic_seconds
+        start, clock = reply.stopped_at or 0, self.door.clock.monotonic_seconds
         stop = start + min(reply.in_flight, m.MAX_AWAITED_KEYS)
         seconds, since = IN_FLIGHT_SECONDS if wait.left is None else min(IN_FLIGHT_SECONDS, wait.left / 2), clock()
         waiting = m.Await(self.number, list(keys[start:stop]), seconds)
-        awaited = self._door.call(waiting, m.Awaited)
+        awaited = self.door.call(waiting, m.Awaited)
         if wait.left is not None:
             wait.left = max(0.0, wait.left - (clock() - since))
         return awaited.end in (AwaitEnd.READABLE, AwaitEnd.SHORT) or awaited.blocks > 0
@@ -494,7 +484,7 @@ class NamespaceHandle(HandOffVerbs):
             return result
         left = wait.left
         seconds = DURABLE_SECONDS if left is None else min(DURABLE_SECONDS, left)
-        kept = self._door.call(m.Persist(self.number, list(keys), seconds), m.Persisted)
+        kept = self.door.call(m.Persist(self.number, list(keys), seconds), m.Persisted)
         if kept.reason is None:
             return result
         return PutResult(result.present, result.stored, kept.blocks, kept.reason)
@@ -512,13 +502,13 @@ class NamespaceHandle(HandOffVerbs):
         The sidecar seals filled blocks while the next ones are being filled."""
         committed, count, reservation = 0, len(reply.blocks), reply.reservation
         flaw: Flaw | None = None
-        cuts = set(range(count - LAST_BLOCKS, 0, -EARLY_BLOCKS)) if self._door.commits_early else set()
+        cuts = set(range(count - LAST_BLOCKS, 0, -EARLY_BLOCKS)) if self.door.commits_early else set()
         try:
             for part, coder, base in zip([one.index for one in self._parts], coders, bases, strict=True):
                 if not reply.places[part]:  # another process fills it
                     continue
                 size = self._grant.payload_bytes[part]
-                frames = self._door.memory(reservation, reply.places[part], writable=True)
+                frames = self.door.memory(reservation, reply.places[part], writable=True)
                 spans = [cut(span, HEADER_BYTES, size) for span in frames]
                 tokens = [block * self.block_tokens - base for block in reply.blocks[:count]]
                 first = 0
@@ -535,7 +525,7 @@ class NamespaceHandle(HandOffVerbs):
                                 break
                             digests.append(encoded)
                             if at in cuts:
-                                self._door.submit(m.Commit(reservation, part, first, digests), m.Counted, 0.0)
+                                self.door.submit(m.Commit(reservation, part, first, digests), m.Counted, 0.0)
                                 first, digests = at, []
                 finally:
                     if reading is not None:
@@ -547,7 +537,7 @@ class NamespaceHandle(HandOffVerbs):
             return 0, None, None
         finally:
             if committed < len(reply.blocks):  # else it ended with its last block
-                self._door.call(m.Abort(reservation), m.Done)
+                self.door.call(m.Abort(reservation), m.Done)
         return committed, flaw if committed == count else None, None
 
     def _account(self, asked: int, full_blocks: int, reply: MatchReply) -> Account:

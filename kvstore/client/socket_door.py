@@ -421,9 +421,7 @@ class SocketDoor:
 
     def _have_it_called(self) -> bool:
         self._touch.wanted = True
-        is_there = self._keep_in_touch()
-        self._touch.nudge.set()
-        return is_there
+        return self._ping_soon()
 
     def _ping_soon(self) -> bool:
         is_there = self._keep_in_touch()

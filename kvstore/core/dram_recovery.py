@@ -59,21 +59,10 @@ class DramRecovery:
     def __init__(self, shared: Shared) -> None:
         self._blocks, self._extents = shared.blocks, shared.blocks.dram.taken_over
         self._keys, self._lock = shared.blocks.keys, shared.lock
-        self._over = threading.Event()
-        self._closing = threading.Event()
+        self.over = threading.Event()
+        self.closing = threading.Event()
         self.taken = 0
         self.given_up = 0
-
-    @property
-    def is_recovering(self) -> bool:
-        return not self._over.is_set()
-
-    def wait(self, timeout_seconds: float) -> bool:
-        """Wait at most that long; returns whether it is over."""
-        return self._over.wait(timeout_seconds)
-
-    def stop(self) -> None:
-        self._closing.set()
 
     def run(self, tenants: Mapping[bytes, TenantKeys]) -> None:
         """Take over what is sound. Nothing that the process before left makes this raise."""
@@ -88,7 +77,7 @@ class DramRecovery:
         except _FAULTS:  # blocks that were not taken over are misses
             _log.exception("memory of the process before could not be taken over")
         finally:
-            self._over.set()
+            self.over.set()
 
     # What is there -------------------------------------------------------------------------------------------------
 
@@ -164,7 +153,7 @@ class DramRecovery:
         older = [family for family in families if by_key[family.header.prefix_key] is not family]
         self._give_up(frame.place for family in older for frame in family.frames.values())
         for first in range(0, len(order), SLICE_BLOCKS):
-            if self._closing.wait(PAUSE_SECONDS):
+            if self.closing.wait(PAUSE_SECONDS):
                 return
             useless: list[int] = []
             with self._lock:
@@ -224,7 +213,7 @@ class Recovery:
     @property
     def is_under_way(self) -> bool:
         is_loading = self.of_nvme is not None and self.of_nvme.is_recovering
-        return is_loading or (self._of_dram is not None and self._of_dram.is_recovering)
+        return is_loading or (self._of_dram is not None and not self._of_dram.over.is_set())
 
     @property
     def failed(self) -> bool:
@@ -241,11 +230,11 @@ class Recovery:
         deadline = self._clock.monotonic_seconds() + seconds
         if self.of_nvme is not None and not self.of_nvme.wait(seconds):
             return False
-        return self._of_dram is None or self._of_dram.wait(max(0.0, deadline - self._clock.monotonic_seconds()))
+        return self._of_dram is None or self._of_dram.over.wait(max(0.0, deadline - self._clock.monotonic_seconds()))
 
     def stop_dram(self) -> None:
         if self._of_dram is not None:
-            self._of_dram.stop()
+            self._of_dram.closing.set()
 
     def forget(self, number: int) -> None:
         """A namespace is dropped. Under the lock."""

@@ -152,7 +152,7 @@ class Endings:
     def _let_go(self, record: LeaseRecord, most: int) -> int:
         count = min(most, record.held - record.let_go)
         column = np.frombuffer(record.places, np.int64)[record.let_go : record.let_go + count]
-        self._dram.allow_reuse(self._residency.allow_reuse(column[column != NO_PLACE]))
+        self._dram.allow_reuse(self._residency.held.allow_reuse(column[column != NO_PLACE]))
         record.let_go += count
         return count
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from kvstore.block.account import REASON_OF_FINDING, HitTier, MissReason
@@ -143,32 +144,44 @@ class Leasing:
             tiers = self._shared.tiers(
                 chain
             )  # before promotion: a promoted block counts as a hit of the tier it came from
-            missing = [row for row in wanted if not self._blocks.is_above(row)] if self._levels is not None else []
-            unverified = [row for row in wanted if row in self._blocks.unverified] if self._blocks.unverified else []
-            if deadline_ms is None and (missing or unverified):
+            is_up = self._levels is None or all([self._blocks.is_above(row) for row in wanted])
+            is_up = is_up and self._blocks.unverified.isdisjoint(wanted)
+            if deadline_ms is None and not is_up:
                 return None
             self._pin(number, wanted)
-            if not missing and not unverified:
+            if is_up:
                 return self._grant(number, first_block, chain, wanted, tiers, end)
             waiting = (number, wanted)
             self._leases.promoting.append(waiting)
         assert deadline_ms is not None
-        deadline = self._clock.monotonic_seconds() + deadline_ms / 1000
-        late = None
-        try:
-            if missing:
-                assert self._levels is not None
-                late = self._levels.bring_up(number, missing, deadline)
-            if unverified and not read_first(self._shared, unverified, deadline):
-                late = late or MissReason.DEADLINE
-        except BaseException:  # interrupted: no lease needs these pins any more
-            with self._shared.lock:
-                self._end_promoting(waiting)
-                self._unpin(number, wanted)
-            raise
+        with self._waiting(waiting):
+            late = self._bring_up(number, wanted, self._clock.monotonic_seconds() + deadline_ms / 1000)
         with self._shared.lock:
             self._end_promoting(waiting)
             return self._grant_what_is_up(number, first_block, chain, wanted, tiers, end, late)
+
+    @contextmanager
+    def _waiting(self, waiting: tuple[int, list[int]]) -> Iterator[None]:
+        """While rows that a lease has pinned are promoted. If it is interrupted, no lease needs these pins any more."""
+        try:
+            yield
+        except BaseException:
+            with self._shared.lock:
+                self._end_promoting(waiting)
+                self._unpin(*waiting)
+            raise
+
+    def _bring_up(self, number: int, rows: Sequence[int], deadline: float) -> MissReason | None:
+        """Promote and verify pinned rows; returns why not all of them, if it knows."""
+        late = None
+        missing = [row for row in rows if not self._blocks.is_above(row)] if self._levels is not None else []
+        if missing:
+            assert self._levels is not None
+            late = self._levels.bring_up(number, missing, deadline)
+        unverified = [row for row in rows if row in self._blocks.unverified] if self._blocks.unverified else []
+        if unverified and not read_first(self._shared, unverified, deadline):
+            late = late or MissReason.DEADLINE
+        return late
 
     def _end_promoting(self, waiting: tuple[int, list[int]]) -> None:
         """A lease waits for promotions no more. Under the lock."""
@@ -254,22 +267,10 @@ class Leasing:
         deadline = self._clock.monotonic_seconds() + deadline_ms / 1000
         wanted: list[int] = []
         waiting = (number, wanted)
-        try:
+        with self._waiting(waiting):
             blocks, tiers, end = self._pinned(waiting, keys, first_block)
-            late = None
-            missing = [row for row in wanted if not self._blocks.is_above(row)] if self._levels is not None else []
-            if missing:
-                assert self._levels is not None
-                late = self._levels.bring_up(number, missing, deadline)
-            unverified = [row for row in wanted if row in self._blocks.unverified] if self._blocks.unverified else []
-            if unverified and not read_first(self._shared, unverified, deadline):
-                late = late or MissReason.DEADLINE
+            late = self._bring_up(number, wanted, deadline)
             found = self._found(number, wanted)
-        except BaseException:  # interrupted: no lease needs these pins any more
-            with self._shared.lock:
-                self._end_promoting(waiting)
-                self._unpin(number, wanted)
-            raise
         with self._shared.lock:
             self._end_promoting(waiting)
             ready = len(found.generations)

@@ -329,13 +329,9 @@ class Levels:
             row = self._blocks.index.parent(row)
         return way[::-1]
 
-    def demote_all(self, seconds: float) -> int:
-        """Flush dirty blocks except declined ones, retained ones first, for at most that long. Returns how many
-        remain."""
-        self._demote_all(seconds)
-        return len(self._dirty)
-
-    def _demote_all(self, seconds: float) -> MissReason | None:
+    def demote_all(self, seconds: float) -> MissReason | None:
+        """Flush dirty blocks except declined ones, retained ones first, for at most that long. Returns why some remain,
+        if any do."""
         deadline = self._clock.monotonic_seconds() + seconds
         vain = 0
         reason = None
@@ -596,7 +592,7 @@ class Levels:
         ended in as much time again."""
         if not self._closing:
             before = self._written.copy()
-            reason = self._demote_all(seconds)
+            reason = self.demote_all(seconds)
             self._closing = True
             ended = self._queue.close(seconds)
             self._say(self._written - before, reason, seconds)

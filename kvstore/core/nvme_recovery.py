@@ -92,7 +92,7 @@ class NvmeRecovery:
         self._succeeded = False
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._progress = RecoveryStatus()
+        self.progress = RecoveryStatus()
         self._left: dict[int, list[int]] = {}  # by namespace: places left undecided for the next start
         self._below.is_loading, self._below.all_known = True, False
 
@@ -106,10 +106,6 @@ class NvmeRecovery:
     def failed(self) -> bool:
         """Whether some blocks on disk could not be taken in; they cannot be found before the next start."""
         return self._over.is_set() and not self._succeeded
-
-    @property
-    def progress(self) -> RecoveryStatus:
-        return self._progress
 
     def start(self, tenants: Mapping[bytes, TenantKeys], afterwards: Callable[[], None]) -> None:
         """Run `load`, then `afterwards`, in a thread."""
@@ -156,7 +152,7 @@ class NvmeRecovery:
         """Take in what is on disk; matches find it when this returns. Raises `TierUnavailable`."""
 
         def slots_done(done: int, total: int) -> None:
-            self._progress = replace(self._progress, slots=done, all_slots=total)
+            self.progress = replace(self.progress, slots=done, all_slots=total)
             if report is not None:
                 report(done, total)
 
@@ -169,7 +165,7 @@ class NvmeRecovery:
         unproven = [one for group in groups.values() for one in group if not one.is_proven]
         if unproven:
             owed = sum(len(one.places) * one.header.slot_class.frame_bytes for one in unproven)
-            self._progress = replace(self._progress, to_verify_bytes=owed)
+            self.progress = replace(self.progress, to_verify_bytes=owed)
             _log.warning(
                 "the index was lost in a crash: %.1f GiB of frames are verified before they count", owed / 2**30
             )
@@ -232,8 +228,8 @@ class NvmeRecovery:
         frame = private_pages(slot_class.frame_bytes).view
         verdicts = [self._verdict(place, frame) for place in places]
         with self._lock:
-            done = self._progress.verified_bytes + len(places) * slot_class.frame_bytes
-            self._progress = replace(self._progress, verified_bytes=done)
+            done = self.progress.verified_bytes + len(places) * slot_class.frame_bytes
+            self.progress = replace(self.progress, verified_bytes=done)
         return verdicts
 
     def _void(self, space: OpenedNamespace, useless: list[int], unread: Sequence[int] = ()) -> None:
@@ -353,7 +349,7 @@ class NvmeRecovery:
         places = [column[slice_] for column in found.places]
         self._blocks.grow_to(rows.stop - 1)
         self._below.loaded(rows, parents, found.generations[slice_], places)
-        self._progress = replace(self._progress, blocks=self._progress.blocks + len(rows))
+        self.progress = replace(self.progress, blocks=self.progress.blocks + len(rows))
 
 
 _WAITING = -2

@@ -46,13 +46,6 @@ class ExtentMove:
     copies: list[FrameCopy]
 
 
-@dataclass(frozen=True, slots=True)
-class AwaitedMemory:
-    """Memory that was given back and that clients still map."""
-
-    mapped: list[int]
-
-
 @dataclass(slots=True)
 class SlotRequest:
     """Blocks that need slots in DRAM; `Room` finds them."""
@@ -90,7 +83,7 @@ class Room:
             if taken and ends_at is not None and self._clock.monotonic_seconds() >= ends_at:
                 return MissReason.DEADLINE
             with self._shared.lock:
-                step: SlotClass | ExtentMove | AwaitedMemory | MissReason | None = MissReason.DISABLED
+                step: SlotClass | ExtentMove | list[int] | MissReason | None = MissReason.DISABLED
                 if not record.cancelled and not self._shared.closed:
                     step = self._take_slots(record, scarce, unmap_wait > 0)
                 if step is None:
@@ -107,7 +100,7 @@ class Room:
             if isinstance(step, ExtentMove):
                 self._vacate(step)
                 scarce = False
-            elif isinstance(step, AwaitedMemory):
+            elif isinstance(step, list):
                 waited, has_come = self._await_memory(record, step)
                 unmap_wait = unmap_wait - waited if has_come else 0.0
             elif self._grow(step):
@@ -118,15 +111,16 @@ class Room:
                 scarce = refused = True
         return MissReason.DEADLINE
 
-    def _await_memory(self, record: ReservationRecord | SlotRequest, awaited: AwaitedMemory) -> tuple[float, bool]:
-        """Returns how long it waited, and whether to look for slots again."""
+    def _await_memory(self, record: ReservationRecord | SlotRequest, awaited: list[int]) -> tuple[float, bool]:
+        """awaited: memory that was given back and that clients still map. Returns how long it waited, and whether to
+        look for slots again."""
         tenant, dram = self._blocks.spaces[record.namespace].tenant, self._blocks.dram
         is_collective = isinstance(record, ReservationRecord) and record.is_collective
-        mapped = set(awaited.mapped)
+        mapped = set(awaited)
         waited = 0.0
         with self._shared.lock:
             began_at = self._clock.monotonic_seconds()
-            if not self._unmap_wait.begin(tenant, awaited.mapped, began_at):
+            if not self._unmap_wait.begin(tenant, awaited, began_at):
                 return 0.0, True  # others began in between: look again
             try:
                 for seconds in LOOKS_SECONDS[:COLLECTIVE_LOOKS] if is_collective else LOOKS_SECONDS:
@@ -147,7 +141,7 @@ class Room:
 
     def _take_slots(
         self, record: ReservationRecord | SlotRequest, scarce: bool, is_patient: bool
-    ) -> SlotClass | ExtentMove | AwaitedMemory | MissReason | None:
+    ) -> SlotClass | ExtentMove | list[int] | MissReason | None:
         blocks = self._blocks
         make_room = blocks.residency.room_within if scarce else blocks.residency.room
         take_places = blocks.make_place_above if isinstance(record, SlotRequest) else blocks.place
@@ -167,7 +161,7 @@ class Room:
             mapped = blocks.dram.awaited()
             if mapped:  # giving back more frees nothing before clients unmap this
                 if is_patient and self._waits_for(record.namespace, mapped):
-                    return AwaitedMemory(mapped)
+                    return mapped
                 if not blocks.evict_own(len(missing), record.namespace):
                     return self._no_room(record)
                 continue

@@ -37,7 +37,7 @@ from tiering.nvme.scrub import CheckResult, Scrub, ScrubLimits
 from tiering.nvme.slab import slab_name
 from tiering.nvme.tier import NvmeTier, Resident
 from tiering.policies.shares import Share
-from tiering.tier import ScrubUsage, TierMiss, extent_of, slot_of
+from tiering.tier import TierMiss, extent_of, slot_of
 
 RECHECKS = 3
 """How often a failed frame is read again if evictions in its slab leave it undecided."""
@@ -89,7 +89,7 @@ class Scrubbing:
     ) -> None:
         self._blocks, self._lower, self._levels, self._recovery = shared.blocks, lower, levels, recovery
         self._keys, self._clock, self._lock, self._limits = shared.blocks.keys, shared.clock, shared.lock, limits
-        self._scrub = Scrub(lower.tier, limits, shared.clock, lower.tier.session)
+        self.scrub = Scrub(lower.tier, limits, shared.clock, lower.tier.session.number)
         self._window: ReadWindow | None = None
         self._buffer = memoryview(b"")
         self._to_mend: dict[int, int] = {}  # row -> generation: lost on NVMe, good in DRAM
@@ -110,19 +110,12 @@ class Scrubbing:
             self.closing = True
         self._wake.set()
 
-    def set_rate(self, bytes_per_second: int) -> None:
-        """Applies to later reads. Under the lock."""
-        self._scrub.set_rate(bytes_per_second)
-
-    def usage(self) -> ScrubUsage:
-        return self._scrub.usage()
-
     # Driving -------------------------------------------------------------------------------------------------------
 
     def step(self) -> float:
         """Do what is due; returns the seconds until more is due, unless the thread is woken earlier."""
         if self._recovery.is_recovering:
-            return max(LOADING_LOOK_SECONDS, self._scrub.seconds_until_due())
+            return max(LOADING_LOOK_SECONDS, self.scrub.seconds_until_due())
         window = self._window
         if window is not None:
             assert window.move is not None
@@ -130,15 +123,15 @@ class Scrubbing:
                 return LONGEST_SLEEP_SECONDS
             self._end(window)
         self._mend()
-        frames = self._scrub.window()
-        for frame in self._scrub.given_up():
+        frames = self.scrub.window()
+        for frame in self.scrub.given_up():
             self._give_up(frame)
         if frames:
             self._begin(frames)
             return LONGEST_SLEEP_SECONDS
-        if not self._scrub.usage().in_pass:
+        if not self.scrub.usage().in_pass:
             self._buffer, self._lines = memoryview(b""), 0
-        seconds = self._scrub.seconds_until_due()
+        seconds = self.scrub.seconds_until_due()
         if self._to_mend:
             seconds = min(seconds, self._next_mend - self._clock.monotonic_seconds())
         return min(max(seconds, SHORTEST_SLEEP_SECONDS), LONGEST_SLEEP_SECONDS)
@@ -153,12 +146,12 @@ class Scrubbing:
         assert window.move is not None
         self._window = None
         if window.failed:
-            self._scrub.visited(window.frames[0], CheckResult.UNREADABLE)
+            self.scrub.visited(window.frames[0], CheckResult.UNREADABLE)
             self._tell(window.frames[0], "it cannot be read")
         if window.move.finding is not None:  # a fault, an open breaker, no room in the queue
-            self._scrub.pause(self._limits.pause_seconds)
+            self.scrub.pause(self._limits.pause_seconds)
         elif window.made_way:
-            self._scrub.pause(YIELD_SECONDS)
+            self.scrub.pause(YIELD_SECONDS)
 
     # Reading, in a thread of the queue -----------------------------------------------------------------------------
 
@@ -176,7 +169,7 @@ class Scrubbing:
                 window.failed = True
                 raise
             window.frames.popleft()
-            self._scrub.visited(frame, verdict)
+            self.scrub.visited(frame, verdict)
             if window.frames and self._levels.queue.depths()[Priority.WAITING]:
                 window.made_way = True
                 return
@@ -223,7 +216,7 @@ class Scrubbing:
         if len(self._buffer) < frame.frame_bytes:
             self._buffer = _aligned(frame.frame_bytes)
         view = self._buffer[: frame.frame_bytes]
-        self._scrub.spent(frame)
+        self.scrub.spent(frame)
         self._lower.tier.read(frame.place, view)
         header = open_header(bytes(view[:HEADER_BYTES]), self._keys)
         if (header.stamp, header.prefix_key, header.generation) != (aim.stamp, aim.key, aim.generation):
@@ -277,7 +270,7 @@ class Scrubbing:
                 return
             _, reason = self._levels.persist(number, chain, MEND_SECONDS)
             if reason is None:
-                self._scrub.mended += 1
+                self.scrub.mended += 1
                 del self._to_mend[row]
                 continue
             self._next_mend = self._clock.monotonic_seconds() + self._limits.pause_seconds
@@ -344,4 +337,4 @@ class Adjustments:
         """Applies to later reads."""
         with self._lock:
             if self._scrubbing is not None:
-                self._scrubbing.set_rate(bytes_per_second)
+                self._scrubbing.scrub.set_rate(bytes_per_second)

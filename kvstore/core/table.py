@@ -241,7 +241,7 @@ class BlockTable(Generic[TierBelow]):
     def _worst_for(self, groups: Sequence[int] | None) -> Iterator[int]:
         residency, is_guarded = self.residency, self.dram.is_guarded
         rows = (row for row in residency.worst(groups) if not is_guarded(residency.place(row, 0)))
-        if residency.holds:
+        if residency.held:
             rows = (row for row in rows if not residency.is_row_held(row))
         return (row for row in rows if self._may_go(row)) if self.lower is not None else rows
 
@@ -432,7 +432,7 @@ class BlockTable(Generic[TierBelow]):
         gone: list[Extent] = []
         for slot_class in self.spaces[number].classes:
             for extent in list(self.dram.extents_of(slot_class)):
-                if extent.slots.is_empty and not self.residency.is_any_held(extent.number):
+                if extent.slots.is_empty and not self.residency.held.has_extent(extent.number):
                     gone.append(self.dram.retire(extent.number))
                     if len(gone) == most:
                         return gone

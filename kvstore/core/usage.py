@@ -205,7 +205,7 @@ class UsageReports:
     def usage(self) -> StoreUsage:
         with self._shared.lock:
             lower = self._lower if not self._shared.closed else None  # in a forked child its lock may never be free
-            scrub = self._scrubbing.usage() if self._scrubbing is not None else None
+            scrub = self._scrubbing.scrub.usage() if self._scrubbing is not None else None
             if not self._shared.closed:
                 self._blocks.dram.look_at_guarded()
             return StoreUsage(

@@ -121,7 +121,7 @@ class CourierDesk(Parking):
         except StoreError as error:
             return None, m.failed(m.RequestFault.BAD_INPUT, str(error))
         mine = [one for one in self._sessions.callers() if one.is_courier and one.keys.tenant == keys.tenant]
-        if max(len(mine), self._sessions.departed_of(keys.tenant + COURIERS)) >= MOST_OF_TENANT:
+        if max(len(mine), self._sessions.departed.count_of(keys.tenant + COURIERS)) >= MOST_OF_TENANT:
             text = f"{MOST_OF_TENANT} couriers of this tenant are there, or are gone and map memory still; end some"
             return None, m.Failed(m.RequestFault.BUSY, text)
         return self._handlers.greet(keys, hello, is_courier=True)

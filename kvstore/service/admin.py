@@ -184,7 +184,7 @@ class StatusReport:
             namespaces=listed,
             moves=core.moves(),
             sessions=sessions[:MAX_SESSIONS],
-            departed=self._sessions.departed,
+            departed=len(self._sessions.departed),
             tenants=core.tenants(self._store.tenant_names()),
             hidden_namespaces=max(0, len(spaces) - MAX_NAMESPACES),
             hidden_sessions=max(0, len(sessions) - MAX_SESSIONS),

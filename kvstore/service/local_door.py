@@ -625,7 +625,7 @@ class LocalDoor:
             return 0
         tenant = listener.tenant.tenant
         leaving = sum(one.keys.tenant == tenant and not one.is_courier for one in list(self._leaving))
-        return leaving + self._sessions.departed_of(tenant)
+        return leaving + self._sessions.departed.count_of(tenant)
 
     def _like(self, listener: Listener) -> list[Connection]:
         return [one for one in self._connections if one.refusal is None and one.listener is listener]

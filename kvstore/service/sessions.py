@@ -11,7 +11,7 @@ may map was given back, since other clients wait for that, and not again before 
 
 A connection that breaks says nothing about the process behind it, which may still be copying. Its leases then pin
 nothing, and its places are not reused until the kernel reports that no mapping of that connection is left
-(`Extent.is_shared`). The number of such connections per tenant is bounded (`departed_of`).
+(`Extent.is_shared`). The number of such connections per tenant is bounded (`DisconnectedClients.count_of`).
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Sessions:
         self._numbers = Numbers(new_token(NUMBER_KEY_BYTES), CONNECTION_BITS)
         self._sessions: dict[tuple[bytes, bytes], Session] = {}  # by tenant and token
         self._callers: dict[int, ClientState] = {}
-        self._departed: DisconnectedClients = DisconnectedClients(store)
+        self.departed = DisconnectedClients(store)
         self._leased_places: Counter[bytes] = Counter()  # of all sessions of a tenant
         self._mapped: deque[int] = deque()  # extents given back, whose clients are not notified yet
 
@@ -295,7 +295,7 @@ class Sessions:
         """Note that the connection closed; None if that is known. Under the lock."""
         # Couriers count separately, so that they keep no engine out.
         whose = caller.session.tenant.tenant + COURIERS * caller.is_courier
-        gone = self._departed.add(caller.number, whose, caller, caller.extents)
+        gone = self.departed.add(caller.number, whose, caller, caller.extents)
         caller.session.departed += gone is not None
         return gone
 
@@ -304,20 +304,20 @@ class Sessions:
         per call, in turn. Also expires collective puts, and ends a piece of the ended leases."""
         self.store.expire_due()
         with self._lock:
-            turns = self._departed.turns()
+            turns = self.departed.turns()
         left = LOOKS
         for gone in turns:
             if left:
                 left -= self._look(gone, left)
-        return len(self._departed)
+        return len(self.departed)
 
     def _look(self, gone: DisconnectedClient, most: int) -> int:
-        is_mapped, looks = self._departed.look(gone, most)
+        is_mapped, looks = self.departed.look(gone, most)
         if is_mapped:
             return looks
         caller, session = gone.caller, gone.caller.session
         with self._lock:
-            if not self._departed.remove(gone):
+            if not self.departed.remove(gone):
                 return looks
             session.departed -= 1
             ended, expired = self._let_go(caller, list(session.leases))
@@ -337,7 +337,7 @@ class Sessions:
     @property
     def is_waited_for(self) -> bool:
         """Whether `sweep` has work: disconnected clients, collective puts in progress, leases that end."""
-        return bool(self._departed) or self.store.runs_out_at != inf or self.store.is_ending
+        return bool(self.departed) or self.store.runs_out_at != inf or self.store.is_ending
 
     # Telling -------------------------------------------------------------------------------------------------------
 
@@ -434,7 +434,7 @@ class Sessions:
         collective = self.store.collective_puts()
         with self._lock:
             counts = Counter({one.token: collective.get(one.name, 0) for one in self._sessions.values()})
-            for caller in (*self._callers.values(), *self._departed.callers()):
+            for caller in (*self._callers.values(), *self.departed.callers()):
                 counts[caller.session.token] += sum(not one.is_collective for one in caller.reservations.values())
             return counts
 
@@ -442,20 +442,6 @@ class Sessions:
     def open_sessions(self) -> int:
         """The number of engines' sessions, with or without open connections."""
         return sum(one.is_engine for one in self.sessions())
-
-    @property
-    def departed(self) -> int:
-        """Disconnected clients that may still have memory mapped."""
-        return len(self._departed)
-
-    @property
-    def looks(self) -> int:
-        """Kernel queries about them, since the start."""
-        return self._departed.looks
-
-    def departed_of(self, tenant: bytes) -> int:
-        """How many of them a tenant has; its couriers count under its id followed by `COURIERS`."""
-        return self._departed.count_of(tenant)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -549,7 +535,7 @@ class DisconnectedClients:
         return bool(gone.extents), asked
 
     def count_of(self, tenant: bytes) -> int:
-        """How many a tenant has."""
+        """How many a tenant has; its couriers count under its id followed by `COURIERS`."""
         return self._of[tenant]
 
     def callers(self) -> list[ClientState]:

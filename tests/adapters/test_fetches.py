@@ -94,7 +94,7 @@ def hosts(path: Path, **options: Any) -> Iterator[Hosts]:
 
 
 def handle(engine: PagedEngine) -> NamespaceHandle:
-    opened = engine.half._namespace.now()
+    opened = engine.half.opener.now()
     assert opened is not None
     return opened
 
@@ -157,7 +157,7 @@ def test_each_request_is_one_look_up_to_the_store(tmp_path: Path) -> None:
     with hosts(tmp_path) as two:
         two.knows_couriers()
         counted: list[bool] = []
-        door, near = handle(two.two)._door, two.near
+        door, near = handle(two.two).door, two.near
         submit = door.submit
 
         def noted(request: Any, *given: Any) -> Any:

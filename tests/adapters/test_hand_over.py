@@ -148,7 +148,7 @@ def test_chunk_by_chunk_while_the_other_one_computes(tmp_path: Path) -> None:
 
 
 def stored(both: Pair, prompt: list[int]) -> int:
-    namespace = both.decode.half._namespace.now()
+    namespace = both.decode.half.opener.now()
     assert namespace is not None
     return namespace.match(prompt).blocks
 
@@ -217,7 +217,7 @@ def test_a_decode_that_is_given_up_leaves_nothing(tmp_path: Path, steps: int) ->
 
 def forged(both: Pair, prompt: list[int], **fields: Any) -> str:
     """A ticket for a prompt, with other fields, and rightly sealed."""
-    namespace = both.decode.half._namespace.now()
+    namespace = both.decode.half.opener.now()
     assert namespace is not None
     core, keys = both.store.core, both.store.tenant_keys(both.store.tenant)
     identity, hashed = Identity.of(keys, core.node), namespace.hashed(prompt)

@@ -67,7 +67,7 @@ def test_a_store_that_comes_late_is_tried_until_it_is_there(
         started = time.monotonic()
         assert opened.wait(0, 0.1) is None and opened.now() is None
         assert time.monotonic() - started >= 0.1
-        assert opened.detail == "no socket there" and len(tries) > 2
+        assert opened.why_not()[1] == "no socket there" and len(tries) > 2
         is_there.set()
         assert opened.wait(0, SECONDS) is not None
     assert len(caplog.records) == 1, "one line, however often it is tried"
@@ -77,7 +77,7 @@ def test_a_store_that_comes_late_is_tried_until_it_is_there(
 def test_one_that_cannot_be_opened_does_not_keep_the_next_from_it(store: EmbeddedStore, soon: None) -> None:
     opened = NamespaceOpener(lambda: SharedStore(store))
     opened.want(NamespaceSpec(0, "", "m", LAYOUT, "no such codec", 0, {}))
-    assert opened.wait(0, 0.05) is None and "no such codec" in opened.detail
+    assert opened.wait(0, 0.05) is None and "no such codec" in opened.why_not()[1]
     opened.want(facts(1))
     assert opened.wait(1, SECONDS) is not None
     opened.close(1.0)

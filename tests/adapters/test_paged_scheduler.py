@@ -59,7 +59,7 @@ class Late:
 
     def namespace(self, **given: Any) -> NamespaceHandle:
         handle = self.store.namespace(**given)
-        handle._door = _LateDoor(handle._door, self)  # type: ignore[assignment]
+        handle.door = _LateDoor(handle.door, self)  # type: ignore[assignment]
         self.handles.append(handle)
         return handle
 
@@ -259,9 +259,9 @@ def test_requests_that_are_given_up_hold_nothing(store: EmbeddedStore) -> None:
 def test_a_store_that_comes_later_is_used_from_then_on(store: EmbeddedStore) -> None:
     put(store, ids(320))
     half = Half(SharedStore(store))
-    half.half._namespace._handle, handle = None, half.half._namespace._handle
+    half.half.opener._handle, handle = None, half.half.opener._handle
     request = half.add("a", ids(330))
-    half.half._namespace._handle = handle
+    half.half.opener._handle = handle
     assert half.matched(request) == (320, True), "asked for when it is admitted, if not before"
     assert half.told(request)["hits"] == {"dram": 320}
 
@@ -695,7 +695,7 @@ def test_a_load_that_failed_says_nothing_of_pages_that_are_another_loads_by_now(
     """A step ahead: its request is given up, and its pages are loaded into anew, before that it failed is known."""
     facts = NamespaceSpec(0, "", "m", LAYOUT, "int8-kc64", 0, {})
     half = Half(SharedStore(store), facts=facts, load="sync")
-    handle = half.half._namespace.now()
+    handle = half.half.opener.now()
     assert handle is not None and handle.put(ids(320), plausible_pages(LAYOUT, 5)).stored == 5
     one, other = half.add("a", ids(330)), half.add("b", ids(330))
     half.admit(one)
@@ -732,7 +732,7 @@ def test_with_several_groups_no_step_waits(store: EmbeddedStore) -> None:
         (LAYOUT.groups[0], kvstore.KvGroup("w", (1,), 1, (8, 8), "float32", kvstore.Attention.SLIDING, 64)), 64, PAGE
     )
     half = Half(SharedStore(store), load="sync", facts=NamespaceSpec(0, "", "m", layout, "raw", 0, {}))
-    handle = half.half._namespace.now()
+    handle = half.half.opener.now()
     assert handle is not None
     handle.put(ids(128), plausible_pages(layout, 2))
     request = half.add("a", ids(130))

@@ -123,14 +123,14 @@ def test_a_fault_of_the_store_is_a_miss_and_one_line(
 ) -> None:
     asked = Asked(store)
 
-    submit = asked.handle._door.submit
+    submit = asked.handle.door.submit
 
     def fails(request: Any, *given: Any) -> Any:
         if isinstance(request, kind):
             raise error
         return submit(request, *given)
 
-    asked.handle._door.submit = fails  # type: ignore[method-assign]
+    asked.handle.door.submit = fails  # type: ignore[method-assign]
     with caplog.at_level(logging.INFO, "engine_adapter"):
         lookup = PrefixLookup(asked.handle, asked.lookup.prompt, "r", float, ConnectorSettings("unix:x"))
         assert lookup.matched(0, 320, GRID) == 0 and lookup.is_over

@@ -82,7 +82,7 @@ def test_a_tail_is_no_blocks_whatever_becomes_of_the_store(tokens: int, tail: in
         raise Unreachable("no socket there")
 
     half = scheduler(never)
-    wait_until(lambda: half._namespace.why_not()[0] is MissReason.UNREACHABLE)
+    wait_until(lambda: half.opener.why_not()[0] is MissReason.UNREACHABLE)
     misses, detail = missed(half, tokens)
     assert misses == {name: count for name, count in (("unreachable", tokens - tail), ("partial_block", tail)) if count}
     assert detail == "no socket there"
@@ -127,7 +127,7 @@ def test_a_namespace_that_is_not_opened_says_why(store: EmbeddedStore, monkeypat
         (BadInput("no such codec"), MissReason.UNSUPPORTED),
     ):
         wait_until(lambda reason=reason: opened.why_not()[0] is reason)  # type: ignore[misc]
-        assert opened.detail == str(error)
+        assert opened.why_not()[1] == str(error)
     assert opened.why(0) is MissReason.UNSUPPORTED
     error = Unreachable("away")
     opened.want(facts(1))

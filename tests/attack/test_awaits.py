@@ -216,7 +216,9 @@ def test_clients_that_come_park_and_go_leave_nothing(sidecar: Sidecar, seed: int
     for thread in threads:
         thread.join(60)
     awaits = sidecar.core.awaits
-    wait_until(lambda: not sidecar.door._awaits.parked and not awaits.counts().parked and not sidecar.sessions.departed)
+    wait_until(
+        lambda: not sidecar.door._awaits.parked and not awaits.counts().parked and not len(sidecar.sessions.departed)
+    )
     with sidecar.client() as store:
         handle = store.namespace(model=MODEL, layout=small_layout())
         assert handle.put(ids(64), plausible_pages(small_layout(), 1)).stored == 1

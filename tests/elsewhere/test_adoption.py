@@ -148,7 +148,7 @@ def test_order_counts_and_reservations(sidecar: Sidecar) -> None:
         assert courier.call(m.Abort(number)) == m.Done()
         assert isinstance(courier.adopt(number, 0, 1, headers[1:2]), m.Failed), "after abort"
         assert sidecar.core.usage().reservations == 0
-    wait_until(lambda: sidecar.sessions.departed == 0)
+    wait_until(lambda: len(sidecar.sessions.departed) == 0)
 
 
 def test_a_retired_epoch_is_not_believed(sidecar: Sidecar) -> None:

@@ -83,19 +83,16 @@ def test_what_is_saved_is_loaded(is_registered: bool) -> None:
     made = torch.randint(0, 256, (FRAMES, LAYERS, LAYER_BYTES), dtype=torch.uint8, device="cuda")
     after = device.compute().record()
     kernel = TorchKernel(made, Direction.SAVE)
-    saving = saver.save(slots, slices, kernel, after, lambda: True, lambda: None)
-    assert saving is not None and saving.wait_pages(device.compute(), 60.0)
+    saving = saver.save(slots, slices, kernel, after)
+    assert saving is not None and saving.wait(60.0)
     expected = made.clone()
     made.zero_()
-    assert saving.wait(60.0) and saving.outcome is TransferOutcome.DONE and saving.is_direct is is_registered
+    assert saving.outcome is TransferOutcome.DONE and saving.is_direct is is_registered
     assert torch.equal(extent.view(-1)[4096:FRAME_BYTES], expected[0].cpu().view(-1))
     pool = torch.zeros_like(made)
-    loading = loader.load(slots, slices, TorchKernel(pool, Direction.LOAD), lambda: None)
-    assert loading is not None
-    for layer in range(LAYERS):
-        assert loading.wait_layer(layer, device.compute(), 60.0)
-        assert torch.equal(pool[:, layer], expected[:, layer])
-    assert loading.wait(60.0) and loading.outcome is TransferOutcome.DONE
+    loading = loader.load(slots, slices, TorchKernel(pool, Direction.LOAD))
+    assert loading is not None and loading.wait(60.0) and loading.outcome is TransferOutcome.DONE
+    assert torch.equal(pool, expected)
     assert extents.remove(extent.data_ptr(), 60.0)
     assert all(thread.close(60.0) for thread in threads)
 

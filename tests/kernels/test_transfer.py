@@ -1,13 +1,12 @@
 """Loads and saves on the chaos device: right in every legal order, and with any one wait taken out, found out.
 
-A story is an engine's life in small: steps that read and write pages, loads whose layers are used one by one, saves
-whose pages are reused, slots that are evicted and filled again as soon as they may be. A hazard is the same story
-without one kind of wait.
+A story is an engine's life in small: steps that read and write pages, loads that are used and saves that are published
+once they are done, slots that are evicted and filled again as soon as they may be. A hazard is the same story without
+one kind of wait.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -18,7 +17,7 @@ from chaos import ChaosDevice, ChaosEvent
 from happens_before import Clock, HazardError, Pageable, Race, merge
 from kv_kernels.device import Direction, Region, host_tensor
 from kv_kernels.transfer import Loader, Saver
-from kv_kernels.transfer_state import LayerSlice, Loading, Saving, TransferOutcome, layer_slices
+from kv_kernels.transfer_state import LayerSlice, Transfer, TransferOutcome, layer_slices
 from kv_kernels.worker import ThreadWorker
 from small_engine import (
     FRAME_BYTES,
@@ -39,20 +38,18 @@ HAZARD_SEEDS = range(30)
 
 @dataclass
 class Load:
-    loading: Loading
+    transfer: Transfer
     slots: list[int]
     pages: list[int]
-    expected: list[torch.Tensor]
-    used: int = 0
     is_abandoned: bool = False
 
 
 @dataclass
 class Save:
-    saving: Saving
+    transfer: Transfer
     slots: list[int]
     pages: list[int]
-    are_pages_back: bool = False
+    frames: torch.Tensor
 
 
 @dataclass
@@ -68,7 +65,6 @@ class Story:
     leased: dict[int, int] = field(default_factory=dict)
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
-    released: list[tuple[Clock, list[int]]] = field(default_factory=list)
     saved: int = 0
     loaded: int = 0
     detours: int = 0
@@ -82,17 +78,14 @@ class Story:
             engine.fill(slot)
         engine.write(self.free_pages)
         for _ in range(steps):
-            engine.random.choice(
-                [self.load, self.load, self.save, self.save, self.use, self.use, self.evict, self.release_later]
-            )()
+            engine.random.choice([self.load, self.load, self.save, self.save, self.evict, self.release_later])()
             engine.pump()
             self.look()
         for _ in range(200):
             if not self.loads and not self.saves:
                 break
-            self.use()
-            for transfer in [*self.loads, *self.saves]:
-                (transfer.loading if isinstance(transfer, Load) else transfer.saving).wait(10.0)
+            for one in [*self.loads, *self.saves]:
+                one.transfer.wait(10.0)
             self.look()
         assert not self.loads and not self.saves, "all end"
         engine.collect()
@@ -114,12 +107,9 @@ class Story:
             engine.attend(pages, engine.random.randrange(LAYERS))  # of whoever had them, in the step in flight
         for slot in slots:
             self.leased[slot] = self.leased.get(slot, 0) + 1
-        loading = engine.load(
-            slots, pages, lambda: self.released.append((engine.chaos.tick(), slots)), self.keeps_tables
-        )
+        loading = engine.load(slots, pages, self.keeps_tables)
         self.detours += not loading.is_direct
-        expected = [engine.expected(slots, layer) for layer in range(LAYERS)]
-        self.loads.append(Load(loading, slots, pages, expected))
+        self.loads.append(Load(loading, slots, pages))
 
     def save(self) -> None:
         engine = self.engine
@@ -131,31 +121,19 @@ class Story:
         values = engine.values(len(pages))
         engine.write(pages, values)
         frames = values.unflatten(1, (count, PAGES)).transpose(0, 1).flatten(1)
+        self.saves.append(Save(engine.save(slots, pages), slots, pages, frames))
 
-        def publish() -> bool:
-            for slot, expected in zip(slots, frames, strict=True):
-                payload = Region(slot + HEADER_BYTES, FRAME_BYTES - HEADER_BYTES)
-                engine.chaos.host_read([payload], "takes a digest")
-                if not torch.equal(host_tensor(*payload), expected):
-                    self.faults.append(f"slot {slot:#x} was published with other bytes")
-                engine.chaos.host_write([Region(slot, HEADER_BYTES)], "writes a header")
-                host_tensor(slot, HEADER_BYTES).fill_(7)
-                engine.contents[slot] = host_tensor(slot, FRAME_BYTES).clone()
-            self.saved += 1
-            return True
-
-        saving = engine.save(slots, pages, publish, lambda: self.faults.append("aborted"))
-        self.saves.append(Save(saving, slots, pages))
-
-    def use(self) -> None:
-        """The next layer of some loads."""
+    def publish(self, save: Save) -> None:
         engine = self.engine
-        for load in self.loads:
-            if load.used < LAYERS and not load.is_abandoned:
-                if not load.loading.wait_layer(load.used, engine.device.compute(), 10.0):
-                    self.faults.append("a layer did not come")
-                engine.attend(load.pages, load.used, load.expected[load.used])
-                load.used += 1
+        for slot, expected in zip(save.slots, save.frames, strict=True):
+            payload = Region(slot + HEADER_BYTES, FRAME_BYTES - HEADER_BYTES)
+            engine.chaos.host_read([payload], "takes a digest")
+            if not torch.equal(host_tensor(*payload), expected):
+                self.faults.append(f"slot {slot:#x} was published with other bytes")
+            engine.chaos.host_write([Region(slot, HEADER_BYTES)], "writes a header")
+            host_tensor(slot, HEADER_BYTES).fill_(7)
+            engine.contents[slot] = host_tensor(slot, FRAME_BYTES).clone()
+        self.saved += 1
 
     def evict(self) -> None:
         slots = [slot for slot in self.filled if not self.leased.get(slot)]
@@ -174,41 +152,33 @@ class Story:
         if self.loads and self.engine.random.random() < 0.3:
             load = self.engine.random.choice(self.loads)
             load.is_abandoned = True
-            load.loading.cancel()
+            load.transfer.cancel()
 
     def look(self) -> None:
         """What is done, and what that gives back."""
         engine = self.engine
-        released, self.released = self.released, []
-        for clock, slots in released:
-            engine.chaos.join(clock)
-            for slot in slots:
+        for load in [one for one in self.loads if one.transfer.wait(0.0)]:
+            self.loads.remove(load)
+            if load.transfer.outcome is TransferOutcome.DONE:  # an abandoned one, too, if that came after the end
+                self.loaded += 1
+                for layer in range(LAYERS):
+                    engine.attend(load.pages, layer, engine.expected(load.slots, layer))
+            else:
+                assert load.is_abandoned and load.transfer.outcome is TransferOutcome.CANCELLED, load.transfer.error
+            for slot in load.slots:
                 self.leased[slot] -= 1
                 if not self.leased[slot] and engine.random.random() < 0.5:
                     engine.evict(slot)
                     engine.fill(slot)
-        for load in list(self.loads):
-            if (load.used == LAYERS or load.is_abandoned) and load.loading.is_done():
-                if load.loading.outcome is not (
-                    TransferOutcome.CANCELLED if load.is_abandoned else TransferOutcome.DONE
-                ):
-                    # A cancellation may come after the end.
-                    assert load.loading.outcome is TransferOutcome.DONE, load.loading.error
-                self.loaded += load.loading.outcome is TransferOutcome.DONE
-                self.loads.remove(load)
-                self.free_pages += load.pages
-                engine.write(load.pages)
-        for save in list(self.saves):
-            if not save.are_pages_back and (engine.random.random() < 0.5 or save.saving.is_done()):
-                if engine.random.random() < 0.5 or not save.saving.are_pages_read():
-                    assert save.saving.wait_pages(engine.device.compute(), 10.0)
-                save.are_pages_back = True
-                self.free_pages += save.pages
-                engine.write(save.pages)
-            if save.are_pages_back and save.saving.is_done():
-                assert save.saving.outcome is TransferOutcome.DONE, save.saving.error
-                self.saves.remove(save)
-                self.filled += save.slots
+            self.free_pages += load.pages
+            engine.write(load.pages)
+        for save in [one for one in self.saves if one.transfer.wait(0.0)]:
+            assert save.transfer.outcome is TransferOutcome.DONE, save.transfer.error
+            self.saves.remove(save)
+            self.publish(save)
+            self.filled += save.slots
+            self.free_pages += save.pages
+            engine.write(save.pages)
         engine.collect()
 
     def take_pages(self, frames: int) -> list[int]:
@@ -233,14 +203,10 @@ def test_every_legal_order_gives_the_right_bytes(refused: bool) -> None:
 HAZARDS = {
     "a kernel reads a segment before the copy into it": ("load kernels", "load copies"),
     "a segment is filled again while a kernel reads it": ("load copies", "load kernels"),
-    "a layer is used before its event": ("compute", "load kernels"),
-    "slots are given back while they are copied from": ("load worker", "load copies"),
     "pages are called loaded, and tables given up, before the kernels end": ("load worker", "load kernels"),
     "pages are saved before the forward has written them": ("save kernels", "compute"),
     "a segment is copied before the kernel has filled it": ("save copies", "save kernels"),
     "a segment is filled again while it is copied": ("save kernels", "save copies"),
-    "pages are reused while they are being saved": ("compute", "save kernels"),
-    "pages are called free while they are being saved": ("engine", "save kernels"),
     "a save is published before it has landed": ("save worker", "save copies"),
 }
 
@@ -297,20 +263,6 @@ def _found(run: Callable[[int, NoWait], None], no_wait: NoWait) -> int:
 # --- how transfers end -----------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Calls:
-    """What was called of what was handed in."""
-
-    names: list[str] = field(default_factory=list)
-
-    def __call__(self, name: str, answer: bool = True) -> Callable[[], bool]:
-        def called() -> bool:
-            self.names.append(name)
-            return answer
-
-        return called
-
-
 class Failing(Kernel):
     """Its second launch fails, after half of it was launched."""
 
@@ -341,78 +293,37 @@ WHOLE = [LayerSlice(0, LAYERS, 0, FRAME_BYTES)]
 
 @pytest.mark.parametrize("refused", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_load_that_fails_half_way_gives_its_slots_back(seed: int, refused: bool) -> None:
+def test_a_load_that_fails_half_way_gives_its_slots_and_pages_back(seed: int, refused: bool) -> None:
     engine, slots, pages = _ready(seed, refused)
-    calls = Calls()
-
-    def release() -> None:
-        calls("release")()
-        for slot in slots:
-            engine.evict(slot)  # a race where a copy is still under way
-
-    loading = engine.loader.load(slots, WHOLE, Failing(engine, Direction.LOAD, pages), release, calls("verdict"))
+    loading = engine.loader.load(slots, WHOLE, Failing(engine, Direction.LOAD, pages))
     assert loading is not None and loading.wait(10.0)
     assert loading.outcome is TransferOutcome.FAILED and isinstance(loading.error, OSError) and not loading.is_stranded
-    assert calls.names == ["release"]
-    assert not loading.wait_layer(0, engine.device.compute(), 10.0), "it does not come"
-    engine.write(pages)  # and they are free
+    for slot in slots:
+        engine.evict(slot)  # a race where a copy is still under way
+    engine.write(pages)
     engine.finish()
 
 
 @pytest.mark.parametrize("refused", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_save_that_fails_half_way_is_aborted_after_its_copies(seed: int, refused: bool) -> None:
+def test_a_save_that_fails_half_way_gives_its_slots_and_pages_back(seed: int, refused: bool) -> None:
     engine, slots, pages = _ready(seed, refused)
-    calls = Calls()
-
-    def abort() -> None:
-        calls("abort")()
-        for slot in slots:
-            engine.evict(slot)
-
     kernel = Failing(engine, Direction.SAVE, pages)
-    saving = engine.saver.save(slots, WHOLE, kernel, engine.device.compute().record(), calls("publish"), abort)
-    assert saving is not None and not saving.wait_pages(engine.device.compute(), 10.0)
-    assert saving.wait(10.0) and saving.outcome is TransferOutcome.FAILED and calls.names == ["abort"]
+    saving = engine.saver.save(slots, WHOLE, kernel, engine.device.compute().record())
+    assert saving is not None and saving.wait(10.0) and saving.outcome is TransferOutcome.FAILED
+    for slot in slots:
+        engine.evict(slot)
     engine.write(pages)
     engine.finish()
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_save_that_is_cancelled_is_aborted_after_its_copies(seed: int) -> None:
+def test_a_save_that_is_cancelled_gives_its_slots_back(seed: int) -> None:
     engine, slots, pages = _ready(seed)
-    calls = Calls()
-    saving = engine.save(slots, pages, calls("publish"), lambda: (calls("abort")(), engine.evict(slots[0])))
+    saving = engine.save(slots, pages)
     saving.cancel()
-    assert saving.wait(10.0) and saving.outcome is TransferOutcome.CANCELLED and calls.names == ["abort"]
-    engine.finish()
-
-
-def test_who_says_no_is_heard() -> None:
-    engine, slots, pages = _ready()
-    calls = Calls()
-    kernel = Kernel(engine, Direction.LOAD, pages)
-    loading = engine.loader.load(slots, WHOLE, kernel, calls("release"), calls("verdict", False))
-    assert loading is not None and loading.wait(10.0) and loading.outcome is TransferOutcome.REJECTED
-    saving = engine.save(slots, pages, calls("publish", False), calls("abort"))
-    assert saving.wait(10.0) and saving.outcome is TransferOutcome.REJECTED
-    assert calls.names == ["release", "verdict", "publish"]
-    engine.finish()
-
-
-def test_what_is_handed_in_may_fail() -> None:
-    """The outcome says so, and a load waits for its kernels all the same."""
-    engine, slots, pages = _ready()
-
-    def fail() -> bool:
-        raise ConnectionError("nobody there")
-
-    loading = engine.load(slots, pages, fail)
-    saving = engine.save(engine.slots()[10:15], list(range(20, 20 + len(pages))), fail, Calls()("abort"))
-    for transfer in (loading, saving):
-        assert transfer.wait(10.0) and transfer.outcome is TransferOutcome.FAILED
-        assert isinstance(transfer.error, ConnectionError)
-    engine.write(pages)
+    assert saving.wait(10.0) and saving.outcome is TransferOutcome.CANCELLED
+    engine.evict(slots[0])
     engine.finish()
 
 
@@ -420,7 +331,6 @@ def test_what_is_handed_in_may_fail() -> None:
 def test_an_interrupt_of_the_callers_thread_ends_its_transfer_alone(direction: Direction) -> None:
     """Those behind it would wait for it for ever."""
     engine, slots, pages = _ready()
-    calls = Calls()
 
     class Interrupted(Kernel):
         def __call__(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
@@ -430,53 +340,24 @@ def test_an_interrupt_of_the_callers_thread_ends_its_transfer_alone(direction: D
     kernel = Interrupted(engine, direction, pages)
     with pytest.raises(KeyboardInterrupt):
         if direction is Direction.LOAD:
-            engine.loader.load(slots, WHOLE, kernel, calls("ended"), calls("verdict"))
+            engine.loader.load(slots, WHOLE, kernel)
         else:
-            after = engine.device.compute().record()
-            engine.saver.save(slots, WHOLE, kernel, after, calls("publish"), calls("ended"))
-    if direction is Direction.LOAD:
-        assert engine.load(slots, pages, calls("next")).wait(10.0)
-    else:
-        assert engine.save(slots, pages, calls("next"), calls("abort")).wait(10.0)
-    assert calls.names == ["ended", "next"]
+            engine.saver.save(slots, WHOLE, kernel, engine.device.compute().record())
+    transfer = engine.load(slots, pages) if direction is Direction.LOAD else engine.save(slots, pages)
+    assert transfer.wait(10.0) and transfer.outcome is TransferOutcome.DONE
     assert engine.extents.remove(engine.memory[0].data_ptr(), 1.0), "nothing is held"
     engine.finish()
 
 
-def test_no_exception_of_what_is_handed_in_ends_the_worker() -> None:
-    worker = ThreadWorker("of this test")
-    engine, slots, pages = _ready()
-    loader = Loader(engine.device, engine.extents, worker, SEGMENT_BYTES, 2)
-    chaos = engine.chaos
-
-    def cancelled() -> None:
-        raise asyncio.CancelledError
-
-    loading = loader.load(slots, WHOLE, Kernel(engine, Direction.LOAD, pages), cancelled)
-    assert loading is not None and loading.wait(30.0), chaos
-    assert loading.outcome is TransferOutcome.FAILED and isinstance(loading.error, asyncio.CancelledError)
-    assert worker.close(30.0)
-
-
 def test_no_load_is_begun_on_a_device_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, slots, pages = _ready()
-    calls = Calls()
 
     def broken(self: object) -> ChaosEvent:
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(type(engine.device.compute()), "record", broken)
-    assert engine.loader.load(slots, WHOLE, Kernel(engine, Direction.LOAD, pages), calls("release")) is None
-    assert calls.names == [] and engine.extents.remove(engine.memory[0].data_ptr(), 1.0)
-
-
-def test_a_layer_that_is_not_loaded_cannot_be_waited_for() -> None:
-    engine, slots, pages = _ready()
-    loading = engine.load(slots, pages, Calls()("release"))
-    with pytest.raises(ValueError, match=f"layer {LAYERS} is in none of this load's slices"):
-        loading.wait_layer(LAYERS, engine.device.compute(), 1.0)
-    assert loading.wait(10.0)
-    engine.finish()
+    assert engine.loader.load(slots, WHOLE, Kernel(engine, Direction.LOAD, pages)) is None
+    assert engine.extents.remove(engine.memory[0].data_ptr(), 1.0)
 
 
 def test_a_device_that_fails_keeps_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -486,15 +367,13 @@ def test_a_device_that_fails_keeps_the_slots(monkeypatch: pytest.MonkeyPatch) ->
     def broken(self: ChaosEvent) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    calls = Calls()
-    loading = engine.load(slots, pages, calls("release"))
-    saving = engine.save(engine.slots()[10:15], list(range(20, 20 + len(pages))), calls("publish"), calls("abort"))
+    loading = engine.load(slots, pages)
+    saving = engine.save(engine.slots()[10:15], list(range(20, 20 + len(pages))))
     monkeypatch.setattr(ChaosEvent, "wait", broken)
     for transfer in (loading, saving):
         assert transfer.wait(10.0) and transfer.outcome is TransferOutcome.FAILED and transfer.is_stranded
-    assert calls.names == []
     assert not engine.extents.remove(engine.memory[0].data_ptr(), 0.0), "nor may the memory go"
-    assert engine.loader.load(slots, WHOLE, Kernel(engine, Direction.LOAD, pages), calls("release")) is None
+    assert engine.loader.load(slots, WHOLE, Kernel(engine, Direction.LOAD, pages)) is None
     del loading, saving, transfer
     engine.collect()  # nor the tables
     engine.finish()
@@ -502,7 +381,6 @@ def test_a_device_that_fails_keeps_the_slots(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_transfer_that_does_not_fit_is_refused_before_it_begins() -> None:
     engine, slots, pages = _ready()
-    calls = Calls()
     kernel = Kernel(engine, Direction.LOAD, pages)
     large = [LayerSlice(0, LAYERS, 0, SEGMENT_BYTES + 1)]
     for addresses, slices, text in [
@@ -513,17 +391,16 @@ def test_a_transfer_that_does_not_fit_is_refused_before_it_begins() -> None:
         (slots, [LayerSlice(0, LAYERS, -8 * FRAME_BYTES, FRAME_BYTES)], "give offsets of 0 or more"),
     ]:
         with pytest.raises(ValueError, match=text):
-            engine.loader.load(addresses, slices, kernel, calls("release"))
-    assert calls.names == [] and engine.extents.remove(engine.memory[0].data_ptr(), 1.0), "nothing is held"
+            engine.loader.load(addresses, slices, kernel)
+    assert engine.extents.remove(engine.memory[0].data_ptr(), 1.0), "nothing is held"
 
 
 def test_a_worker_with_too_much_to_do_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, slots, pages = _ready()
-    calls = Calls()
     monkeypatch.setattr(engine.load_worker, "submit", lambda job: False)
     kernel = Kernel(engine, Direction.LOAD, pages)
-    assert engine.loader.load(slots, WHOLE, kernel, calls("release")) is None
-    assert calls.names == [] and engine.extents.remove(engine.memory[0].data_ptr(), 1.0)
+    assert engine.loader.load(slots, WHOLE, kernel) is None
+    assert engine.extents.remove(engine.memory[0].data_ptr(), 1.0)
     engine.finish()
 
 
@@ -540,7 +417,7 @@ def test_memory_is_not_unregistered_under_a_copy() -> None:
     for seed in range(10):
         engine, slots, pages = _ready(seed)
         address = engine.memory[0].data_ptr()
-        loading = engine.load(slots, pages, lambda: None)
+        loading = engine.load(slots, pages)
         assert not engine.extents.remove(address, 0.0), "it is held"
         assert loading.wait(10.0) and loading.outcome is TransferOutcome.DONE
         assert engine.extents.remove(address, 10.0)
@@ -550,7 +427,7 @@ def test_memory_is_not_unregistered_under_a_copy() -> None:
 def test_memory_that_is_unregistered_under_a_copy_is_found() -> None:
     for seed in range(10):
         engine, slots, pages = _ready(seed)
-        engine.load(slots, pages, lambda: None)
+        engine.load(slots, pages)
         with pytest.raises((Race, Pageable), match=r"unregistering|not pinned"):
             engine.chaos.host.unregister(engine.memory[0].data_ptr())
             engine.finish()
@@ -594,22 +471,18 @@ def test_real_threads_get_to_the_end(refused: bool) -> None:
         workers = [Handing(engine.chaos, f"{lane} thread") for lane in ("load", "save")]
         loader = Loader(engine.device, engine.extents, workers[0], SEGMENT_BYTES, 2)
         saver = Saver(engine.device, engine.extents, workers[1], SEGMENT_BYTES, 2)
-        calls = Calls()
         kernel = Kernel(engine, Direction.LOAD, pages)
         slices = layer_slices(LAYERS, LAYER_BYTES, 1, HEADER_BYTES)
-        loading = loader.load(slots, slices, kernel, calls("release"))
-        assert loading is not None
+        loading = loader.load(slots, slices, kernel)
+        assert loading is not None and loading.wait(30.0)
         for layer in range(LAYERS):
-            assert loading.wait_layer(layer, engine.device.compute(), 30.0)
             engine.attend(pages, layer, engine.expected(slots, layer))
         after = engine.device.compute().record()
         kernel = Kernel(engine, Direction.SAVE, pages)
         targets = engine.slots()[10:15]
-        saving = saver.save(targets, slices, kernel, after, calls("publish"), calls("abort"))
-        assert saving is not None and saving.wait_pages(engine.device.compute(), 30.0)
+        saving = saver.save(targets, slices, kernel, after)
+        assert saving is not None and saving.wait(30.0)
         engine.write(pages)
-        assert saving.wait(30.0) and loading.wait(30.0)
-        assert sorted(calls.names) == ["publish", "release"]
         for source, target in zip(slots, targets, strict=True):
             payload = Region(target + HEADER_BYTES, FRAME_BYTES - HEADER_BYTES)
             engine.chaos.host_read([payload], "compares")

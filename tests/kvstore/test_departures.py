@@ -82,7 +82,7 @@ class Disk:
         for row in random.sample(listed, len(listed) // 2):
             self.residency.policy.touched(self.index.chain(row))
         pins.pin([row for row in self.index.rows(space) if random.random() < 0.05])
-        self.residency.defer_reuse([self.residency.place(row, 0) for row in listed if random.random() < 0.05])
+        self.residency.held.defer_reuse([self.residency.place(row, 0) for row in listed if random.random() < 0.05])
 
     has_hints = True
 

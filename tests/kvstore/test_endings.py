@@ -43,7 +43,7 @@ def is_at_rest(a: Bench) -> bool:
     a.store.check()
     usage = a.store.usage()
     residency = a.store.blocks.residency
-    return (usage.leases, usage.pinned_bytes, usage.dram.zombie, residency.holds) == (0, 0, 0, False)
+    return (usage.leases, usage.pinned_bytes, usage.dram.zombie, bool(residency.held)) == (0, 0, 0, False)
 
 
 class Walked:

@@ -102,7 +102,7 @@ def test_each_tenant_has_a_count_of_its_own(tmp_path: Path) -> None:
             mine += one.put(b"a", *[b"%d" % each for each in range(at + 1)])
         assert mine == [mine[0] + at for at in range(21)]
         assert theirs == [theirs[0] + at for at in range(21)]
-        session = store.core.lower.tier.session
+        session = store.core.lower.tier.session.number
         assert {mine[0] >> SESSION_BITS, theirs[0] >> SESSION_BITS} == {session} and mine[0] != theirs[0]
 
 
@@ -132,7 +132,7 @@ def test_none_is_used_again_after_a_restart_or_a_drop(tmp_path: Path) -> None:
 def test_a_directory_of_the_one_row_is_read_and_continued(tmp_path: Path) -> None:
     with opened(tmp_path, **NVME) as store:
         one, two = Tenant(store, "one"), Tenant(store, "two")
-        first = (store.core.lower.tier.session << SESSION_BITS) + 1
+        first = (store.core.lower.tier.session.number << SESSION_BITS) + 1
         one.count_from(first)
         two.count_from(first + 2)
         before = one.put(b"a", b"b"), two.put(b"a")
@@ -174,7 +174,7 @@ def test_memory_that_is_taken_over_beside_another_directory_raises_its_session(t
         tenant = Tenant(store, "one")
         assert tenant.read(b"a") == seen
         seen += tenant.put(b"a", b"b")
-        assert seen[-1] >> SESSION_BITS == store.core.lower.tier.session > seen[0] >> SESSION_BITS
+        assert seen[-1] >> SESSION_BITS == store.core.lower.tier.session.number > seen[0] >> SESSION_BITS
         stamps = (tmp_path / "nvme" / slab_name(STAMP_SLAB)).read_bytes()
         stamp = latest_stamp([stamps[at : at + PAGE_BYTES] for at in range(0, STAMP_PAGES * PAGE_BYTES, PAGE_BYTES)])
         assert stamp is not None and stamp.session == seen[-1] >> SESSION_BITS, "before it is closed: it may crash"

@@ -595,7 +595,7 @@ def test_a_frame_that_stays_unreadable_is_given_up_after_the_third_pass(tmp_path
 
         def fail(name: str, offset: int) -> None:
             if (name, offset) == target:
-                states.append((rig.core._scrubbing.usage().unreadable, rig.state(place)))  # type: ignore[union-attr]
+                states.append((rig.core._scrubbing.scrub.usage().unreadable, rig.state(place)))  # type: ignore[union-attr]
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
 
         rig.files.before = fail

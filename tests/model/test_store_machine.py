@@ -560,7 +560,7 @@ class StoreMachine(RuleBasedStateMachine):
                     )
                     wanted = slots.live + slots.free - dram.free_slots(slot_class)
                     may_go = len(set(rows) - staying)
-                    assert not is_free or residency.is_any_held(extent.number) or may_go < wanted, (
+                    assert not is_free or residency.held.has_extent(extent.number) or may_go < wanted, (
                         "refused for space while an extent could be emptied"
                     )
 

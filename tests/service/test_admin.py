@@ -270,7 +270,7 @@ def test_a_purged_tenant_is_shown_out_and_comes_again_with_other_keys(sidecar: S
         facts = ask.stat(str(sidecar.admin_path), CLOCK)
         assert {(one.tenant, one.blocks) for one in facts.namespaces} == {("default", 10), ("guest", 3)}
     assert theirs.match(ids(192)).blocks == 3
-    wait_until(lambda: sidecar.sessions.departed == 0)
+    wait_until(lambda: len(sidecar.sessions.departed) == 0)
 
 
 def test_keys_that_cannot_be_made_keep_a_purged_tenant_out_and_nobody_else(

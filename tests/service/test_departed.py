@@ -78,9 +78,9 @@ def a_leaver(path: Path, cycles: int) -> Iterator[tuple[int, list[str]]]:
 
 def swept(sidecar: Sidecar) -> int:
     """Questions to the kernel in one sweep."""
-    before = sidecar.sessions.looks
+    before = sidecar.sessions.departed.looks
     sidecar.sessions.sweep()
-    return sidecar.sessions.looks - before
+    return sidecar.sessions.departed.looks - before
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_a_client_that_leaves_thousands_of_times_and_keeps_its_memory(tmp_path: 
                 assert share <= mapped < 2 * share and len(refusals) == 3000 - mapped
                 assert all(f"{share} connections of this tenant are gone" in line for line in refusals)
                 assert all("door.connections" in line and "\n" not in line for line in refusals)
-                wait_until(lambda: sidecar.sessions.departed == mapped)
+                wait_until(lambda: len(sidecar.sessions.departed) == mapped)
                 assert sidecar.store.usage().leases == -(-mapped // 2)
                 assert [swept(sidecar) for _ in range(5)] == [min(mapped, departed.LOOKS)] * 5
                 pages, blank = random_pages(handle.layout, 8), blank_pages(handle.layout, 8)
@@ -108,11 +108,11 @@ def test_a_client_that_leaves_thousands_of_times_and_keeps_its_memory(tmp_path: 
                 assert same_tokens(pages, blank, range(512))
                 with sidecar.client() as another:  # a further connection of the other tenant
                     assert another.namespace(model=MODEL, layout=small_layout()).match(ids(512)).blocks == 8
-                assert sidecar.sessions.departed == mapped
+                assert len(sidecar.sessions.departed) == mapped
             wait_until(lambda: not sidecar.sessions.sweep())
             usage = sidecar.store.usage()
             assert (usage.leases, usage.dram.zombie, usage.pinned_bytes) == (0, 0, 0)
-            assert sidecar.sessions.departed_of(sidecar.store.tenant_keys("default").tenant) == 0
+            assert sidecar.sessions.departed.count_of(sidecar.store.tenant_keys("default").tenant) == 0
             sidecar.path = mine
             with sidecar.client() as again:
                 assert again.namespace(model=MODEL, layout=small_layout()).match(ids(512)).blocks == 0
@@ -178,8 +178,8 @@ def test_whoever_maps_nothing_is_forgotten_at_once(tmp_path: Path) -> None:
         wires = [opened(sidecar, 4)[0] for _ in range(8)]
         for wire in wires:
             wire.close()
-        wait_until(lambda: sidecar.store.usage().leases == 0 and sidecar.sessions.departed == 0)
-        assert sidecar.sessions.looks == 0
+        wait_until(lambda: sidecar.store.usage().leases == 0 and len(sidecar.sessions.departed) == 0)
+        assert sidecar.sessions.departed.looks == 0
 
 
 def test_an_extent_that_was_let_go_of_is_not_asked_about_again(tmp_path: Path) -> None:
@@ -189,18 +189,18 @@ def test_an_extent_that_was_let_go_of_is_not_asked_about_again(tmp_path: Path) -
         assert len(extents) >= 8
         held = mapped(wire, extents)
         wire.close()
-        wait_until(lambda: sidecar.sessions.departed == 1)
-        wait_until(lambda: sidecar.sessions.looks == 1)  # when it left
+        wait_until(lambda: len(sidecar.sessions.departed) == 1)
+        wait_until(lambda: sidecar.sessions.departed.looks == 1)  # when it left
         assert [swept(sidecar) for _ in range(3)] == [1, 1, 1]
-        asked = next(iter(sidecar.sessions._departed._gone.values())).extents
+        asked = next(iter(sidecar.sessions.departed._gone.values())).extents
         last = held[extents.index(asked[-1])]
         del held
         assert swept(sidecar) == len(extents)
         assert [swept(sidecar) for _ in range(3)] == [1, 1, 1]
-        assert sidecar.sessions.departed == 1 and sidecar.store.usage().leases == 1
+        assert len(sidecar.sessions.departed) == 1 and sidecar.store.usage().leases == 1
         del last
         assert swept(sidecar) == 1
-        assert sidecar.sessions.departed == 0 and sidecar.store.usage().leases == 0
+        assert len(sidecar.sessions.departed) == 0 and sidecar.store.usage().leases == 0
 
 
 def test_sweeps_come_round_to_everybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,14 +213,14 @@ def test_sweeps_come_round_to_everybody(tmp_path: Path, monkeypatch: pytest.Monk
             wire, _, extents = opened(sidecar, 4)
             held.append(mapped(wire, extents))
             wire.close()
-            wait_until(lambda number=number: sidecar.sessions.departed == number + 1)  # type: ignore[misc]
-        wait_until(lambda: sidecar.sessions.looks == 10)
+            wait_until(lambda number=number: len(sidecar.sessions.departed) == number + 1)  # type: ignore[misc]
+        wait_until(lambda: sidecar.sessions.departed.looks == 10)
         del held[7:]
         assert [swept(sidecar) for _ in range(4)] == [3] * 4
-        assert sidecar.sessions.departed == 7 == sidecar.store.usage().leases
+        assert len(sidecar.sessions.departed) == 7 == sidecar.store.usage().leases
         held.clear()
         assert [swept(sidecar) for _ in range(3)] == [3, 3, 1]
-        assert sidecar.sessions.departed == 0 == sidecar.store.usage().leases
+        assert len(sidecar.sessions.departed) == 0 == sidecar.store.usage().leases
 
 
 def test_one_connection_is_not_given_the_same_extent_without_end(tmp_path: Path) -> None:

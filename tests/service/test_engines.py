@@ -110,7 +110,7 @@ def test_workers_read_what_the_scheduler_leased_and_a_killed_one_holds_nothing(t
             assert sidecar.store.evict(100) == 0, "the workers hold it"
             two.process.kill()
             two.process.join(SECONDS)
-            wait_until(lambda: sidecar.sessions.departed == 0 and len(sidecar.sessions) == 2)
+            wait_until(lambda: len(sidecar.sessions.departed) == 0 and len(sidecar.sessions) == 2)
             assert sidecar.store.evict(100) == 0, "one of them still does"
             assert one.tell("release") == "released"
             wait_until(lambda: sidecar.store.usage().leases == 0 and sidecar.store.usage().pinned_bytes == 0)

@@ -164,7 +164,7 @@ def test_the_blocking_verbs_do_the_same(tmp_path: Path) -> None:
     with hosts(tmp_path) as (sidecar, far), engines(sidecar, far) as both:
         prompt = both.prompt(300)
         with SmallCourier(sidecar.courier_path, far):
-            namespace = both.two.half._namespace.now()
+            namespace = both.two.half.opener.now()
             assert namespace is not None
             hashed = namespace.hashed(prompt)
             assert namespace.match(hashed).blocks == 0 and namespace.has_courier
@@ -180,7 +180,7 @@ def test_the_blocking_verbs_do_the_same(tmp_path: Path) -> None:
 def test_without_a_courier_no_message_more_is_sent(tmp_path: Path) -> None:
     with hosts(tmp_path) as (sidecar, far), engines(sidecar, far) as both:
         prompt = both.prompt(300)
-        namespace = both.two.half._namespace.now()
+        namespace = both.two.half.opener.now()
         assert namespace is not None
         with counted(namespace) as sent:
             both.ask("a", prompt)
@@ -197,7 +197,7 @@ def test_beside_a_courier_only_what_is_not_all_here_is_looked_up_again(tmp_path:
         first, second = both.prompt(500), both.prompt(500)
         with SmallCourier(sidecar.courier_path, far):
             both.ask("a", first)
-            namespace = both.two.half._namespace.now()
+            namespace = both.two.half.opener.now()
             assert namespace is not None and namespace.has_courier
             for name, prompt, messages in (("b", first, 1), ("c", second, 2), ("d", second, 1)):
                 looked = sidecar.admin.facts().looked.lookups

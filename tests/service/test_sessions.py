@@ -77,7 +77,7 @@ def test_what_a_connection_leaves_is_kept_while_it_maps_any_of_its_extents(
         else:
             os.close(descriptor)
     sessions.left(caller)
-    assert sessions.sweep() == 1 and sessions.departed == 1
+    assert sessions.sweep() == 1 and len(sessions.departed) == 1
     assert a.store.evict(BLOCKS) == BLOCKS and a.store.usage().dram.zombie == BLOCKS
     assert not a.store.is_leased(lease)
     mapped.clear()

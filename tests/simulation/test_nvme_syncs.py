@@ -48,8 +48,8 @@ ORDERS = {
     "a place that is given up is not in doubt": ("for place in (*doubts, *forgotten)]", "for place in doubts]"),
     "a doubt goes before the zeros are durable": ("for place in (*committed, *voided)})", "for place in committed})"),
     "the end is stamped before it is there": (
-        "self._commits.finish()\n            self._session.end(clean=",
-        "self._session.end(clean=True)\n            self._commits.settle()\n            bool(",
+        "self._commits.finish()\n            self.session.end(clean=",
+        "self.session.end(clean=True)\n            self._commits.settle()\n            bool(",
     ),
 }
 """What is done in another order, or not at all: a piece of the source, and what stands there instead."""

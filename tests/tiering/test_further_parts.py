@@ -82,9 +82,9 @@ def test_what_is_in_use_is_told_by_any_part() -> None:
     for row in range(6):
         table.listed(row)
     assert table.all_in_use() == [] and table.pieces_in_use() == set()
-    table.defer_reuse([place_of(2, 6)])
+    table.held.defer_reuse([place_of(2, 6)])
     assert table.all_in_use() == [5] and table.is_in_use(5) and not table.is_in_use(4)
-    table.allow_reuse([place_of(2, 6)])
+    table.held.allow_reuse([place_of(2, 6)])
     table.moved(4, 2, place_of(9, 9))
     table.pins.pin([4])
     assert table.all_in_use() == [4] and table.pieces_in_use() == {2, 9}

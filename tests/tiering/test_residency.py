@@ -104,12 +104,12 @@ def test_what_is_affordable_counts_new_pins_only(pinned: list[bool], budget: int
 def test_a_slot_is_held_until_its_last_late_reader_is_done() -> None:
     residency = rows_of(2)
     one, two = place_of(3, 0), place_of(4, 0)
-    residency.defer_reuse([one, two])
-    residency.defer_reuse([one])
-    assert residency.is_held(one) and residency.is_any_held(3) and residency.is_any_held(4)
-    assert residency.allow_reuse([one, two]) == [two]
-    assert residency.is_held(one) and not residency.is_any_held(4)
-    assert residency.allow_reuse([one]) == [one] and not residency.is_held(one)
+    residency.held.defer_reuse([one, two])
+    residency.held.defer_reuse([one])
+    assert residency.is_held(one) and residency.held.has_extent(3) and residency.held.has_extent(4)
+    assert residency.held.allow_reuse([one, two]) == [two]
+    assert residency.is_held(one) and not residency.held.has_extent(4)
+    assert residency.held.allow_reuse([one]) == [one] and not residency.is_held(one)
 
 
 def test_the_worst_is_the_oldest_leaf_that_nobody_pins() -> None:
@@ -217,7 +217,7 @@ def test_an_extent_in_use_is_left_alone(use: str) -> None:
         setup.evict(rows)
         setup.tier.reserve(A, 1)
     elif use == "held":
-        setup.residency.defer_reuse([place])
+        setup.residency.held.defer_reuse([place])
     elif use == "zombie":
         setup.residency.unlisted(rows[0])
         setup.tier.retain(setup.residency.forget(rows[0]))

@@ -189,9 +189,6 @@ class Awaits:
         with self._lock:
             return AwaitCounts(self._of.total(), {why: self._ended[why] for why in AwaitEnd}, self._seconds.now())
 
-    def parked_of(self, tenant: bytes) -> int:
-        return self._of[tenant]
-
     def check(self, is_readable: Callable[[int, bytes], bool]) -> None:
         """Verify that the tables agree, nothing is parked without need, and bounds hold. Under the index's lock."""
         with self._lock:

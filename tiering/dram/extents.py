@@ -34,7 +34,7 @@ from tiering.dram.open_file import OpenFile, free_pages, is_open_elsewhere, lock
 from tiering.errors import TierFull, TierUnavailable
 from tiering.faults import EXTENT_THREADS, EXTENTS, FaultKind, FaultReports, Unheard, kind_of
 from tiering.files import open_again
-from tiering.tier import FrameSpan
+from tiering.tier import FrameSpan, MappedMemory
 
 PREFAULT_STEP_BYTES = 64 << 20
 HUGE_PAGE_BYTES = 2 << 20
@@ -58,26 +58,6 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED, _PROT_NONE = 0x10, 0
-
-
-class ExtentMemory:
-    """`tier.Mapping`: unmapped once its last view and all users registered by `before_unmap` are gone."""
-
-    def __init__(self, address: int, size_bytes: int, writable: bool) -> None:
-        self.address = address
-        self.size_bytes = size_bytes
-        self.writable = writable
-        self._leaving: list[Callable[[Callable[[], object]], object]] = []
-
-    def before_unmap(self, leave: Callable[[Callable[[], object]], object]) -> None:
-        """As `Mapping.before_unmap`; any number may register."""
-        self._leaving.append(leave)
-
-    def view(self) -> memoryview:
-        """All of it. Called once: the memory is unmapped when this view and its parts are gone."""
-        memory = (ctypes.c_ubyte * self.size_bytes).from_address(self.address)
-        weakref.finalize(memory, _left, self.address, self.size_bytes, self._leaving).atexit = False
-        return memoryview(memory).cast("B")
 
 
 class Extent:
@@ -485,7 +465,7 @@ def found_extent(descriptor: int) -> Extent | None:
         return None
 
 
-def _mapped(descriptor: int, size_bytes: int, *, writable: bool = True) -> tuple[ExtentMemory, memoryview]:
+def _mapped(descriptor: int, size_bytes: int, *, writable: bool = True) -> tuple[MappedMemory, memoryview]:
     protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
     # The kernel maps huge pages as such only from a multiple of their size on, and does not choose one by itself.
     reserved_bytes = rounded_up(size_bytes, _PAGE_BYTES) + HUGE_PAGE_BYTES
@@ -500,8 +480,10 @@ def _mapped(descriptor: int, size_bytes: int, *, writable: bool = True) -> tuple
     for start, stop in ((reserved, address), (end, reserved + reserved_bytes)):
         if start < stop:
             _libc.munmap(start, stop - start)
-    memory = ExtentMemory(address, size_bytes, writable)
-    return memory, memory.view()
+    memory = MappedMemory(address, size_bytes, writable)
+    mapped = (ctypes.c_ubyte * size_bytes).from_address(address)
+    weakref.finalize(mapped, _left, address, size_bytes, memory.leaving).atexit = False
+    return memory, memoryview(mapped).cast("B")
 
 
 def _mmap(address: int | None, size_bytes: int, protection: int, flags: int, descriptor: int) -> int:

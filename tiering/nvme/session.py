@@ -59,10 +59,13 @@ class StoreSession:
 
     @property
     def number(self) -> int:
+        """At least the number of times this directory was opened; durable, so numbers made from it are never used
+        twice."""
         return self._stamp.session
 
     def raise_to(self, session: int) -> None:
-        """The next session is above that one, durably when this returns. Raises `TierUnavailable`."""
+        """Frames to be written here are of that session, or of an earlier one: the next session is above it, durably
+        when this returns. Raises `TierUnavailable`."""
         stamp = self._stamp
         stamp = stamp.next(index_uid=self._records.uid, changes=stamp.changes, clean=False, session=session)
         try:

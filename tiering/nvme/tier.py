@@ -84,7 +84,7 @@ class NvmeTier:
                 self._commits = GroupCommit(files, self._records, self._ledger, self._lock, self._faults, threads)
                 ended_clean = last is not None and last.clean
                 self._recovery = SlabRecovery(files, keys, self._records, self._commits, ended_clean=ended_clean)
-                self._session = StoreSession(files, last, self._records)
+                self.session = StoreSession(files, last, self._records)
             except BaseException:
                 self._records.close()
                 raise
@@ -106,17 +106,6 @@ class NvmeTier:
         self.left_alone = self._recovery.left_alone
         """Slabs that cannot be used."""
         self._taken_bytes = self._recovery.taken_bytes
-
-    @property
-    def session(self) -> int:
-        """At least the number of times this directory was opened; durable, so numbers made from it are never used
-        twice."""
-        return self._session.number
-
-    def raise_session(self, session: int) -> None:
-        """Frames to be written here are of that session, or of an earlier one: the next session is above it, durably
-        when this returns. Raises `TierUnavailable`."""
-        self._session.raise_to(session)
 
     # The contract --------------------------------------------------------------------------------------------------
 
@@ -185,7 +174,7 @@ class NvmeTier:
                 self._files.bring_back(slab_name(number))
         try:
             self._commits.finish()
-            self._session.end(clean=self._recovery.is_complete)
+            self.session.end(clean=self._recovery.is_complete)
         except (TierUnavailable, OSError):
             pass  # the stamp says that this session has not ended
         with self._lock:
