@@ -33,8 +33,9 @@ from kvstore.courier.locate import LOOK_SECONDS, Locator
 from kvstore.courier.members import NamedPeers
 from kvstore.courier.peer_source import PeerSource, PeerWays, hand_over
 from kvstore.peers.reader import PullTransport
+from kvstore.peers.serving import FrameDoor
 from kvstore.peers.tokens import NONCE_BYTES, PullTerms, ask_mac, pull_secret
-from kvstore.peers.transport import FrameDoor, OfferedFrames, PeerFault, PullBusy
+from kvstore.peers.transport import OfferedFrames, PeerFault, PullBusy
 from kvstore.pool.announcer import Announcer
 from kvstore.pool.choice import HolderChoice
 from kvstore.pool.directory import MAX_FINGERPRINTS, HeldElsewhere, NodeEntry

@@ -18,7 +18,8 @@ from kvstore.network.serve import NetworkParts
 from kvstore.peers.door import SocketFrameDoor
 from kvstore.peers.reader import PullTransport
 from kvstore.peers.sockets import SocketPullTransport
-from kvstore.peers.transport import FrameDoor, written_address
+from kvstore.peers.serving import FrameDoor
+from kvstore.peers.transport import written_address
 from kvstore.pool.announcer import Announcer
 from kvstore.pool.directory import NodeEntry
 from kvstore.pool.members import AliveTable
