@@ -66,7 +66,7 @@ def console(
     It asks through a socket that allows no changes, so it may crash or be flooded without engines noticing. It waits
     for a sidecar that is not there yet. With --operator it has a page that drops, purges and warms.
     """
-    from kvstore.console.access import ConsoleTokens, checked_tokens
+    from kvstore.console.access import ConsoleReader, checked_tokens
     from kvstore.console.audit import AuditLog
     from kvstore.console.serve import ConsoleParts, serve_console
     from kvstore.service.settings import OBSERVE_SOCKET, TENANT_SOCKET, default_socket, host_and_port
@@ -75,7 +75,7 @@ def console(
     address = host_and_port(listen, "--listen")
     file = Path(audit_file or default_socket(data, AUDIT_FILE))
 
-    def read_tokens() -> ConsoleTokens:
+    def read_tokens() -> dict[str, ConsoleReader]:
         assert token_file is not None
         with open(token_file, encoding="utf-8", errors="replace") as lines:
             return checked_tokens(lines.read(_MOST_TOKEN_BYTES), token_file)

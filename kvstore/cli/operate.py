@@ -240,7 +240,7 @@ def warm(
     as_json: Json = False,
 ) -> int:
     """Promote the stored prefixes of prompts to DRAM, before engines ask for them."""
-    from kvstore.cli import ask, report
+    from kvstore.cli import ask
     from kvstore.service.settings import TENANT_SOCKET, default_socket
     from tiering.clock import SystemClock
 
@@ -249,7 +249,7 @@ def warm(
     with shown_progress() as show:
         path = socket or default_socket(data, TENANT_SOCKET)
         warmed = ask.warm(path, SystemClock(), namespace, file, prompts, show)
-    return print_result(report.WarmReport(warmed), as_json)
+    return print_result(warmed, as_json)
 
 
 @app.command()
@@ -268,7 +268,7 @@ def record(
 
     The salt is drawn anew for each recording and never leaves the sidecar. SIGINT and SIGTERM end it in order.
     """
-    from kvstore.cli import ask, report
+    from kvstore.cli import ask
 
     path, clock = _admin(data, socket)
     if os.path.exists(file):
@@ -283,7 +283,7 @@ def record(
         finally:
             if not os.path.getsize(file):
                 os.remove(file)
-    return print_result(report.RecordReport(recorded), as_json)
+    return print_result(recorded, as_json)
 
 
 def _admin(data: str, socket: str | None) -> tuple[str, Any]:

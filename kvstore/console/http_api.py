@@ -53,12 +53,11 @@ from kvstore.console.operate import (
 )
 from kvstore.console.planning import PlanAnswer, PlannedModel, models_of_table, planned
 from kvstore.console.reasons import ReasonText, reasons_of
-from kvstore.console.rings import WINDOWS, RingWindow
+from kvstore.console.rings import WINDOWS, SeriesAnswer
 from kvstore.console.stream import Broadcast
 from kvstore.console.watch import SidecarWatch
 from kvstore.listeners.http_server import App, Message, Receive, Send, introduce
 from kvstore.protocol.told import PrefixFigures, RequestRecord
-from kvstore.status.declared import picked
 from kvstore.status.tree import ElsewhereStatus, NamespaceStatus, SidecarStatus
 from tiering.tier import MoveCounts
 
@@ -107,21 +106,6 @@ class ApiError(msgspec.Struct, frozen=True):
     """The API's error: one line for people."""
 
     error: str
-
-
-class SeriesAnswer(msgspec.Struct, frozen=True):
-    """`/api/series`. times: Unix time at which each slot of `step` seconds begins. counters: increase per slot; gauges:
-    last value per slot; null if unknown. sums: of the counters over the window. seen_since: the first slot with data.
-    restarts: when the sidecar began again."""
-
-    window: str
-    step: int
-    times: list[int]
-    counters: dict[str, list[float | None]]
-    gauges: dict[str, list[float | None]]
-    sums: dict[str, int]
-    seen_since: int | None
-    restarts: list[float]
 
 
 class NamespacesAnswer(msgspec.Struct, frozen=True):
@@ -270,10 +254,12 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast, reasons: Mapping
             raise HTTPException(503, f"no sidecar has answered yet: {why or 'wait a moment'}")
         return facts if tenant is None else facts_of_tenant(facts, tenant)
 
-    def seen(request: Request, window: str) -> RingWindow:
+    def seen(request: Request, window: str) -> SeriesAnswer:
         """Series are of all tenants together, so a tenant's reader gets none."""
         found = watch.window(window)
-        return found if request.scope[TENANT] is None else RingWindow(found.step, found.times)
+        if request.scope[TENANT] is None:
+            return found
+        return SeriesAnswer(window, found.step, found.times, {}, {}, {}, None, [])
 
     def asked(ask: Callable[[], A | None]) -> A:
         """Ask the sidecar now."""
@@ -296,16 +282,7 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast, reasons: Mapping
 
     @app.get("/api/series", summary="Numbers over time")
     async def series(request: Request, window: str = window) -> Response:
-        found = seen(request, window)
-        return _json(
-            picked(
-                SeriesAnswer,
-                found,
-                window=window,
-                counters={name: list(values) for name, values in found.counters.items()},
-                gauges={name: list(values) for name, values in found.gauges.items()},
-            )
-        )
+        return _json(seen(request, window))
 
     @app.get("/api/misses", summary="Why tokens were computed, by reason")
     async def misses(request: Request, window: str = window) -> Response:

@@ -21,7 +21,7 @@ from kvstore.client.connection import asked_stat, check_numbers
 from kvstore.client.framing import FramedSocket, TimedOut
 from kvstore.console.events import ConsoleEvent, events_between
 from kvstore.console.figures import ConsoleStatus, Contact, reading_of, status_of, status_of_tenant
-from kvstore.console.rings import Rings, RingWindow
+from kvstore.console.rings import Rings, SeriesAnswer
 from kvstore.protocol import messages as m
 from kvstore.protocol.told import PrefixFigures
 from kvstore.status.tree import SidecarStatus
@@ -85,7 +85,7 @@ class SidecarWatch:
         with self._lock:
             return status_of_tenant(self._version, self._clock.wall_seconds(), self._contact, self._facts, tenant)
 
-    def window(self, name: str) -> RingWindow:
+    def window(self, name: str) -> SeriesAnswer:
         """Time series; name: one of `WINDOWS`."""
         with self._lock:
             return self._rings.window(name, self._clock.wall_seconds())

@@ -55,15 +55,6 @@ class _Followed:
     listed_at: float = -inf
 
 
-@dataclass(frozen=True)
-class RemoteWriting:
-    """writes: the policy. ttl_ms: 0 for none."""
-
-    ways: RemoteWays
-    writes: RemoteWrites
-    ttl_ms: int
-
-
 class Follower:
     """Follows one tenant's connection. Start it; it ends with the connection, or by `close`."""
 
@@ -71,7 +62,7 @@ class Follower:
         self,
         run: CourierRun,
         announcer: Announcer | None,
-        remote: RemoteWriting | None,
+        remote: RemoteWays | None,
         clock: Clock,
         looked: Callable[[], None],
         told: dict[bytes, set[bytes]],
@@ -185,7 +176,7 @@ class Follower:
     def _write_some(self) -> bool:
         remote = self._remote
         if remote is not None:
-            remote.ways.keep_warm()
+            remote.keep_warm()
         if remote is None or remote.writes is RemoteWrites.NONE:
             return False
         while self._run.uses.wanted:
@@ -198,16 +189,16 @@ class Follower:
             block = self._queue.take(now)
             if block is None or self._ends.is_set():
                 break
-            remote.ways.keep_warm()
+            remote.keep_warm()
             try:
                 if not self._write(remote, *block):
-                    self._unwritten(remote.ways, block, "no room there: raise its maxmemory, or let it evict")
+                    self._unwritten(remote, block, "no room there: raise its maxmemory, or let it evict")
             except RemoteFault as fault:
-                self._unwritten(remote.ways, block, str(fault))
+                self._unwritten(remote, block, str(fault))
             except Unavailable as away:
                 _log.debug("a block was not written", extra={"reason": away.detail})
         if self._queue.dropped:
-            remote.ways.figures.unwritten(remote.ways.name, self._queue.dropped)
+            remote.figures.unwritten(remote.name, self._queue.dropped)
             self._queue.dropped = 0
         return bool(len(self._queue)) and self._queue.seconds_until_next(self._clock.monotonic_seconds()) == 0.0
 
@@ -218,8 +209,8 @@ class Follower:
         line = f"nothing is written to {ways.name}, {len(self._queue):,} blocks wait: {why}"
         ways.told.say(f"writes {ways.name}", line)
 
-    def _write(self, remote: RemoteWriting, space_id: bytes, key: bytes) -> bool:
-        ways, run, space = remote.ways, self._run, self._followed[space_id].space
+    def _write(self, ways: RemoteWays, space_id: bytes, key: bytes) -> bool:
+        run, space = self._run, self._followed[space_id].space
         ends_at = self._clock.monotonic_seconds() + WRITE_SECONDS
         names = ways.names(run, space, [key], ends_at)
         if all(ways.workers.exists(names, ends_at).result()):
@@ -236,7 +227,7 @@ class Follower:
             for name, frame in zip(names, frames, strict=True):
                 pin.lend()
                 header, payload = frame[:HEADER_BYTES], frame[HEADER_BYTES:]
-                calls.append(ways.workers.write(name, header, payload, remote.ttl_ms, ends_at, pin.returned))
+                calls.append(ways.workers.write(name, header, payload, ways.ttl_ms, ends_at, pin.returned))
             is_there = all([call.result() for call in calls])
         finally:
             pin.returned()

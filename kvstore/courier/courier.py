@@ -23,7 +23,7 @@ from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput, Unreachable
 from kvstore.block.identity import NodeIdentity
 from kvstore.client.connection import Unavailable
-from kvstore.courier.announcing import Follower, RemoteWriting
+from kvstore.courier.announcing import Follower
 from kvstore.courier.asking import VERSION, AskedBy, PeerCalls, UsableTransports, has_mac, offer_mac
 from kvstore.courier.directory import ValkeyDirectory
 from kvstore.courier.fetch import Fetcher, FetchJob, places_answer
@@ -32,6 +32,7 @@ from kvstore.courier.link import CourierLink, CourierRun, CourierSpace
 from kvstore.courier.locate import LOOK_SECONDS, Locator
 from kvstore.courier.members import NamedPeers
 from kvstore.courier.peer_source import PeerSource, PeerWays, hand_over
+from kvstore.courier.remote_source import RemoteWays
 from kvstore.peers.reader import PullTransport
 from kvstore.peers.serving import FrameDoor
 from kvstore.peers.tokens import NONCE_BYTES, PullTerms, ask_mac, pull_secret
@@ -95,7 +96,7 @@ class CourierParts:
     doors: dict[str, FrameDoor] = field(default_factory=dict)
     transports: dict[str, PullTransport] = field(default_factory=dict)
     directory: MakesDirectory | None = None
-    remote: RemoteWriting | None = None
+    remote: RemoteWays | None = None
 
 
 class _NodeSession:
@@ -121,8 +122,7 @@ class _NodeSession:
                 self.directory = parts.directory(here, entry, self.table, self.announcer)
             if parts.peers:
                 self.named = NamedPeers(parts.peers, here, self.table, parts.calls, parts.told, clock)
-        remote = parts.remote.ways if parts.remote is not None else None
-        self.locator = Locator(self.table, self.named, self.directory, self.ways, remote, clock)
+        self.locator = Locator(self.table, self.named, self.directory, self.ways, parts.remote, clock)
         self.fetcher = Fetcher(self.locator, figures, clock)
 
     def others(self) -> list[tuple[str, str]]:
@@ -244,9 +244,9 @@ class _TenantWork(CourierLink):
     def _forget(self, run: CourierRun, question: Forget) -> QuestionAnswered:
         parts, session = self._courier.parts, self._session
         said = []
-        failed = parts.remote.ways.forget(run.fingerprint, question.namespace) if parts.remote is not None else ""
+        failed = parts.remote.forget(run.fingerprint, question.namespace) if parts.remote is not None else ""
         if failed and parts.remote is not None:
-            said.append(f"{parts.remote.ways.name} may still have blocks of it: {failed}; drop it again")
+            said.append(f"{parts.remote.name} may still have blocks of it: {failed}; drop it again")
         nodes = session.others() if session is not None else []
         if nodes:
             names = ", ".join(node[:12] or where for node, where in nodes[:MOST_NAMED])
@@ -496,7 +496,7 @@ class Courier:
         if self.parts.calls is not None:
             self.parts.calls.close()
         if self.parts.remote is not None:
-            self.parts.remote.ways.workers.close()
+            self.parts.remote.workers.close()
 
     def session_of(self, run: CourierRun) -> _NodeSession:
         """The parts of the sidecar's present run; those of an earlier run end."""
@@ -564,7 +564,7 @@ class Courier:
                 sources.append(msgspec.structs.replace(session.directory.figures(), late=late))
                 reasons += [session.directory.reason] if session.directory.reason else []
         if parts.remote is not None:
-            ways = parts.remote.ways
+            ways = parts.remote
             seen = ways.workers.figures()
             one: SourceFigures = counts.told(REMOTE, ways.name, ways.name, seen.state, detail=seen.detail)
             sources.append(msgspec.structs.replace(one, failures=seen.failures))

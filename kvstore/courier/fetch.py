@@ -157,7 +157,7 @@ class Fetcher:
             return True
         window = ReservedWindow(run, space, reply, keys, source.tier)
         try:
-            filled = source.fill(window, job.stops) if window.blocks else Filled(0, MissReason.UNREACHABLE, "no memory")
+            filled = source.fill(window, job.stops) if window.blocks else Filled(MissReason.UNREACHABLE, "no memory")
         finally:
             window.close()
         if window.adopted:

@@ -7,7 +7,7 @@ QUADRATIC_TOKENS) seconds. Pure: no clock, no file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -556,7 +556,7 @@ def _span(seconds: float) -> str:
     return f"{seconds:g} s"
 
 
-def models_table(models: Sequence[ModelKv]) -> Table:
+def models_table(models: Iterable[ModelKv]) -> Table:
     table = headed("model|*B per token|*in windows|*state|from")
     for one in models:
         short = one.bytes_per_token(one.dtype, KvKind.WINDOW, KvKind.CHUNK)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import NodeIdentity
 from kvstore.config import NetworkSettings, RemoteSettings, host_and_port
-from kvstore.courier.announcing import RemoteWriting
 from kvstore.courier.courier import Courier, CourierParts
 from kvstore.courier.directory import DirectoryAddress, ValkeyDirectory
 from kvstore.courier.figures import Figures, OncePerKind
@@ -17,8 +16,8 @@ from kvstore.network.dialling import GrpcPeers, channel_credentials
 from kvstore.network.serve import NetworkParts
 from kvstore.peers.door import SocketFrameDoor
 from kvstore.peers.reader import PullTransport
-from kvstore.peers.sockets import SocketPullTransport
 from kvstore.peers.serving import FrameDoor
+from kvstore.peers.sockets import SocketPullTransport
 from kvstore.peers.transport import written_address
 from kvstore.pool.announcer import Announcer
 from kvstore.pool.directory import NodeEntry
@@ -92,7 +91,7 @@ def _directory(
     return make
 
 
-def _remote(settings: RemoteSettings, figures: Figures, told: OncePerKind, parts: NetworkParts) -> RemoteWriting:
+def _remote(settings: RemoteSettings, figures: Figures, told: OncePerKind, parts: NetworkParts) -> RemoteWays:
     clock = parts.clock
     try:
         address = ValkeyAddress.parse(settings.url or "")
@@ -100,5 +99,5 @@ def _remote(settings: RemoteSettings, figures: Figures, told: OncePerKind, parts
     except (ValueError, OSError) as error:
         raise BadInput(f"remote.url: {error}") from None
     workers = RemoteWorkers(engine, clock)
-    ways = RemoteWays(engine, workers, NamespaceSalts(engine, clock, parts.new_token), figures, told, clock)
-    return RemoteWriting(ways, RemoteWrites(settings.writes), int(1000 * settings.ttl))
+    salts, writes = NamespaceSalts(engine, clock, parts.new_token), RemoteWrites(settings.writes)
+    return RemoteWays(engine, workers, salts, figures, told, clock, writes, int(1000 * settings.ttl))
