@@ -285,7 +285,6 @@ class _Ask:
         raise BadInput(answer.text) if answer.fault is m.RequestFault.BAD_INPUT else StoreError(answer.text)
 
     def _check(self, answer: Any) -> None:
-        """What is printed."""
         try:
             if isinstance(answer, m.StatReply):
                 checked_facts(answer.facts)

@@ -30,6 +30,7 @@ import signal
 import sys
 import time
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -46,6 +47,7 @@ import kvstore.cli.network
 import kvstore.cli.operate
 import kvstore.cli.plan
 from kvstore.block.errors import BadInput, OutOfResources, StoreError
+from kvstore.cli.operate import sidecar_settings
 from kvstore.cli.standard_streams import (
     flush_output,
     hold_standard_descriptors,
@@ -223,7 +225,6 @@ def serve(
     from kvstore.service.serve import KeeperWire, Outside
     from kvstore.service.serve import serve as run
     from kvstore.service.sessions import CONNECTION_BITS
-    from kvstore.service.settings import Settings, read_configuration, read_settings
     from tiering.nvme.lmdb_index import LmdbMaker
 
     flags = {
@@ -234,10 +235,7 @@ def serve(
         "keys": {"directory": keys},
     }
 
-    def read() -> Settings:
-        text = read_configuration(Path(config)) if config is not None else b""
-        return read_settings(text, flags, config or "the configuration", os.environ)
-
+    read = partial(sidecar_settings, config, flags)
     settings = read()
     hold_standard_descriptors()
     # OpenBLAS threads are not used here; they would cost address space and start-up time.
@@ -325,9 +323,9 @@ def _network_flags(settings: Any) -> list[str]:
 
 
 def _couriers() -> Any:
-    from kvstore.elsewhere.desk import desk_of
+    from kvstore.elsewhere.desk import CourierDesk
 
-    return desk_of
+    return CourierDesk
 
 
 def _http_server(host: str, port: int, daemon: Any) -> Any:

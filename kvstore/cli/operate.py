@@ -71,7 +71,6 @@ def doctor(
     from kvstore.doctor.checks import checks_of
     from kvstore.doctor.engine import MOST_BYTES, read_transfer_config
     from kvstore.doctor.findings import examine
-    from kvstore.service.settings import read_configuration, read_settings
     from tiering.files import Unfit, read_file
 
     flags = {
@@ -79,8 +78,7 @@ def doctor(
         "door": {"socket": socket},
         "keys": {"directory": keys},
     }
-    text = read_configuration(Path(config)) if config is not None else b""
-    settings = read_settings(text, flags, config or "the configuration", os.environ)
+    settings = sidecar_settings(config, flags)
     given = None
     if engine is not None:
         if not engine.lstrip().startswith("{"):
@@ -94,6 +92,14 @@ def doctor(
         found = examine(checks_of(settings, socket is not None, given))
     print_result(found, as_json)
     return CHECK_FAILED if found.lacking else OK
+
+
+def sidecar_settings(config: str | None, flags: dict[str, dict[str, str | None]]) -> Any:
+    """The settings of a file, of variables, and of flags by section. Raises `BadInput`, `OSError`."""
+    from kvstore.service.settings import read_configuration, read_settings
+
+    text = read_configuration(Path(config)) if config is not None else b""
+    return read_settings(text, flags, config or "the configuration", os.environ)
 
 
 class _Watchable(typer.core.TyperCommand):

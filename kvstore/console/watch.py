@@ -12,6 +12,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import closing
 from typing import TypeVar
 
 import msgspec
@@ -112,11 +113,8 @@ class SidecarWatch:
         try:
             self._clock.sleep(max(0.0, self._asks_at - self._clock.monotonic_seconds()))
             self._asks_at = self._clock.monotonic_seconds() + ASK_EVERY_SECONDS
-            wire = FramedSocket(self._path, "kvstore console", b"", self._clock, ANSWER_SECONDS)
-            try:
+            with closing(FramedSocket(self._path, "kvstore console", b"", self._clock, ANSWER_SECONDS)) as wire:
                 answer = wire.call(verb, ANSWER_SECONDS).answer
-            finally:
-                wire.close()
             if not isinstance(answer, kind):
                 raise StoreError(answer.text if isinstance(answer, m.Failed) else "the sidecar is of another version")
             check_numbers(msgspec.to_builtins(answer))

@@ -19,6 +19,7 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.client.connection import Unavailable
 from kvstore.courier.link import ANSWER_SECONDS, CourierRun, CourierSpace
 from kvstore.courier.remote_source import RemoteWays
+from kvstore.courier.window import Lending
 from kvstore.pool.announcer import Announcer
 from kvstore.pool.directory import hint_name, is_head
 from kvstore.protocol import messages as m
@@ -198,14 +199,14 @@ class Follower:
             except Unavailable as away:
                 _log.debug("a block was not written", extra={"reason": away.detail})
         if self._queue.dropped:
-            remote.figures.unwritten(remote.name, self._queue.dropped)
+            remote.figures.count(remote.name, unwritten=self._queue.dropped)
             self._queue.dropped = 0
         return bool(len(self._queue)) and self._queue.seconds_until_next(self._clock.monotonic_seconds()) == 0.0
 
     def _unwritten(self, ways: RemoteWays, block: tuple[bytes, bytes], why: str) -> None:
         self._queue.offer(block, self._followed[block[0]].space.block_bytes)
         self._queue.no_room(self._clock.monotonic_seconds())
-        ways.figures.unwritten(ways.name, 1)
+        ways.figures.count(ways.name, unwritten=1)
         line = f"nothing is written to {ways.name}, {len(self._queue):,} blocks wait: {why}"
         ways.told.say(f"writes {ways.name}", line)
 
@@ -218,7 +219,7 @@ class Follower:
         reply = run.lease(space, [key], WRITE_LEASE_SECONDS)
         if not reply.lease:
             return True  # evicted, or DRAM is all pinned: its next use queues it again
-        pin = _Pin(run, reply.lease)
+        pin = Lending(lambda: run.release(reply.lease))
         try:
             frames = [column[0] for column in run.frames(reply.places, writable=False) if column]
             if len(frames) < len(names):
@@ -232,26 +233,6 @@ class Follower:
         finally:
             pin.returned()
         if is_there:
-            ways.figures.sent(ways.name, 1, space.block_bytes)
+            ways.figures.count(ways.name, blocks_out=1, bytes_out=space.block_bytes)
             ways.told.ended(f"writes {ways.name}", f"{ways.name} takes what is written again")
         return is_there
-
-
-class _Pin:
-    """A lease, until the last call that reads under it has returned."""
-
-    def __init__(self, run: CourierRun, lease: int) -> None:
-        self._run, self._lease = run, lease
-        self._lock = threading.Lock()
-        self._count = 1
-
-    def lend(self) -> None:
-        with self._lock:
-            self._count += 1
-
-    def returned(self) -> None:
-        with self._lock:
-            self._count -= 1
-            is_last = self._count == 0
-        if is_last:
-            self._run.release(self._lease)

@@ -25,7 +25,7 @@ from kvstore.block.identity import NodeIdentity
 from kvstore.client.connection import Unavailable
 from kvstore.courier.announcing import Follower
 from kvstore.courier.asking import VERSION, AskedBy, PeerCalls, UsableTransports, has_mac, offer_mac
-from kvstore.courier.directory import ValkeyDirectory
+from kvstore.courier.directory import DirectoryAddress, ValkeyDirectory
 from kvstore.courier.fetch import Fetcher, FetchJob, places_answer
 from kvstore.courier.figures import BANNED, DIRECTORY, MOST_SHOWN, PEER, REMOTE, UP, Figures, OncePerKind
 from kvstore.courier.link import CourierLink, CourierRun, CourierSpace
@@ -77,13 +77,10 @@ BUSY, KEY_MISMATCH, ABSENT = str(MissReason.BUSY), str(MissReason.KEY_MISMATCH),
 _log = logging.getLogger(__name__)
 
 
-MakesDirectory = Callable[[NodeIdentity, Callable[[], NodeEntry], AliveTable, Announcer], ValkeyDirectory]
-
-
 @dataclass(frozen=True)
 class CourierParts:
     """The parts of a courier. socket: `courier.sock`. peers: addresses. calls: to other nodes; None without any: then
-    there are no data servers, transports or directory either."""
+    there are no data servers, transports or directory either. directory: its address, and its user's password."""
 
     socket: str
     tenants: Sequence[str]
@@ -95,7 +92,7 @@ class CourierParts:
     peers: Sequence[str] = ()
     doors: dict[str, FrameDoor] = field(default_factory=dict)
     transports: dict[str, PullTransport] = field(default_factory=dict)
-    directory: MakesDirectory | None = None
+    directory: tuple[DirectoryAddress, Callable[[], str]] | None = None
     remote: RemoteWays | None = None
 
 
@@ -119,7 +116,8 @@ class _NodeSession:
             )
             if parts.directory is not None:
                 self.announcer = Announcer()
-                self.directory = parts.directory(here, entry, self.table, self.announcer)
+                address, password = parts.directory
+                self.directory = ValkeyDirectory(address, here, entry, self.table, self.announcer, clock, password)
             if parts.peers:
                 self.named = NamedPeers(parts.peers, here, self.table, parts.calls, parts.told, clock)
         self.locator = Locator(self.table, self.named, self.directory, self.ways, parts.remote, clock)
@@ -387,7 +385,7 @@ class PeerHolder:
 
             def sent(frame_bytes: int) -> None:
                 is_whole = next(frames_sent) % len(columns) == 0  # a block's parts are sent in turn
-                self._courier.parts.figures.sent(terms.asking, int(is_whole), frame_bytes)
+                self._courier.parts.figures.count(terms.asking, blocks_out=is_whole, bytes_out=frame_bytes)
 
             nonce = self._courier.parts.new_token(NONCE_BYTES)
             secret = pull_secret(space.grant.identity_key, terms, nonce)

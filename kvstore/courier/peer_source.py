@@ -102,7 +102,7 @@ class PeerWays:
         """How many of these blocks each of the nodes has, all asked at once; None for those that do not answer."""
         counts = self.ask(run, space, nodes, keys, first, seconds)(seconds)
         for entry, blocks in zip(nodes, counts, strict=True):
-            self.figures.looked(entry.node, bool(blocks))
+            self.figures.count(entry.node, lookups=1, found=bool(blocks))
         return counts
 
     def ask(
@@ -214,7 +214,7 @@ class PeerSource:
     def _failed(self, reason: MissReason, detail: str) -> Filled:
         ways, entry = self._ways, self.entry
         ways.choice.failed(entry.node, entry.incarnation, ways.clock.monotonic_seconds())
-        ways.figures.failed(entry.node)
+        ways.figures.count(entry.node, failures=1)
         return Filled(reason, f"{self.name}: {detail}")
 
     def _pulled(self, window: ReservedWindow, stops: Stops) -> Filled:

@@ -65,7 +65,7 @@ class RemoteWays:
                 now = self.clock.monotonic_seconds()
                 self.figures.answered(self.name, self.name, now - began_at, now > wanted_by, self.told)
             blocks = (found.index(False) if False in found else len(found)) * step
-            self.figures.looked(self.name, bool(blocks))
+            self.figures.count(self.name, lookups=1, found=bool(blocks))
             return blocks
 
         return self.workers.submit(work, ends_at)

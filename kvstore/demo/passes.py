@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil
 from statistics import median
 from typing import Any, TypeVar
@@ -91,9 +91,6 @@ class ColdAgainstGenerate:
     ratio: float
     pairs: int
     same_first_token: int
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 class PlainGenerate:

@@ -44,7 +44,7 @@ def run(
 ) -> DemoResult:
     """Run everything. requests, model: in place of the demo's own. sidecar: a running one to answer from, restarted for
     the last pass; `options` then do not configure the store. Raises `StoreError` if the store cannot open."""
-    options, progress = options or DemoOptions(), progress or _silent
+    options, progress = options or DemoOptions(), progress or (lambda doing, done, steps: None)
     if requests is None:
         requests = twenty_requests(options.answer_tokens)
     asked = list(requests[: options.requests])
@@ -126,7 +126,3 @@ def _torch_threads(threads: int) -> Iterator[int]:
         yield threads
     finally:
         torch.set_num_threads(before)
-
-
-def _silent(doing: str, done: int, steps: int) -> None:
-    pass

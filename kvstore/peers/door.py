@@ -75,8 +75,6 @@ class SocketFrameDoor(FrameDoor):
 
 
 class _Connection(Serving):
-    """One puller's connection."""
-
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         super().__init__(deadline)
         self.sock = sock
@@ -91,8 +89,6 @@ class _Connection(Serving):
 
 
 class _Loop:
-    """A thread and its connections."""
-
     def __init__(self, offers: Offers, clock: Clock, number: int) -> None:
         self._offers, self._clock = offers, clock
         self._selector = selectors.DefaultSelector()

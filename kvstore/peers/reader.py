@@ -10,8 +10,7 @@ import hmac
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
-from threading import Thread
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from kvstore.block.errors import BadInput
@@ -38,7 +37,7 @@ class FramePuller(ABC):
         self._offer, self._secret, self._seal, self._clock = offer, secret, seal, clock
         self._hello = hello_for(offer.token, secret, offer.is_sealed)
         self._record = memoryview(bytearray(t.RECORD.size))
-        self._checker = _Checker() if checks_beside else None
+        self._checker = ThreadPoolExecutor(1, "kvstore-pull-checks") if checks_beside else None
         self.is_refused = self._is_welcome = self._is_over = False
         self._number = 0  # of the next frame
         self._request = 0
@@ -110,7 +109,7 @@ class FramePuller(ABC):
         self._is_over = True
         self._hang_up()
         if self._checker is not None:
-            self._checker.stop()
+            self._checker.shutdown(wait=False)
 
     # --- frames ---
 
@@ -193,9 +192,10 @@ def broken(error: Exception) -> t.PeerFault:
 class _Checks:
     """Counts the leading good frames of a pull; frames may be checked in another thread."""
 
-    def __init__(self, check: Check, checker: _Checker | None) -> None:
+    def __init__(self, check: Check, checker: ThreadPoolExecutor | None) -> None:
         self._check, self._checker = check, checker
-        self._good = self._under_way = 0
+        self._under_way: deque[Future[bool]] = deque()
+        self._good = 0
         self.has_failed = False
 
     def check(self, at: int, view: memoryview, opening: Opening | None) -> bool:
@@ -207,46 +207,19 @@ class _Checks:
         if self._checker is None:
             self._note(is_good())
         else:
-            self._checker.work.put(is_good)
-            self._under_way += 1
-            while self._under_way and not self._checker.done.empty():
-                self._hear()
+            try:
+                self._under_way.append(self._checker.submit(is_good))
+            except RuntimeError:
+                raise t.PeerFault("the connection was closed from here") from None
+            while self._under_way and self._under_way[0].done():
+                self._note(self._under_way.popleft().result())
         return not self.has_failed
 
     def settled(self) -> int:
         while self._under_way:
-            self._hear()
+            self._note(self._under_way.popleft().result())
         return self._good
-
-    def _hear(self) -> None:
-        assert self._checker is not None
-        found = self._checker.done.get()
-        self._under_way -= 1
-        if isinstance(found, BaseException):
-            raise found
-        self._note(found)
 
     def _note(self, is_good: bool) -> None:
         self.has_failed = self.has_failed or not is_good
         self._good += not self.has_failed
-
-
-class _Checker:
-    """A thread that opens and checks frames."""
-
-    def __init__(self) -> None:
-        self.work: SimpleQueue[Callable[[], bool] | None] = SimpleQueue()
-        self.done: SimpleQueue[bool | BaseException] = SimpleQueue()
-        Thread(target=self._run, name="kvstore-pull-checks", daemon=True).start()
-
-    def _run(self) -> None:
-        while (is_good := self.work.get()) is not None:
-            try:
-                self.done.put(is_good())
-            except BaseException as error:  # raised again in the pull
-                self.done.put(error)
-            is_good = None  # keeps no reference to a slot
-
-    def stop(self) -> None:
-        """End when all queued frames are checked."""
-        self.work.put(None)

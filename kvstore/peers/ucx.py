@@ -355,8 +355,6 @@ class UcxFrameDoor(FrameDoor):
 
 
 class _Served(Serving):
-    """One puller's connection."""
-
     def __init__(self, endpoint: Any, deadline: float) -> None:
         super().__init__(deadline)
         self.endpoint = endpoint
