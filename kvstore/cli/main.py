@@ -250,6 +250,11 @@ def serve(
             _check_beside(name, command[len(_PROGRAM) :])
         given = [seconds, settings.log.format, json.dumps(beside)]
         os.execv(sys.executable, [sys.executable, "-P", keeper.__file__, *given, *sidecar])
+    couriers: Any = None
+    if settings.wants_courier:
+        from kvstore.elsewhere.desk import CourierDesk
+
+        couriers = CourierDesk
     wire = KeeperWire(kept_at, secrets.token_bytes) if kept_at is not None else None
     # Connection numbers must exceed those of all earlier runs on this memory. Starts are more than 34 ms apart, and no
     # run has 2**24 connections per 34 ms, so the clock's number will do.
@@ -264,7 +269,7 @@ def serve(
         kvstore.policy_named,
         read,
         wire,
-        _couriers() if settings.wants_courier else None,
+        couriers,
     )
     keeper_pid = os.getppid() if wire is not None else None
     try:
@@ -320,12 +325,6 @@ def _network_flags(settings: Any) -> list[str]:
     flags += [f"--{key.replace('_', '-')}={value}" for key, value in given.items() if value is not None]
     flags += [f"--peer={one}" for one in chosen.peers or ()]
     return [*flags, *(["--reflection"] if chosen.reflection else [])]
-
-
-def _couriers() -> Any:
-    from kvstore.elsewhere.desk import CourierDesk
-
-    return CourierDesk
 
 
 def _http_server(host: str, port: int, daemon: Any) -> Any:

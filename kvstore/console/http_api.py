@@ -38,7 +38,6 @@ from kvstore.console.figures import (
     facts_of_tenant,
     misses_of,
     namespaces_of,
-    schemas_of,
     tenants_of,
     whatif_of,
 )
@@ -303,7 +302,8 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast, reasons: Mapping
     @app.get("/api/engines", summary="Sessions of engines, the door, and moves between tiers")
     async def engines(request: Request) -> Response:
         facts = known(request)
-        figures = EngineFigures(facts.sessions[:MOST_LISTED], _hidden_sessions(facts), facts.departed, facts.door)
+        hidden = facts.hidden_sessions + max(0, len(facts.sessions) - MOST_LISTED)
+        figures = EngineFigures(facts.sessions[:MOST_LISTED], hidden, facts.departed, facts.door)
         return _json(EnginesAnswer(figures, facts.moves))
 
     @app.get("/api/elsewhere", summary="Other nodes, the directory and the remote tier, as couriers tell of them")
@@ -416,10 +416,6 @@ async def _body(request: Request, most: int) -> bytes | None:
     return bytes(body)
 
 
-def _hidden_sessions(facts: SidecarStatus) -> int:
-    return facts.hidden_sessions + max(0, len(facts.sessions) - MOST_LISTED)
-
-
 def _add_pages(app: FastAPI, guard: Guard, static: Mapping[str, StaticFile]) -> None:
     login = static["login.html"]
     wrong_token = replace(login, body=login.body.replace(b"<p>", b"<p>That is not the token. ", 1))
@@ -488,7 +484,9 @@ def _add_document(app: FastAPI, version: str, acts: bool) -> None:
     posted = ACTIONS if acts else {}
     kinds |= {"/api/operator": TicketAnswer, "/api/audit": list[AuditEntry]} if acts else {}
     kinds |= dict.fromkeys(posted, ActionAnswer)
-    (error, *schemas), components = schemas_of([ApiError, *kinds.values(), *posted.values()])
+    shown = [ApiError, *kinds.values(), *posted.values()]
+    found, components = msgspec.json.schema_components(shown, ref_template="#/components/schemas/{name}")
+    error, *schemas = found
     document = get_openapi(title="kvstore console", version=version, routes=app.routes)
     document.setdefault("components", {})["schemas"] = components
     for (path, order), schema in zip(posted.items(), schemas[len(kinds) :], strict=True):
