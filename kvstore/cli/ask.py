@@ -16,6 +16,7 @@ import msgspec
 
 from kvstore.block.errors import BadInput, Rejected, StoreError, Unreachable
 from kvstore.block.identity import ExtraKey, Namespace, PrefixHasher, as_extra_keys, token_bytes
+from kvstore.cli.report import RecordReport, WarmReport
 from kvstore.client.connection import check_numbers, checked_facts
 from kvstore.client.framing import HANGS, FramedSocket, Silent, TimedOut
 from kvstore.client.warming import Warming
@@ -90,19 +91,6 @@ TAKEN_EVERY_SECONDS = 0.5
 """Interval between fetches of a sidecar's notes."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecordSummary:
-    """requests, blocks: written. lost: requests that the sidecar dropped because earlier notes were not fetched in
-    time."""
-
-    file: str
-    block_tokens: int
-    requests: int
-    blocks: int
-    lost: int
-    seconds: float
-
-
 def record(
     socket: str,
     clock: Clock,
@@ -113,7 +101,7 @@ def record(
     write: Callable[[str], object],
     progress: Progress,
     is_ended: Callable[[], bool] = lambda: False,
-) -> RecordSummary:
+) -> RecordReport:
     """Write each request that clients look up from now on as a line of the form that `read_trace` reads.
 
     seconds: None until it is ended. file: named in the report. is_ended: polled; what was looked up until then is
@@ -159,7 +147,7 @@ def record(
             ask(m.Record(begun.recording, ends=True), m.Recorded, CALL_SECONDS)
             raise
         ask(m.Record(begun.recording, ends=True), m.Recorded, CALL_SECONDS)
-    return RecordSummary(file, begun.block_tokens, requests, blocks, lost, clock.monotonic_seconds() - began)
+    return RecordReport(file, begun.block_tokens, requests, blocks, lost, clock.monotonic_seconds() - began)
 
 
 # Warming --------------------------------------------------------------------------------------------------------------
@@ -172,21 +160,6 @@ class WarmPrompt:
     line: int
     token_ids: bytes
     extra_keys: tuple[ExtraKey, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Warmed:
-    """In blocks. warm: already in DRAM. promoted: from a lower tier. left: found but not promoted, by reason. absent:
-    not stored, by reason."""
-
-    namespace: str
-    prompts: int
-    asked: int
-    warm: int
-    promoted: int
-    left: dict[str, int]
-    absent: dict[str, int]
-    seconds: float
 
 
 def read_prompts(name: str, lines: Iterable[str]) -> list[WarmPrompt]:
@@ -239,7 +212,7 @@ def _extra_key(given: Any) -> ExtraKey | bytes | str:
 
 def warm(
     socket: str, clock: Clock, namespace: str, name: str, prompts: Sequence[WarmPrompt], progress: Progress
-) -> Warmed:
+) -> WarmReport:
     """Promote the stored prefix of each prompt to DRAM. name: the file's, for messages. Raises `BadInput`."""
     began = clock.monotonic_seconds()
     with _connection(socket, clock, "give --socket (a tenant's) or --data") as ask:
@@ -254,7 +227,7 @@ def warm(
                 most = f"{m.MAX_KEYS} ({m.MAX_KEYS * block_tokens} tokens)"
                 raise BadInput(f"{name} line {prompt.line}: {len(keys)} blocks; give at most {most}")
             warming.take(keys)
-    return Warmed(
+    return WarmReport(
         chosen.id,
         len(prompts),
         warming.asked,
@@ -312,7 +285,6 @@ class _Ask:
         raise BadInput(answer.text) if answer.fault is m.RequestFault.BAD_INPUT else StoreError(answer.text)
 
     def _check(self, answer: Any) -> None:
-        """What is printed."""
         try:
             if isinstance(answer, m.StatReply):
                 checked_facts(answer.facts)

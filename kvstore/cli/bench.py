@@ -176,7 +176,6 @@ _MS = "give milliseconds, such as 200,500"
 
 
 def _endpoints(given: list[str], sidecars: list[str], anywhere: bool) -> list[Any]:
-    """Endpoints by name. Raises `BadInput`."""
     from kvstore.openai.client import checked_url
     from kvstore.traffic.run import Endpoint
 

@@ -1,11 +1,9 @@
 """`kvstore console`: serves the dashboard and its API, beside a running sidecar."""
 
 import errno
-import json
 import os
 import secrets
 import stat
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,8 +15,7 @@ import kvstore
 from kvstore.block.errors import BadInput
 from kvstore.cli import ask
 from kvstore.cli.operate import Data, ObserveSocket
-from kvstore.cli.standard_streams import say
-from kvstore.cli.terminal import OK, Checks, Json, app, option, path_option, typer
+from kvstore.cli.terminal import OK, Checks, Json, app, option, path_option, say_started, typer, url_of
 from kvstore.config import AUDIT_FILE, DEFAULT_TENANT
 from kvstore.protocol.words import printable
 from tiering.clock import Clock
@@ -66,7 +63,7 @@ def console(
     It asks through a socket that allows no changes, so it may crash or be flooded without engines noticing. It waits
     for a sidecar that is not there yet. With --operator it has a page that drops, purges and warms.
     """
-    from kvstore.console.access import ConsoleTokens, checked_tokens
+    from kvstore.console.access import ConsoleReader, checked_tokens
     from kvstore.console.audit import AuditLog
     from kvstore.console.serve import ConsoleParts, serve_console
     from kvstore.service.settings import OBSERVE_SOCKET, TENANT_SOCKET, default_socket, host_and_port
@@ -75,15 +72,13 @@ def console(
     address = host_and_port(listen, "--listen")
     file = Path(audit_file or default_socket(data, AUDIT_FILE))
 
-    def read_tokens() -> ConsoleTokens:
+    def read_tokens() -> dict[str, ConsoleReader]:
         assert token_file is not None
         with open(token_file, encoding="utf-8", errors="replace") as lines:
             return checked_tokens(lines.read(_MOST_TOKEN_BYTES), token_file)
 
     def started(port: int) -> None:
-        host = f"[{address[0]}]" if ":" in address[0] else address[0]
-        url = f"http://{host}:{port}/"
-        say(json.dumps({"console": url, "pid": os.getpid()}) if as_json else f"console on {url}", sys.stdout)
+        say_started("console", f"{url_of(address[0], port)}/", as_json)
 
     if checks:
         if token_file is not None:
@@ -113,7 +108,6 @@ def console(
 
 
 def _tenant_sockets(given: list[str]) -> dict[str, str]:
-    """Socket paths by tenant."""
     pairs = [one.partition("=") for one in given]
     wrong = next((one for one, (name, _, path) in zip(given, pairs, strict=True) if not name or not path), None)
     if wrong is not None:

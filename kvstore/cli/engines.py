@@ -1,8 +1,6 @@
 """Commands that talk to engines over OpenAI's API: `kvstore pd-proxy` and `kvstore prime`."""
 
 import asyncio
-import json
-import os
 import secrets
 import sys
 from pathlib import Path
@@ -20,8 +18,10 @@ from kvstore.cli.terminal import (
     option,
     path_option,
     print_result,
+    say_started,
     shown_progress,
     typer,
+    url_of,
 )
 from kvstore.config import expanded
 
@@ -94,9 +94,7 @@ def pd_proxy(
     address = host_and_port(listen, "--listen")
 
     def started(port: int) -> None:
-        host = f"[{address[0]}]" if ":" in address[0] else address[0]
-        url = f"http://{host}:{port}"
-        say(json.dumps({"pd_proxy": url, "pid": os.getpid()}) if as_json else f"pd-proxy on {url}", sys.stdout)
+        say_started("pd-proxy", url_of(address[0], port), as_json)
 
     def told(line: str) -> None:
         say(f"kvstore: {line}", sys.stderr)

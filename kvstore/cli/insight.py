@@ -110,11 +110,7 @@ def replay(
             with lines_of(path) as lines:
                 read.append(read_trace(path.name if is_short else str(path), lines, block_size))
         result = replays.run(read, chosen, options, build_replay, show)
-    status = print_result(result, as_json)
-    if draw is not None:
-        sys.stdout.flush()
-        draw(result)
-    return status
+    return _shown(result, as_json, draw)
 
 
 @app.command()
@@ -176,6 +172,10 @@ def whatif(
         result = whatif_trace.run(
             read, options, build_replay, lambda part: kvstore.policy_named(policy, part), SystemClock(), show
         )
+    return _shown(result, as_json, draw)
+
+
+def _shown(result: Any, as_json: bool, draw: Callable[[Any], None] | None) -> int:
     status = print_result(result, as_json)
     if draw is not None:
         sys.stdout.flush()

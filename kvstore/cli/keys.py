@@ -1,7 +1,7 @@
 """kvstore keys: tenants' secrets that a pool's nodes share. Prints fingerprints, never a secret."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,21 +48,21 @@ class KeysReport:
         }
 
     def render(self, console: Any) -> None:
+        for line in [*self._lines()] or [f"{self.where} has no keys"]:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _lines(self) -> Iterator[str]:
         for one in self.tenants:
             signs = one.in_epochs()[-1]
             also = ", ".join(str(number) for number, _ in one.epochs[:-1])
             line = f"{one.tenant}: {one.fingerprint}, signs in epoch {signs.epoch} ({signs.key_id.hex()})"
-            console.print(
-                line + (f", accepts {also} too" if also else ""), markup=False, highlight=False, soft_wrap=True
-            )
+            yield line + (f", accepts {also} too" if also else "")
         for name, pooled in self.served.items():
-            console.print(f"{name}: {pooled.fingerprint}, of a pool", markup=False, highlight=False, soft_wrap=True)
+            yield f"{name}: {pooled.fingerprint}, of a pool"
         for fingerprint, name in self.purged.items():
-            console.print(f"{name}: {fingerprint} was purged", markup=False, highlight=False, soft_wrap=True)
+            yield f"{name}: {fingerprint} was purged"
         for name, fault in self.faults.items():
-            console.print(f"{name} cannot be used: {fault}", markup=False, highlight=False, soft_wrap=True)
-        if not (self.tenants or self.served or self.purged or self.faults):
-            console.print(f"{self.where} has no keys", markup=False, highlight=False, soft_wrap=True)
+            yield f"{name} cannot be used: {fault}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+from kvstore.block.errors import BadInput
 from kvstore.cli.terminal import (
     CHECK_FAILED,
     Json,
@@ -47,10 +48,11 @@ def lint(
     """
     from kvstore.insight import prompts as linting
 
-    options = linting.LintOptions(
-        whole(block, "--block", 1, 4096),
-        None if min_hit_rate is None else real(min_hit_rate, "--min-hit-rate", "give a share of the tokens, 0 to 1"),
-    )
+    block_tokens, least = whole(block, "--block", 1, 4096), None
+    if min_hit_rate is not None:
+        least = real(min_hit_rate, "--min-hit-rate", "give a share of the tokens, 0 to 1")
+        if not 0 <= least <= 1:
+            raise BadInput(f"--min-hit-rate {least:g}; give a share of the tokens, 0 to 1, such as 0.6")
     if tokenizer is not None and as_bytes:
         raise typer.BadParameter("--bytes is for prompts without a tokenizer; leave it out, or --tokenizer")
     path = Path(prompts)
@@ -62,7 +64,7 @@ def lint(
             read = linting.read_file_prompts(path.name, _bounded(lines, linting.MOST_LINE_CHARACTERS), tokenise, show)
         has_text = as_bytes and any(one.text for one in read)
         unit = "bytes, taken for tokens" if has_text else "tokens"
-        result = linting.lint(path.name, read, options, tokenise, unit, show)
+        result = linting.lint(path.name, read, block_tokens, least, tokenise, unit, show)
     print_result(result, as_json)
     sys.stdout.flush()
     return CHECK_FAILED if result.is_below else 0

@@ -30,6 +30,7 @@ import signal
 import sys
 import time
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -46,6 +47,7 @@ import kvstore.cli.network
 import kvstore.cli.operate
 import kvstore.cli.plan
 from kvstore.block.errors import BadInput, OutOfResources, StoreError
+from kvstore.cli.operate import sidecar_settings
 from kvstore.cli.standard_streams import (
     flush_output,
     hold_standard_descriptors,
@@ -223,7 +225,6 @@ def serve(
     from kvstore.service.serve import KeeperWire, Outside
     from kvstore.service.serve import serve as run
     from kvstore.service.sessions import CONNECTION_BITS
-    from kvstore.service.settings import Settings, read_configuration, read_settings
     from tiering.nvme.lmdb_index import LmdbMaker
 
     flags = {
@@ -234,10 +235,7 @@ def serve(
         "keys": {"directory": keys},
     }
 
-    def read() -> Settings:
-        text = read_configuration(Path(config)) if config is not None else b""
-        return read_settings(text, flags, config or "the configuration", os.environ)
-
+    read = partial(sidecar_settings, config, flags)
     settings = read()
     hold_standard_descriptors()
     # OpenBLAS threads are not used here; they would cost address space and start-up time.
@@ -252,6 +250,11 @@ def serve(
             _check_beside(name, command[len(_PROGRAM) :])
         given = [seconds, settings.log.format, json.dumps(beside)]
         os.execv(sys.executable, [sys.executable, "-P", keeper.__file__, *given, *sidecar])
+    couriers: Any = None
+    if settings.wants_courier:
+        from kvstore.elsewhere.desk import CourierDesk
+
+        couriers = CourierDesk
     wire = KeeperWire(kept_at, secrets.token_bytes) if kept_at is not None else None
     # Connection numbers must exceed those of all earlier runs on this memory. Starts are more than 34 ms apart, and no
     # run has 2**24 connections per 34 ms, so the clock's number will do.
@@ -266,7 +269,7 @@ def serve(
         kvstore.policy_named,
         read,
         wire,
-        _couriers() if settings.wants_courier else None,
+        couriers,
     )
     keeper_pid = os.getppid() if wire is not None else None
     try:
@@ -322,12 +325,6 @@ def _network_flags(settings: Any) -> list[str]:
     flags += [f"--{key.replace('_', '-')}={value}" for key, value in given.items() if value is not None]
     flags += [f"--peer={one}" for one in chosen.peers or ()]
     return [*flags, *(["--reflection"] if chosen.reflection else [])]
-
-
-def _couriers() -> Any:
-    from kvstore.elsewhere.desk import desk_of
-
-    return desk_of
 
 
 def _http_server(host: str, port: int, daemon: Any) -> Any:

@@ -138,9 +138,7 @@ def network(
 
     def tokens(text: bytes, name: str) -> dict[str, DoorCaller]:
         found = checked_tokens(text.decode("utf-8", "replace"), name)
-        return {token: DoorCaller(tenant) for token, tenant in found.tenants.items()} | {
-            found.operator: DoorCaller(None)
-        }
+        return {token: DoorCaller(one.tenant) for token, one in found.items()}
 
     def beat() -> None:
         if beats is not None:

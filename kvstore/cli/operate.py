@@ -71,7 +71,6 @@ def doctor(
     from kvstore.doctor.checks import checks_of
     from kvstore.doctor.engine import MOST_BYTES, read_transfer_config
     from kvstore.doctor.findings import examine
-    from kvstore.service.settings import read_configuration, read_settings
     from tiering.files import Unfit, read_file
 
     flags = {
@@ -79,8 +78,7 @@ def doctor(
         "door": {"socket": socket},
         "keys": {"directory": keys},
     }
-    text = read_configuration(Path(config)) if config is not None else b""
-    settings = read_settings(text, flags, config or "the configuration", os.environ)
+    settings = sidecar_settings(config, flags)
     given = None
     if engine is not None:
         if not engine.lstrip().startswith("{"):
@@ -94,6 +92,14 @@ def doctor(
         found = examine(checks_of(settings, socket is not None, given))
     print_result(found, as_json)
     return CHECK_FAILED if found.lacking else OK
+
+
+def sidecar_settings(config: str | None, flags: dict[str, dict[str, str | None]]) -> Any:
+    """The settings of a file, of variables, and of flags by section. Raises `BadInput`, `OSError`."""
+    from kvstore.service.settings import read_configuration, read_settings
+
+    text = read_configuration(Path(config)) if config is not None else b""
+    return read_settings(text, flags, config or "the configuration", os.environ)
 
 
 class _Watchable(typer.core.TyperCommand):
@@ -240,7 +246,7 @@ def warm(
     as_json: Json = False,
 ) -> int:
     """Promote the stored prefixes of prompts to DRAM, before engines ask for them."""
-    from kvstore.cli import ask, report
+    from kvstore.cli import ask
     from kvstore.service.settings import TENANT_SOCKET, default_socket
     from tiering.clock import SystemClock
 
@@ -249,7 +255,7 @@ def warm(
     with shown_progress() as show:
         path = socket or default_socket(data, TENANT_SOCKET)
         warmed = ask.warm(path, SystemClock(), namespace, file, prompts, show)
-    return print_result(report.WarmReport(warmed), as_json)
+    return print_result(warmed, as_json)
 
 
 @app.command()
@@ -268,7 +274,7 @@ def record(
 
     The salt is drawn anew for each recording and never leaves the sidecar. SIGINT and SIGTERM end it in order.
     """
-    from kvstore.cli import ask, report
+    from kvstore.cli import ask
 
     path, clock = _admin(data, socket)
     if os.path.exists(file):
@@ -283,7 +289,7 @@ def record(
         finally:
             if not os.path.getsize(file):
                 os.remove(file)
-    return print_result(report.RecordReport(recorded), as_json)
+    return print_result(recorded, as_json)
 
 
 def _admin(data: str, socket: str | None) -> tuple[str, Any]:

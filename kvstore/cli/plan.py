@@ -1,8 +1,11 @@
 """`kvstore plan`: the size of a model's KV and what loading it saves, each number with its formula."""
 
 import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
+
+import msgspec
 
 from kvstore.cli.terminal import (
     Json,
@@ -68,7 +71,9 @@ def plan(
     from kvstore.insight import plan as plans
 
     if models:
-        return print_result(_ModelList(list(known.MODELS.values()), plans.models_table), as_json)
+        from kvstore.console.planning import models_of_table
+
+        return print_result(_ModelList(known.MODELS.values(), models_of_table(), plans.models_table), as_json)
     described = [one for one in (layers, kv_heads, head_dim) if one is not None]
     if (model is not None) + (config is not None) + bool(described) != 1:
         raise typer.BadParameter(
@@ -132,21 +137,13 @@ def plan(
 
 
 class _ModelList:
-    def __init__(self, models: list[Any], table: Any) -> None:
-        self._models = models
-        self._table = table
+    """The models of the table, as the console lists them. table: makes the one for people."""
+
+    def __init__(self, models: Collection[Any], listed: Sequence[Any], table: Any) -> None:
+        self._models, self._listed, self._table = models, listed, table
 
     def to_dict(self) -> dict[str, object]:
-        rows = [
-            {
-                "model": one.name,
-                "bytes_per_token": one.bytes_per_token(one.dtype),
-                "state_bytes": one.state_bytes,
-                "source": one.source,
-            }
-            for one in self._models
-        ]
-        return {"models": rows}
+        return {"models": msgspec.to_builtins(self._listed)}
 
     def render(self, console: Any) -> None:
         console.print(self._table(self._models))

@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.block.account import MissReason
-from kvstore.cli.ask import RecordSummary, Warmed
 from kvstore.config import format_size
 from kvstore.protocol.messages import Counted, WhyReply
 from kvstore.protocol.told import PrefixFigures, RequestRecord, StoreNote
@@ -290,41 +289,53 @@ class GoneReport:
 
 @dataclass(frozen=True, slots=True)
 class RecordReport:
-    """`kvstore record`."""
+    """`kvstore record`. requests, blocks: written. lost: requests that the sidecar dropped because earlier notes were
+    not fetched in time."""
 
-    recorded: RecordSummary
+    file: str
+    block_tokens: int
+    requests: int
+    blocks: int
+    lost: int
+    seconds: float
 
     def to_dict(self) -> dict[str, object]:
-        return asdict(self.recorded)
+        return asdict(self)
 
     def render(self, console: Any) -> None:
-        one = self.recorded
-        if not one.requests:
-            nothing = f"nothing was looked up in {_span(one.seconds)}: there is no {one.file}"
+        if not self.requests:
+            nothing = f"nothing was looked up in {_span(self.seconds)}: there is no {self.file}"
             console.print(Text(nothing), soft_wrap=True)
             return
-        words = f"{_count(one.requests, 'request')}, {_count(one.blocks, 'block')} of {one.block_tokens} tokens"
-        done = f"{one.file}: {words}, in {_span(one.seconds)}; kvstore replay reads it."
+        words = f"{_count(self.requests, 'request')}, {_count(self.blocks, 'block')} of {self.block_tokens} tokens"
+        done = f"{self.file}: {words}, in {_span(self.seconds)}; kvstore replay reads it."
         console.print(Text(done), soft_wrap=True)
-        if one.lost:
-            console.print(Text(f"{_count(one.lost, 'request')} more came too fast to be written, and are not in it."))
+        if self.lost:
+            console.print(Text(f"{_count(self.lost, 'request')} more came too fast to be written, and are not in it."))
 
 
 @dataclass(frozen=True, slots=True)
 class WarmReport:
-    """`kvstore warm`."""
+    """`kvstore warm`, in blocks. warm: already in DRAM. promoted: from a lower tier. left: found but not promoted, by
+    reason. absent: not stored, by reason."""
 
-    warmed: Warmed
+    namespace: str
+    prompts: int
+    asked: int
+    warm: int
+    promoted: int
+    left: dict[str, int]
+    absent: dict[str, int]
+    seconds: float
 
     def to_dict(self) -> dict[str, object]:
-        return asdict(self.warmed)
+        return asdict(self)
 
     def render(self, console: Any) -> None:
-        one = self.warmed
-        rows: list[tuple[object, ...]] = [("warm already", one.warm), ("promoted", one.promoted)]
-        rows += [(f"not promoted: {reason}", count) for reason, count in one.left.items()]
-        rows += [(f"not there: {reason}", count) for reason, count in one.absent.items()]
-        console.print(Text(f"{_count(one.prompts, 'prompt')}, {_count(one.asked, 'block')}, {one.seconds:.1f} s"))
+        rows: list[tuple[object, ...]] = [("warm already", self.warm), ("promoted", self.promoted)]
+        rows += [(f"not promoted: {reason}", count) for reason, count in self.left.items()]
+        rows += [(f"not there: {reason}", count) for reason, count in self.absent.items()]
+        console.print(Text(f"{_count(self.prompts, 'prompt')}, {_count(self.asked, 'block')}, {self.seconds:.1f} s"))
         console.print(_table("|*blocks", rows))
 
 

@@ -11,7 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -523,11 +523,8 @@ def asked_stat(wire: FramedSocket, seconds: float) -> SidecarStatus:
 
 def stat_at(path: str, name: str, clock: Clock, seconds: float) -> SidecarStatus:
     """The same, over a connection of its own."""
-    wire = FramedSocket(path, name, b"", clock, seconds)
-    try:
+    with closing(FramedSocket(path, name, b"", clock, seconds)) as wire:
         return asked_stat(wire, seconds)
-    finally:
-        wire.close()
 
 
 def checked_facts(facts: SidecarStatus) -> SidecarStatus:

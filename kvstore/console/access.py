@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hmac import compare_digest
 from urllib.parse import urlsplit
 
@@ -42,19 +42,17 @@ def checked_token(text: str, where: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ConsoleTokens:
-    """operator: token of a reader who sees everything. tenants: tokens of readers who see one tenant."""
+class ConsoleReader:
+    """tenant: the only tenant that this reader sees; None for all."""
 
-    operator: str
-    tenants: Mapping[str, str] = field(default_factory=dict)
+    tenant: str | None = None
 
 
-def checked_tokens(text: str, where: str) -> ConsoleTokens:
-    """Parse a token file: the operator's token, then a line `NAME TOKEN` for each tenant that has one. Raises
-    `BadInput`, which repeats no token."""
+def checked_tokens(text: str, where: str) -> dict[str, ConsoleReader]:
+    """Readers by token, of a token file: the operator's token, then a line `NAME TOKEN` for each tenant that has one.
+    Raises `BadInput`, which repeats no token."""
     first, *lines = [line.strip() for line in text.strip().splitlines() if line.strip()] or [""]
-    operator = checked_token(first, where)
-    tenants: dict[str, str] = {}
+    readers = {checked_token(first, where): ConsoleReader()}
     if len(lines) > MOST_TENANTS:
         raise BadInput(f"{where} has {len(lines)} tenants; at most {MOST_TENANTS} have tokens")
     for number, line in enumerate(lines, 2):
@@ -62,42 +60,35 @@ def checked_tokens(text: str, where: str) -> ConsoleTokens:
         token = checked_token(given, f"{where}, line {number},")
         if not name.strip():
             raise BadInput(f"{where}, line {number}: give a tenant's name and its token, with a space between")
-        if token == operator or token in tenants:
+        if token in readers:
             raise BadInput(f"{where}, line {number}: that token is somebody else's too; draw one for each")
-        tenants[token] = printable(name.strip())
-    return ConsoleTokens(operator, tenants)
-
-
-@dataclass(frozen=True, slots=True)
-class ConsoleReader:
-    """tenant: the only tenant that this reader sees; None for all."""
-
-    tenant: str | None = None
+        readers[token] = ConsoleReader(printable(name.strip()))
+    return readers
 
 
 class Guard:
     """Access control of one listening address. Not thread-safe."""
 
     def __init__(
-        self, host: str, tokens: ConsoleTokens | None, clock: Clock, new_token: Callable[[int], bytes]
+        self, host: str, readers: Mapping[str, ConsoleReader] | None, clock: Clock, new_token: Callable[[int], bytes]
     ) -> None:
-        """tokens: None lets every process on this host read. Raises `BadInput` if that would let other hosts read
-        too."""
-        if tokens is None and not is_loopback(host):
+        """readers: by token; None lets every process on this host read. Raises `BadInput` if that would let other hosts
+        read too."""
+        if readers is None and not is_loopback(host):
             raise BadInput(
                 f"{host} can be reached by other hosts; give --token-file (console.token_file), or listen on 127.0.0.1"
             )
-        self.has_token = tokens is not None
-        self._readers = _readers(tokens)
+        self.has_token = readers is not None
+        self._readers = readers or {}
         self._names = {host.lower(), *_LOOPBACK}
         self._clock = clock
         self._new_token = new_token
         self._logins: OrderedDict[str, tuple[float, ConsoleReader]] = OrderedDict()  # by cookie: end, reader
         self._failures: deque[float] = deque(maxlen=MOST_FAILURES + 1)
 
-    def change_tokens(self, tokens: ConsoleTokens) -> None:
+    def change_tokens(self, readers: Mapping[str, ConsoleReader]) -> None:
         """Replace the tokens and end every login. Only for a guard that has tokens."""
-        self._readers = _readers(tokens)
+        self._readers = readers
         self._logins.clear()
 
     def is_known_host(self, host: str) -> bool:
@@ -146,12 +137,6 @@ class Guard:
     def _reader_of(self, given: str) -> ConsoleReader | None:
         found = [one for token, one in self._readers.items() if compare_digest(given.encode(), token.encode())]
         return found[0] if found else None
-
-
-def _readers(tokens: ConsoleTokens | None) -> dict[str, ConsoleReader]:
-    if tokens is None:
-        return {}
-    return {one: ConsoleReader(name) for one, name in tokens.tenants.items()} | {tokens.operator: ConsoleReader()}
 
 
 def _host_name(host: str) -> str | None:

@@ -5,7 +5,7 @@ The classes here are the API: their fields are only ever appended. None is "unkn
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -374,9 +374,3 @@ def span(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def schemas_of(kinds: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """JSON schemas for the API's document, and the components that they refer to."""
-    found, components = msgspec.json.schema_components(list(kinds), ref_template="#/components/schemas/{name}")
-    return list(found), components

@@ -38,7 +38,6 @@ from kvstore.console.figures import (
     facts_of_tenant,
     misses_of,
     namespaces_of,
-    schemas_of,
     tenants_of,
     whatif_of,
 )
@@ -53,12 +52,11 @@ from kvstore.console.operate import (
 )
 from kvstore.console.planning import PlanAnswer, PlannedModel, models_of_table, planned
 from kvstore.console.reasons import ReasonText, reasons_of
-from kvstore.console.rings import WINDOWS, RingWindow
+from kvstore.console.rings import WINDOWS, SeriesAnswer
 from kvstore.console.stream import Broadcast
 from kvstore.console.watch import SidecarWatch
 from kvstore.listeners.http_server import App, Message, Receive, Send, introduce
 from kvstore.protocol.told import PrefixFigures, RequestRecord
-from kvstore.status.declared import picked
 from kvstore.status.tree import ElsewhereStatus, NamespaceStatus, SidecarStatus
 from tiering.tier import MoveCounts
 
@@ -107,21 +105,6 @@ class ApiError(msgspec.Struct, frozen=True):
     """The API's error: one line for people."""
 
     error: str
-
-
-class SeriesAnswer(msgspec.Struct, frozen=True):
-    """`/api/series`. times: Unix time at which each slot of `step` seconds begins. counters: increase per slot; gauges:
-    last value per slot; null if unknown. sums: of the counters over the window. seen_since: the first slot with data.
-    restarts: when the sidecar began again."""
-
-    window: str
-    step: int
-    times: list[int]
-    counters: dict[str, list[float | None]]
-    gauges: dict[str, list[float | None]]
-    sums: dict[str, int]
-    seen_since: int | None
-    restarts: list[float]
 
 
 class NamespacesAnswer(msgspec.Struct, frozen=True):
@@ -270,10 +253,12 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast, reasons: Mapping
             raise HTTPException(503, f"no sidecar has answered yet: {why or 'wait a moment'}")
         return facts if tenant is None else facts_of_tenant(facts, tenant)
 
-    def seen(request: Request, window: str) -> RingWindow:
+    def seen(request: Request, window: str) -> SeriesAnswer:
         """Series are of all tenants together, so a tenant's reader gets none."""
         found = watch.window(window)
-        return found if request.scope[TENANT] is None else RingWindow(found.step, found.times)
+        if request.scope[TENANT] is None:
+            return found
+        return SeriesAnswer(window, found.step, found.times, {}, {}, {}, None, [])
 
     def asked(ask: Callable[[], A | None]) -> A:
         """Ask the sidecar now."""
@@ -296,16 +281,7 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast, reasons: Mapping
 
     @app.get("/api/series", summary="Numbers over time")
     async def series(request: Request, window: str = window) -> Response:
-        found = seen(request, window)
-        return _json(
-            picked(
-                SeriesAnswer,
-                found,
-                window=window,
-                counters={name: list(values) for name, values in found.counters.items()},
-                gauges={name: list(values) for name, values in found.gauges.items()},
-            )
-        )
+        return _json(seen(request, window))
 
     @app.get("/api/misses", summary="Why tokens were computed, by reason")
     async def misses(request: Request, window: str = window) -> Response:
@@ -326,7 +302,8 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast, reasons: Mapping
     @app.get("/api/engines", summary="Sessions of engines, the door, and moves between tiers")
     async def engines(request: Request) -> Response:
         facts = known(request)
-        figures = EngineFigures(facts.sessions[:MOST_LISTED], _hidden_sessions(facts), facts.departed, facts.door)
+        hidden = facts.hidden_sessions + max(0, len(facts.sessions) - MOST_LISTED)
+        figures = EngineFigures(facts.sessions[:MOST_LISTED], hidden, facts.departed, facts.door)
         return _json(EnginesAnswer(figures, facts.moves))
 
     @app.get("/api/elsewhere", summary="Other nodes, the directory and the remote tier, as couriers tell of them")
@@ -439,10 +416,6 @@ async def _body(request: Request, most: int) -> bytes | None:
     return bytes(body)
 
 
-def _hidden_sessions(facts: SidecarStatus) -> int:
-    return facts.hidden_sessions + max(0, len(facts.sessions) - MOST_LISTED)
-
-
 def _add_pages(app: FastAPI, guard: Guard, static: Mapping[str, StaticFile]) -> None:
     login = static["login.html"]
     wrong_token = replace(login, body=login.body.replace(b"<p>", b"<p>That is not the token. ", 1))
@@ -511,7 +484,9 @@ def _add_document(app: FastAPI, version: str, acts: bool) -> None:
     posted = ACTIONS if acts else {}
     kinds |= {"/api/operator": TicketAnswer, "/api/audit": list[AuditEntry]} if acts else {}
     kinds |= dict.fromkeys(posted, ActionAnswer)
-    (error, *schemas), components = schemas_of([ApiError, *kinds.values(), *posted.values()])
+    shown = [ApiError, *kinds.values(), *posted.values()]
+    found, components = msgspec.json.schema_components(shown, ref_template="#/components/schemas/{name}")
+    error, *schemas = found
     document = get_openapi(title="kvstore console", version=version, routes=app.routes)
     document.setdefault("components", {})["schemas"] = components
     for (path, order), schema in zip(posted.items(), schemas[len(kinds) :], strict=True):

@@ -12,8 +12,10 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import nan
+
+import msgspec
 
 MOST_SERIES = 96
 """Further names are ignored: a sidecar of another version must not make the console grow."""
@@ -46,11 +48,12 @@ class Ring:
         if self._reach(slot):
             self._values[slot % self._slots] = value
 
-    def read(self, first: int, stop: int) -> array[float]:
-        """Slots from first to before stop."""
-        found = array("d", [nan]) * max(0, stop - first)
+    def read(self, first: int, stop: int) -> list[float | None]:
+        """Slots from first to before stop; None for what is unknown."""
+        found: list[float | None] = [None] * max(0, stop - first)
         for slot in range(max(first, self._last - self._slots + 1), min(stop, self._last + 1)):
-            found[slot - first] = self._values[slot % self._slots]
+            value = self._values[slot % self._slots]
+            found[slot - first] = value if value == value else None
         return found
 
     def _reach(self, slot: int) -> bool:
@@ -75,18 +78,19 @@ class SidecarReading:
     gauges: Mapping[str, float]
 
 
-@dataclass(slots=True)
-class RingWindow:
-    """times: start of each slot. sums: of the counters over the window. restarts: start of each run in the window.
-    seen_since: the first slot with data, None without any."""
+class SeriesAnswer(msgspec.Struct, frozen=True):
+    """`/api/series`. times: Unix time at which each slot of `step` seconds begins. counters: increase per slot; gauges:
+    last value per slot; null if unknown. sums: of the counters over the window. seen_since: the first slot with data.
+    restarts: when the sidecar began again."""
 
+    window: str
     step: int
     times: list[int]
-    counters: dict[str, array[float]] = field(default_factory=dict)
-    gauges: dict[str, array[float]] = field(default_factory=dict)
-    sums: dict[str, int] = field(default_factory=dict)
-    restarts: list[float] = field(default_factory=list)
-    seen_since: int | None = None
+    counters: dict[str, list[float | None]]
+    gauges: dict[str, list[float | None]]
+    sums: dict[str, int]
+    seen_since: int | None
+    restarts: list[float]
 
 
 class Rings:
@@ -120,23 +124,25 @@ class Rings:
             for ring in self._rings(self._gauges, name):
                 ring.put(int(reading.at // ring.step), gauge)
 
-    def window(self, name: str, now: float) -> RingWindow:
+    def window(self, name: str, now: float) -> SeriesAnswer:
         """name: one of `WINDOWS`."""
         seconds, step = WINDOWS[name]
         at = next(place for place, (one, _) in enumerate(STEPS) if one == step)
         stop = int(now // step) + 1
         first = stop - seconds // step
-        found = RingWindow(step, [slot * step for slot in range(first, stop)])
-        for counter, rings in self._counters.items():
-            values = rings[at].read(first, stop)
-            found.counters[counter] = values
-            found.sums[counter] = int(sum(value for value in values if value == value))
-            known = next((place for place, value in enumerate(values) if value == value), None)
-            if known is not None and (found.seen_since is None or found.times[known] < found.seen_since):
-                found.seen_since = found.times[known]
-        found.gauges = {gauge: rings[at].read(first, stop) for gauge, rings in self._gauges.items()}
-        found.restarts = [one for one in self._restarts if one >= found.times[0]]
-        return found
+        times = [slot * step for slot in range(first, stop)]
+        counters = {name: rings[at].read(first, stop) for name, rings in self._counters.items()}
+        known = [at for values in counters.values() for at, value in enumerate(values) if value is not None]
+        return SeriesAnswer(
+            name,
+            step,
+            times,
+            counters,
+            {name: rings[at].read(first, stop) for name, rings in self._gauges.items()},
+            {name: int(sum(value for value in values if value is not None)) for name, values in counters.items()},
+            times[min(known)] if known else None,
+            [one for one in self._restarts if one >= times[0]],
+        )
 
     def _rings(self, of: dict[str, list[Ring]], name: str) -> list[Ring]:
         if name not in of:

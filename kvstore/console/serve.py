@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvstore.block.errors import BadInput
-from kvstore.console.access import ConsoleTokens, Guard
+from kvstore.console.access import ConsoleReader, Guard
 from kvstore.console.audit import AuditLog
 from kvstore.console.http_api import make_app
 from kvstore.console.operate import OperatorActions, OperatorVerbs
@@ -43,7 +43,7 @@ class ConsoleParts:
 def serve_console(
     sidecar: str,
     address: tuple[str, int],
-    read_tokens: Callable[[], ConsoleTokens] | None,
+    read_tokens: Callable[[], dict[str, ConsoleReader]] | None,
     parts: ConsoleParts,
     started: Callable[[int], None],
 ) -> None:

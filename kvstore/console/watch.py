@@ -12,6 +12,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import closing
 from typing import TypeVar
 
 import msgspec
@@ -21,7 +22,7 @@ from kvstore.client.connection import asked_stat, check_numbers
 from kvstore.client.framing import FramedSocket, TimedOut
 from kvstore.console.events import ConsoleEvent, events_between
 from kvstore.console.figures import ConsoleStatus, Contact, reading_of, status_of, status_of_tenant
-from kvstore.console.rings import Rings, RingWindow
+from kvstore.console.rings import Rings, SeriesAnswer
 from kvstore.protocol import messages as m
 from kvstore.protocol.told import PrefixFigures
 from kvstore.status.tree import SidecarStatus
@@ -85,7 +86,7 @@ class SidecarWatch:
         with self._lock:
             return status_of_tenant(self._version, self._clock.wall_seconds(), self._contact, self._facts, tenant)
 
-    def window(self, name: str) -> RingWindow:
+    def window(self, name: str) -> SeriesAnswer:
         """Time series; name: one of `WINDOWS`."""
         with self._lock:
             return self._rings.window(name, self._clock.wall_seconds())
@@ -112,11 +113,8 @@ class SidecarWatch:
         try:
             self._clock.sleep(max(0.0, self._asks_at - self._clock.monotonic_seconds()))
             self._asks_at = self._clock.monotonic_seconds() + ASK_EVERY_SECONDS
-            wire = FramedSocket(self._path, "kvstore console", b"", self._clock, ANSWER_SECONDS)
-            try:
+            with closing(FramedSocket(self._path, "kvstore console", b"", self._clock, ANSWER_SECONDS)) as wire:
                 answer = wire.call(verb, ANSWER_SECONDS).answer
-            finally:
-                wire.close()
             if not isinstance(answer, kind):
                 raise StoreError(answer.text if isinstance(answer, m.Failed) else "the sidecar is of another version")
             check_numbers(msgspec.to_builtins(answer))

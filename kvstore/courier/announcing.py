@@ -19,6 +19,7 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.client.connection import Unavailable
 from kvstore.courier.link import ANSWER_SECONDS, CourierRun, CourierSpace
 from kvstore.courier.remote_source import RemoteWays
+from kvstore.courier.window import Lending
 from kvstore.pool.announcer import Announcer
 from kvstore.pool.directory import hint_name, is_head
 from kvstore.protocol import messages as m
@@ -55,15 +56,6 @@ class _Followed:
     listed_at: float = -inf
 
 
-@dataclass(frozen=True)
-class RemoteWriting:
-    """writes: the policy. ttl_ms: 0 for none."""
-
-    ways: RemoteWays
-    writes: RemoteWrites
-    ttl_ms: int
-
-
 class Follower:
     """Follows one tenant's connection. Start it; it ends with the connection, or by `close`."""
 
@@ -71,7 +63,7 @@ class Follower:
         self,
         run: CourierRun,
         announcer: Announcer | None,
-        remote: RemoteWriting | None,
+        remote: RemoteWays | None,
         clock: Clock,
         looked: Callable[[], None],
         told: dict[bytes, set[bytes]],
@@ -185,7 +177,7 @@ class Follower:
     def _write_some(self) -> bool:
         remote = self._remote
         if remote is not None:
-            remote.ways.keep_warm()
+            remote.keep_warm()
         if remote is None or remote.writes is RemoteWrites.NONE:
             return False
         while self._run.uses.wanted:
@@ -198,28 +190,28 @@ class Follower:
             block = self._queue.take(now)
             if block is None or self._ends.is_set():
                 break
-            remote.ways.keep_warm()
+            remote.keep_warm()
             try:
                 if not self._write(remote, *block):
-                    self._unwritten(remote.ways, block, "no room there: raise its maxmemory, or let it evict")
+                    self._unwritten(remote, block, "no room there: raise its maxmemory, or let it evict")
             except RemoteFault as fault:
-                self._unwritten(remote.ways, block, str(fault))
+                self._unwritten(remote, block, str(fault))
             except Unavailable as away:
                 _log.debug("a block was not written", extra={"reason": away.detail})
         if self._queue.dropped:
-            remote.ways.figures.unwritten(remote.ways.name, self._queue.dropped)
+            remote.figures.count(remote.name, unwritten=self._queue.dropped)
             self._queue.dropped = 0
         return bool(len(self._queue)) and self._queue.seconds_until_next(self._clock.monotonic_seconds()) == 0.0
 
     def _unwritten(self, ways: RemoteWays, block: tuple[bytes, bytes], why: str) -> None:
         self._queue.offer(block, self._followed[block[0]].space.block_bytes)
         self._queue.no_room(self._clock.monotonic_seconds())
-        ways.figures.unwritten(ways.name, 1)
+        ways.figures.count(ways.name, unwritten=1)
         line = f"nothing is written to {ways.name}, {len(self._queue):,} blocks wait: {why}"
         ways.told.say(f"writes {ways.name}", line)
 
-    def _write(self, remote: RemoteWriting, space_id: bytes, key: bytes) -> bool:
-        ways, run, space = remote.ways, self._run, self._followed[space_id].space
+    def _write(self, ways: RemoteWays, space_id: bytes, key: bytes) -> bool:
+        run, space = self._run, self._followed[space_id].space
         ends_at = self._clock.monotonic_seconds() + WRITE_SECONDS
         names = ways.names(run, space, [key], ends_at)
         if all(ways.workers.exists(names, ends_at).result()):
@@ -227,7 +219,7 @@ class Follower:
         reply = run.lease(space, [key], WRITE_LEASE_SECONDS)
         if not reply.lease:
             return True  # evicted, or DRAM is all pinned: its next use queues it again
-        pin = _Pin(run, reply.lease)
+        pin = Lending(lambda: run.release(reply.lease))
         try:
             frames = [column[0] for column in run.frames(reply.places, writable=False) if column]
             if len(frames) < len(names):
@@ -236,31 +228,11 @@ class Follower:
             for name, frame in zip(names, frames, strict=True):
                 pin.lend()
                 header, payload = frame[:HEADER_BYTES], frame[HEADER_BYTES:]
-                calls.append(ways.workers.write(name, header, payload, remote.ttl_ms, ends_at, pin.returned))
+                calls.append(ways.workers.write(name, header, payload, ways.ttl_ms, ends_at, pin.returned))
             is_there = all([call.result() for call in calls])
         finally:
             pin.returned()
         if is_there:
-            ways.figures.sent(ways.name, 1, space.block_bytes)
+            ways.figures.count(ways.name, blocks_out=1, bytes_out=space.block_bytes)
             ways.told.ended(f"writes {ways.name}", f"{ways.name} takes what is written again")
         return is_there
-
-
-class _Pin:
-    """A lease, until the last call that reads under it has returned."""
-
-    def __init__(self, run: CourierRun, lease: int) -> None:
-        self._run, self._lease = run, lease
-        self._lock = threading.Lock()
-        self._count = 1
-
-    def lend(self) -> None:
-        with self._lock:
-            self._count += 1
-
-    def returned(self) -> None:
-        with self._lock:
-            self._count -= 1
-            is_last = self._count == 0
-        if is_last:
-            self._run.release(self._lease)

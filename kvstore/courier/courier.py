@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 import logging
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,19 +22,22 @@ import msgspec
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput, Unreachable
 from kvstore.block.identity import NodeIdentity
-from kvstore.client.connection import Unavailable
-from kvstore.courier.announcing import Follower, RemoteWriting
+from kvstore.client.connection import SidecarConnection, Unavailable
+from kvstore.client.framing import FramedSocket, drained
+from kvstore.courier.announcing import Follower
 from kvstore.courier.asking import VERSION, AskedBy, PeerCalls, UsableTransports, has_mac, offer_mac
-from kvstore.courier.directory import ValkeyDirectory
+from kvstore.courier.directory import DirectoryAddress, ValkeyDirectory
 from kvstore.courier.fetch import Fetcher, FetchJob, places_answer
 from kvstore.courier.figures import BANNED, DIRECTORY, MOST_SHOWN, PEER, REMOTE, UP, Figures, OncePerKind
-from kvstore.courier.link import CourierLink, CourierRun, CourierSpace
+from kvstore.courier.link import ANSWER_SECONDS, CONNECT_SECONDS, ENGINE, CourierRun, CourierSpace
 from kvstore.courier.locate import LOOK_SECONDS, Locator
 from kvstore.courier.members import NamedPeers
 from kvstore.courier.peer_source import PeerSource, PeerWays, hand_over
+from kvstore.courier.remote_source import RemoteWays
 from kvstore.peers.reader import PullTransport
+from kvstore.peers.serving import FrameDoor
 from kvstore.peers.tokens import NONCE_BYTES, PullTerms, ask_mac, pull_secret
-from kvstore.peers.transport import FrameDoor, OfferedFrames, PeerFault, PullBusy
+from kvstore.peers.transport import OfferedFrames, PeerFault, PullBusy
 from kvstore.pool.announcer import Announcer
 from kvstore.pool.choice import HolderChoice
 from kvstore.pool.directory import MAX_FINGERPRINTS, HeldElsewhere, NodeEntry
@@ -52,12 +55,17 @@ from kvstore.protocol.courier import (
     QuestionAnswered,
     SourceFigures,
 )
+from kvstore.protocol.notify_pipe import NotifyPipeEnd
 from kvstore.wire import peer_pb2
 from tiering.clock import Clock
 from tiering.frame import KEY_BYTES
 
 LOCATE_THREADS, FETCH_THREADS = 4, 8
 """For each tenant."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
+"""Between two attempts to connect to the sidecar."""
+UNTOLD_SECONDS = 0.05
+"""How often a sidecar without notifications is asked."""
 TOLD_SECONDS = 1.0
 MOST_REASONS = 16
 MOST_NAMED = 4
@@ -75,13 +83,10 @@ BUSY, KEY_MISMATCH, ABSENT = str(MissReason.BUSY), str(MissReason.KEY_MISMATCH),
 _log = logging.getLogger(__name__)
 
 
-MakesDirectory = Callable[[NodeIdentity, Callable[[], NodeEntry], AliveTable, Announcer], ValkeyDirectory]
-
-
 @dataclass(frozen=True)
 class CourierParts:
     """The parts of a courier. socket: `courier.sock`. peers: addresses. calls: to other nodes; None without any: then
-    there are no data servers, transports or directory either."""
+    there are no data servers, transports or directory either. directory: its address, and its user's password."""
 
     socket: str
     tenants: Sequence[str]
@@ -93,8 +98,8 @@ class CourierParts:
     peers: Sequence[str] = ()
     doors: dict[str, FrameDoor] = field(default_factory=dict)
     transports: dict[str, PullTransport] = field(default_factory=dict)
-    directory: MakesDirectory | None = None
-    remote: RemoteWriting | None = None
+    directory: tuple[DirectoryAddress, Callable[[], str]] | None = None
+    remote: RemoteWays | None = None
 
 
 class _NodeSession:
@@ -117,11 +122,11 @@ class _NodeSession:
             )
             if parts.directory is not None:
                 self.announcer = Announcer()
-                self.directory = parts.directory(here, entry, self.table, self.announcer)
+                address, password = parts.directory
+                self.directory = ValkeyDirectory(address, here, entry, self.table, self.announcer, clock, password)
             if parts.peers:
                 self.named = NamedPeers(parts.peers, here, self.table, parts.calls, parts.told, clock)
-        remote = parts.remote.ways if parts.remote is not None else None
-        self.locator = Locator(self.table, self.named, self.directory, self.ways, remote, clock)
+        self.locator = Locator(self.table, self.named, self.directory, self.ways, parts.remote, clock)
         self.fetcher = Fetcher(self.locator, figures, clock)
 
     def others(self) -> list[tuple[str, str]]:
@@ -147,12 +152,25 @@ class _NodeSession:
             self.directory.close()
 
 
-class _TenantWork(CourierLink):
-    """A tenant's link, its threads and their work."""
+class _TenantWork:
+    """A tenant's connection to `courier.sock`, its threads and their work.
+
+    connect > ask for a pipe > Questions > (notified, or a worker has an answer) > Questions > ... > closed > connect
+
+    One thread waits for notifications; a worker that has an answer sends it itself, and passes on the questions that
+    come back. Start it, close it.
+    """
 
     def __init__(self, courier: Courier, tenant: str, token: bytes) -> None:
+        """token: of all links of a courier: the sidecar counts what a courier reports once, over whichever of its links
+        it comes."""
         parts = courier.parts
-        super().__init__(tenant, parts.socket, parts.clock, token, parts.told)
+        self.tenant, self._token = tenant, token
+        self._path, self._clock, self._told = parts.socket, parts.clock, parts.told
+        self._run: CourierRun | None = None
+        self._answers: deque[tuple[CourierRun, QuestionAnswered]] = deque()
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name=f"kv-courier-{tenant}", daemon=True)
         self._courier = courier
         self.follower: Follower | None = None
         self._session: _NodeSession | None = None
@@ -163,14 +181,112 @@ class _TenantWork(CourierLink):
         self._told_at = float("-inf")
         self._announced: dict[bytes, set[bytes]] = {}
 
-    def begin(self, run: CourierRun) -> None:
+    @property
+    def run(self) -> CourierRun | None:
+        """The connection, while there is one."""
+        run = self._run
+        return run if run is not None and not run.is_over else None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def answer(self, run: CourierRun, answer: QuestionAnswered) -> None:
+        """Send an answer to a question of that connection."""
+        self._answers.append((run, answer))
+        self.exchange(run)
+
+    def exchange(self, run: CourierRun, told: CourierFigures | None = None) -> None:
+        """Send answers, and pass on the questions that come back. Waits for the sidecar alone."""
+        try:
+            while not run.is_over:
+                answers = []
+                for of, answer in drained(self._answers):
+                    if of is run:
+                        answers.append(answer)
+                    if len(answers) == MAX_QUESTIONS:
+                        break
+                wanted = run.connection.ask(m.Questions(answers, told), m.QuestionsReply, ANSWER_SECONDS)
+                told = None
+                self._take(run, wanted)
+                run.connection.unmap(run.connection.wire.retired())
+                run.connection.settle()
+                if not wanted.more and not self._answers:
+                    return
+        except Unavailable as away:
+            _log.debug("the sidecar was not asked", extra={"tenant": self.tenant, "reason": away.detail})
+
+    def close(self) -> None:
+        """Disconnect. Fetches in progress end as if the sidecar had disconnected."""
+        self._ends.set()
+        run = self._run
+        if run is not None:
+            run.close()
+        self._locates.shutdown(wait=False, cancel_futures=True)
+        self._fetches.shutdown(wait=False, cancel_futures=True)
+
+    # The thread ----------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        pause = FIRST_PAUSE_SECONDS
+        while not self._ends.is_set():
+            try:
+                run = self._connected()
+            except (Unreachable, Unavailable) as error:
+                self._told.say(f"sidecar {self.tenant}", f"tenant {self.tenant}: {error}")
+                self._ends.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                continue
+            pause = FIRST_PAUSE_SECONDS
+            self._told.ended(f"sidecar {self.tenant}", f"tenant {self.tenant}: the sidecar answers")
+            try:
+                self._attend(run)
+            finally:
+                self._run = None
+                self._gone()
+                run.close()
+            self._ends.wait(FIRST_PAUSE_SECONDS)
+
+    def _connected(self) -> CourierRun:
+        wire = FramedSocket(self._path, ENGINE, self._token, self._clock, CONNECT_SECONDS, tenant=self.tenant)
+        run = CourierRun(self.tenant, SidecarConnection(wire, self._clock))
+        try:
+            run.list_spaces()
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    def _attend(self, run: CourierRun) -> None:
+        self._run = run
+        self._begin(run)
+        bell: NotifyPipeEnd | None = None
+        try:
+            answered = run.connection.answer(m.Ping(wants_bell=True), ANSWER_SECONDS)
+            for descriptor in answered.descriptors:
+                bell = NotifyPipeEnd(descriptor)
+            self.exchange(run)
+            while not run.is_over and not self._ends.is_set():
+                if bell is None:
+                    self._ends.wait(UNTOLD_SECONDS)
+                elif not bell.wait():
+                    return
+                self.exchange(run)
+        except Unavailable:
+            return
+        finally:
+            if bell is not None:
+                bell.close()
+
+    # The sidecar's questions ------------------------------------------------------------------------------------------
+
+    def _begin(self, run: CourierRun) -> None:
         session = self._session = self._courier.session_of(run)
         parts = self._courier.parts
         told = self._announced
         self.follower = Follower(run, session.announcer, parts.remote, self._clock, lambda: self._tell(run), told)
         self.follower.start()
 
-    def take(self, run: CourierRun, wanted: m.QuestionsReply) -> None:
+    def _take(self, run: CourierRun, wanted: m.QuestionsReply) -> None:
         now = self._clock.monotonic_seconds()
         for locate in wanted.locates:
             self._do(self._locates, run, partial(self._locate, run, locate, now + LOOK_SECONDS))
@@ -184,18 +300,13 @@ class _TenantWork(CourierLink):
         for forget in wanted.forgets:
             self._do(self._locates, run, partial(self._forget, run, forget))
 
-    def gone(self, run: CourierRun) -> None:
+    def _gone(self) -> None:
         with self._lock:
             jobs, self._jobs = list(self._jobs.values()), {}
         for job in jobs:
             job.stops.end()
         if self.follower is not None:
             self.follower.close()
-
-    def close(self) -> None:
-        super().close()
-        self._locates.shutdown(wait=False, cancel_futures=True)
-        self._fetches.shutdown(wait=False, cancel_futures=True)
 
     def _do(self, pool: ThreadPoolExecutor, run: CourierRun, work: Callable[[], QuestionAnswered]) -> None:
         try:
@@ -243,14 +354,15 @@ class _TenantWork(CourierLink):
     def _forget(self, run: CourierRun, question: Forget) -> QuestionAnswered:
         parts, session = self._courier.parts, self._session
         said = []
-        failed = parts.remote.ways.forget(run.fingerprint, question.namespace) if parts.remote is not None else ""
+        failed = parts.remote.forget(run.fingerprint, question.namespace) if parts.remote is not None else ""
         if failed and parts.remote is not None:
-            said.append(f"{parts.remote.ways.name} may still have blocks of it: {failed}; drop it again")
+            said.append(f"{parts.remote.name} may still have blocks of it: {failed}; drop it again")
         nodes = session.others() if session is not None else []
         if nodes:
             names = ", ".join(node[:12] or where for node, where in nodes[:MOST_NAMED])
             names += ", ..." if nodes[MOST_NAMED:] else ""
-            said.append(f"{_so_many(len(nodes))} not reached and may have copies ({names}): do the same there")
+            count = "1 other node was" if len(nodes) == 1 else f"{len(nodes)} other nodes were"
+            said.append(f"{count} not reached and may have copies ({names}): do the same there")
         if session is not None and session.directory is not None and session.directory.figures().state != UP:
             said.append("the directory does not answer, so other nodes that may have copies are not all known")
         reason = MissReason.UNREACHABLE if failed else None
@@ -262,10 +374,6 @@ class _TenantWork(CourierLink):
         if now - self._told_at >= TOLD_SECONDS:
             self._told_at = now
             self.exchange(run, self._courier.figures())
-
-
-def _so_many(nodes: int) -> str:
-    return "1 other node was" if nodes == 1 else f"{nodes} other nodes were"
 
 
 def _log_fault(done: Future[None]) -> None:
@@ -386,7 +494,7 @@ class PeerHolder:
 
             def sent(frame_bytes: int) -> None:
                 is_whole = next(frames_sent) % len(columns) == 0  # a block's parts are sent in turn
-                self._courier.parts.figures.sent(terms.asking, int(is_whole), frame_bytes)
+                self._courier.parts.figures.count(terms.asking, blocks_out=is_whole, bytes_out=frame_bytes)
 
             nonce = self._courier.parts.new_token(NONCE_BYTES)
             secret = pull_secret(space.grant.identity_key, terms, nonce)
@@ -495,7 +603,7 @@ class Courier:
         if self.parts.calls is not None:
             self.parts.calls.close()
         if self.parts.remote is not None:
-            self.parts.remote.ways.workers.close()
+            self.parts.remote.workers.close()
 
     def session_of(self, run: CourierRun) -> _NodeSession:
         """The parts of the sidecar's present run; those of an earlier run end."""
@@ -563,7 +671,7 @@ class Courier:
                 sources.append(msgspec.structs.replace(session.directory.figures(), late=late))
                 reasons += [session.directory.reason] if session.directory.reason else []
         if parts.remote is not None:
-            ways = parts.remote.ways
+            ways = parts.remote
             seen = ways.workers.figures()
             one: SourceFigures = counts.told(REMOTE, ways.name, ways.name, seen.state, detail=seen.detail)
             sources.append(msgspec.structs.replace(one, failures=seen.failures))

@@ -117,7 +117,7 @@ class Fetcher:
         now = self._clock.monotonic_seconds()
         mine = self._flights.begin(wanted, job, now, job.stops.ends_at)
         leading = next((at for at, (a, b) in enumerate(zip(mine, wanted, strict=False)) if a != b), len(mine))
-        self._flights.end(mine[leading:], job, landed=False)
+        self._flights.end(mine[leading:], job)
         if not leading:
             self._join(job, wanted[0])
             job.reached += job.run.match(space, keys[reached:])
@@ -125,14 +125,12 @@ class Fetcher:
         try:
             return self._led(job, space, sources, leading)
         finally:
-            done = max(0, job.reached - reached)
-            self._flights.end(mine[:done], job, landed=True)
-            self._flights.end(mine[done:leading], job, landed=False)
+            self._flights.end(mine[:leading], job)
 
     def _join(self, job: FetchJob, key: tuple[bytes, bytes]) -> None:
         landed = threading.Event()
         job.stops.waits_for(landed.set)
-        if self._flights.join([key], lambda _key, _landed: landed.set()):
+        if self._flights.join(key, landed.set):
             landed.wait(max(0.0, self._left(job)))
         job.stops.waits_for(None)
 
@@ -157,7 +155,7 @@ class Fetcher:
             return True
         window = ReservedWindow(run, space, reply, keys, source.tier)
         try:
-            filled = source.fill(window, job.stops) if window.blocks else Filled(0, MissReason.UNREACHABLE, "no memory")
+            filled = source.fill(window, job.stops) if window.blocks else Filled(MissReason.UNREACHABLE, "no memory")
         finally:
             window.close()
         if window.adopted:

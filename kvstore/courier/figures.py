@@ -30,20 +30,12 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class SourceCounts:
-    """One source's counts since the start."""
+class _Counted:
+    """One source's counts since the start, by the fields of `SourceFigures`."""
 
-    blocks_in: int = 0
-    blocks_out: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
-    lookups: int = 0
-    found: int = 0
-    failures: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
-    late: int = 0
     late_in_row: int = 0
-    unwritten: int = 0
 
 
 class Figures:
@@ -52,44 +44,30 @@ class Figures:
     def __init__(self, speeds: SpeedBook) -> None:
         self.speeds = speeds
         self._lock = threading.Lock()
-        self._counts: OrderedDict[Hashable, SourceCounts] = OrderedDict()
+        self._counts: OrderedDict[Hashable, _Counted] = OrderedDict()
         self.fetching = self.fetched_blocks = self.fetched_bytes = 0
 
-    def _of(self, source: Hashable) -> SourceCounts:
+    def _of(self, source: Hashable) -> _Counted:
         """Under the lock."""
-        found = self._counts.setdefault(source, SourceCounts())
+        found = self._counts.setdefault(source, _Counted())
         self._counts.move_to_end(source)
         while len(self._counts) > MOST_COUNTED:
             self._counts.popitem(last=False)
         return found
 
-    def looked(self, source: Hashable, found: bool) -> None:
-        """A source was asked whether it has something."""
+    def count(self, source: Hashable, **more: int) -> None:
+        """Add to a source's counts. more: by the fields of `SourceFigures`."""
         with self._lock:
-            one = self._of(source)
-            one.lookups += 1
-            one.found += found
+            counts = self._of(source).counts
+            for name, amount in more.items():
+                counts[name] += amount
 
     def came(self, source: Hashable, blocks: int, size: int) -> None:
         """Blocks from it were adopted."""
+        self.count(source, blocks_in=blocks, bytes_in=size)
         with self._lock:
-            one = self._of(source)
-            one.blocks_in += blocks
-            one.bytes_in += size
             self.fetched_blocks += blocks
             self.fetched_bytes += size
-
-    def sent(self, source: Hashable, blocks: int, size: int) -> None:
-        """Blocks were sent to it."""
-        with self._lock:
-            one = self._of(source)
-            one.blocks_out += blocks
-            one.bytes_out += size
-
-    def failed(self, source: Hashable) -> None:
-        """A source did not answer, or broke the protocol."""
-        with self._lock:
-            self._of(source).failures += 1
 
     def refused(self, source: Hashable, what: str) -> None:
         with self._lock:
@@ -97,16 +75,11 @@ class Figures:
             if what in kinds or len(kinds) < MOST_KINDS:
                 kinds[what] += 1
 
-    def unwritten(self, source: Hashable, blocks: int) -> None:
-        """A source did not take blocks, or was too slow to be offered them."""
-        with self._lock:
-            self._of(source).unwritten += blocks
-
     def answered(self, source: Hashable, name: str, seconds: float, is_late: bool, told: OncePerKind) -> None:
         """A look-up of a source ended. is_late: after the engine that asked had given up. name: for people."""
         with self._lock:
             one = self._of(source)
-            one.late += is_late
+            one.counts["late"] += is_late
             one.late_in_row = one.late_in_row + 1 if is_late else 0
             in_row = one.late_in_row
         if in_row >= MANY_LATE:
@@ -121,7 +94,7 @@ class Figures:
     def late(self, source: Hashable) -> int:
         """How many look-ups of a source were late."""
         with self._lock:
-            return self._of(source).late
+            return self._of(source).counts["late"]
 
     def begins(self, fetches: int) -> None:
         """This many fetches begin, or end if negative."""
@@ -134,25 +107,17 @@ class Figures:
         """A source's figures, for display."""
         speed = self.speeds.speed(source)
         with self._lock:
-            one = self._counts.get(source) or SourceCounts()
+            one = self._counts.get(source) or _Counted()
             return SourceFigures(
                 kind,
                 printable(name)[:MAX_WHERE_CHARACTERS],
                 state,
-                one.blocks_in,
-                one.blocks_out,
-                one.bytes_in,
-                one.bytes_out,
-                one.lookups,
-                one.found,
-                one.failures,
-                dict(one.refused),
-                speed.bytes_per_second / 1e9,
-                speed.milliseconds_p99,
-                hints,
-                printable(detail)[:MAX_WHERE_CHARACTERS],
-                one.late,
-                one.unwritten,
+                **one.counts,
+                refused=dict(one.refused),
+                gbps=speed.bytes_per_second / 1e9,
+                p99_ms=speed.milliseconds_p99,
+                hints=hints,
+                detail=printable(detail)[:MAX_WHERE_CHARACTERS],
             )
 
 

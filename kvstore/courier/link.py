@@ -1,40 +1,25 @@
-"""A tenant's connection to `courier.sock`: takes the sidecar's questions and sends the answers.
-
-    connect > ask for a pipe > Questions > (notified, or a worker has an answer) > Questions > ... > closed > connect
-
-One thread waits for notifications; a worker that has an answer sends it itself, and passes on the questions that come
-back. Everything learned on a connection (namespaces' numbers, mapped memory) ends with it. A sidecar of an earlier
-version is not queried.
-"""
+"""A tenant's connection to `courier.sock`, and what is learned on it: namespaces' numbers, mapped memory. It ends with
+the connection."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstore.block.account import MissReason
-from kvstore.block.errors import Unreachable
 from kvstore.block.identity import Namespace
 from kvstore.client.connection import REASON_OF_FAULT, SidecarConnection, Unavailable, spans
-from kvstore.client.framing import FramedSocket, drained
-from kvstore.courier.figures import OncePerKind
 from kvstore.courier.uses import Uses
 from kvstore.protocol import messages as m
-from kvstore.protocol.courier import MAX_QUESTIONS, CourierFigures, QuestionAnswered
-from kvstore.protocol.notify_pipe import NotifyPipeEnd
 from kvstore.protocol.replies import Grant, LeaseReply, ReserveReply
-from tiering.clock import Clock
 from tiering.frame import frame_bytes
 
 ENGINE = "kvstore courier"
 ANSWER_SECONDS = 5.0
 """For requests that a running sidecar answers at once."""
-CONNECT_SECONDS, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 0.05, 2.0
-UNTOLD_SECONDS = 0.05
-"""How often a sidecar without notifications is asked."""
+CONNECT_SECONDS = 2.0
 MOST_PAGES = 1024
 
 _log = logging.getLogger(__name__)
@@ -46,7 +31,6 @@ class CourierSpace:
 
     number: int
     id: bytes
-    block_tokens: int
     grant: Grant
     frames: tuple[int, ...]
 
@@ -114,13 +98,13 @@ class CourierRun:
             digest = bytes.fromhex(listed.id)
             if digest in self.by_id:
                 return
-            tokens = Namespace.unpack(listed.packed).layout.block_tokens
+            Namespace.unpack(listed.packed)
         except ValueError as error:
             raise Unavailable(MissReason.UNREACHABLE, f"a namespace of another version: {error}") from None
         verb = m.OpenNamespace(listed.packed, listed.payload_bytes)
         grant = self.connection.ask(verb, m.Granted, ANSWER_SECONDS).grant
         sizes = tuple(frame_bytes(max(0, size)) for size in grant.payload_bytes)
-        opened = CourierSpace(grant.number, digest, tokens, grant, sizes)
+        opened = CourierSpace(grant.number, digest, grant, sizes)
         self.by_number[grant.number] = self.by_id[digest] = opened
 
     def match(self, space: CourierSpace, keys: Sequence[bytes]) -> int:
@@ -168,134 +152,3 @@ class CourierRun:
 
     def close(self) -> None:
         self.connection.close()
-
-
-class CourierLink:
-    """Start it, answer through it from any thread, close it. A subclass executes the sidecar's questions: `begin`,
-    `take` and `gone` are called by any thread, and must not block."""
-
-    def __init__(
-        self,
-        tenant: str,
-        path: str,
-        clock: Clock,
-        session: bytes,
-        told: OncePerKind,
-    ) -> None:
-        """path: of `courier.sock`. session: the token of all links of a courier: the sidecar counts what a courier
-        reports once, over whichever of its links it comes."""
-        self.tenant = tenant
-        self._path = path
-        self._clock = clock
-        self._token = session
-        self._told = told
-        self._run: CourierRun | None = None
-        self._answers: deque[tuple[CourierRun, QuestionAnswered]] = deque()
-        self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name=f"kv-courier-{tenant}", daemon=True)
-
-    def begin(self, run: CourierRun) -> None:
-        """A connection was made."""
-        raise NotImplementedError
-
-    def take(self, run: CourierRun, wanted: m.QuestionsReply) -> None:
-        """New questions, and fetches that are over."""
-        raise NotImplementedError
-
-    def gone(self, run: CourierRun) -> None:
-        """The connection is gone, and all its questions are void."""
-        raise NotImplementedError
-
-    @property
-    def run(self) -> CourierRun | None:
-        """The connection, while there is one."""
-        run = self._run
-        return run if run is not None and not run.is_over else None
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def answer(self, run: CourierRun, answer: QuestionAnswered) -> None:
-        """Send an answer to a question of that connection."""
-        self._answers.append((run, answer))
-        self.exchange(run)
-
-    def exchange(self, run: CourierRun, told: CourierFigures | None = None) -> None:
-        """Send answers, and pass on the questions that come back. Waits for the sidecar alone."""
-        try:
-            while not run.is_over:
-                answers = []
-                for of, answer in drained(self._answers):
-                    if of is run:
-                        answers.append(answer)
-                    if len(answers) == MAX_QUESTIONS:
-                        break
-                wanted = run.connection.ask(m.Questions(answers, told), m.QuestionsReply, ANSWER_SECONDS)
-                told = None
-                self.take(run, wanted)
-                run.connection.unmap(run.connection.wire.retired())
-                run.connection.settle()
-                if not wanted.more and not self._answers:
-                    return
-        except Unavailable as away:
-            _log.debug("the sidecar was not asked", extra={"tenant": self.tenant, "reason": away.detail})
-
-    def close(self) -> None:
-        """Disconnect. Fetches in progress end as if the sidecar had disconnected."""
-        self._ends.set()
-        run = self._run
-        if run is not None:
-            run.close()
-
-    # The thread ----------------------------------------------------------------------------------------------------
-
-    def _serve(self) -> None:
-        pause = FIRST_PAUSE_SECONDS
-        while not self._ends.is_set():
-            try:
-                run = self._connected()
-            except (Unreachable, Unavailable) as error:
-                self._told.say(f"sidecar {self.tenant}", f"tenant {self.tenant}: {error}")
-                self._ends.wait(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-                continue
-            pause = FIRST_PAUSE_SECONDS
-            self._told.ended(f"sidecar {self.tenant}", f"tenant {self.tenant}: the sidecar answers")
-            try:
-                self._attend(run)
-            finally:
-                self._run = None
-                self.gone(run)
-                run.close()
-            self._ends.wait(FIRST_PAUSE_SECONDS)
-
-    def _connected(self) -> CourierRun:
-        wire = FramedSocket(self._path, ENGINE, self._token, self._clock, CONNECT_SECONDS, tenant=self.tenant)
-        run = CourierRun(self.tenant, SidecarConnection(wire, self._clock))
-        try:
-            run.list_spaces()
-        except BaseException:
-            run.close()
-            raise
-        return run
-
-    def _attend(self, run: CourierRun) -> None:
-        self._run = run
-        self.begin(run)
-        bell: NotifyPipeEnd | None = None
-        try:
-            answered = run.connection.answer(m.Ping(wants_bell=True), ANSWER_SECONDS)
-            for descriptor in answered.descriptors:
-                bell = NotifyPipeEnd(descriptor)
-            self.exchange(run)
-            while not run.is_over and not self._ends.is_set():
-                if bell is None:
-                    self._ends.wait(UNTOLD_SECONDS)
-                elif not bell.wait():
-                    return
-                self.exchange(run)
-        except Unavailable:
-            return
-        finally:
-            if bell is not None:
-                bell.close()

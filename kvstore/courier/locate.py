@@ -24,7 +24,6 @@ from math import inf
 from typing import TypeAlias
 
 from kvstore.block.account import HitTier, MissReason
-from kvstore.block.identity import NODE_BYTES
 from kvstore.courier.directory import ValkeyDirectory
 from kvstore.courier.figures import DIRECTORY
 from kvstore.courier.link import CourierRun, CourierSpace
@@ -84,14 +83,31 @@ class Places:
     detail: str = ""
 
 
+@dataclass(eq=False, slots=True)
 class _Look:
-    """A look-up in progress. nearer: what the nodes say, as far as is known. remote: the call, if there is a tier."""
+    """A look-up in progress, of the blocks behind the first `present`. node, incarnation: of a ticket. wanted_by: then
+    no engine waits any more; ends_at: its own limit. nearer: what the nodes say, as far as is known. remote: the call,
+    if there is a tier."""
 
-    def __init__(self, wanted_by: float, ends_at: float) -> None:
-        self.wanted_by, self.ends_at = wanted_by, ends_at
-        self.nearer = Places(reason=MissReason.DEADLINE, detail="it was not known in the time that an engine waits")
-        self.remote: RemoteCall[int] | None = None
-        self.is_over = threading.Event()
+    run: CourierRun
+    space: CourierSpace
+    keys: Sequence[bytes]
+    present: int
+    node: bytes
+    incarnation: bytes
+    wanted_by: float
+    ends_at: float
+    nearer: Places = field(
+        default_factory=lambda: Places(
+            reason=MissReason.DEADLINE, detail="it was not known in the time that an engine waits"
+        )
+    )
+    remote: RemoteCall[int] | None = None
+    is_over: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def chain(self) -> _Chain:
+        return self.space.id, self.keys[-1], self.present, self.node + self.incarnation
 
 
 class Locator:
@@ -147,60 +163,57 @@ class Locator:
     ) -> Places:
         """The places of the blocks behind the first `present`, as far as they are known after `seconds`. node,
         incarnation: of a ticket."""
-        now, chain = self._clock.monotonic_seconds(), (space.id, keys[-1], present, node + incarnation)
-        is_mine = False
+        now = self._clock.monotonic_seconds()
+        mine = _Look(run, space, keys, present, node, incarnation, now + seconds, now + seconds)
         with self._lock:
-            found_at, recent = self._recent.get(chain, (-inf, Places()))
+            found_at, recent = self._recent.get(mine.chain, (-inf, Places()))
             if now - found_at < RECENT_SECONDS:
                 return replace(recent, sources=list(recent.sources))
-            look = self._looks.get(chain)
-            if look is None and len(self._looks) >= MOST_LOOKS:
+            if mine.chain not in self._looks and len(self._looks) >= MOST_LOOKS:
                 return Places(reason=MissReason.BUSY, detail=f"{MOST_LOOKS} look-ups are on their way")
-            if look is None:
-                is_mine = True
-                is_patient = len(self._looks) < LOOK_THREADS // 2  # else a source that stalls would take all threads
-                ends_at = now + max(seconds, LIMIT_SECONDS if is_patient else 0.0)
-                look = self._looks[chain] = _Look(now + seconds, ends_at)
-        if is_mine:
+            if len(self._looks) < LOOK_THREADS // 2:  # else a source that stalls would take all threads
+                mine.ends_at = now + max(seconds, LIMIT_SECONDS)
+            look = self._looks.setdefault(mine.chain, mine)
+        if look is mine:
             try:
-                self._threads.submit(self._look, look, chain, run, space, keys)
+                self._threads.submit(self._look, look)
             except RuntimeError:  # it is closed
-                self._over(look, chain)
+                self._over(look)
         look.is_over.wait(seconds)
-        return self._composed(look, space, present)
+        return self._composed(look)
 
-    def _look(self, look: _Look, chain: _Chain, run: CourierRun, space: CourierSpace, keys: Sequence[bytes]) -> None:
-        _, _, present, ticket = chain
+    def _look(self, look: _Look) -> None:
         try:
             if self._remote is not None:
                 limit_at = max(look.ends_at, self._clock.monotonic_seconds() + LIMIT_SECONDS)
-                look.remote = self._remote.has(run, space, keys[present:], look.wanted_by, limit_at)
+                keys = look.keys[look.present :]
+                look.remote = self._remote.has(look.run, look.space, keys, look.wanted_by, limit_at)
             if self._peers is not None:
-                self._find_peers(look, run, space, keys, present, ticket)
+                self._find_peers(look, self._peers)
             else:
                 look.nearer = Places()
             if look.remote is not None:
                 look.remote.is_settled(look.ends_at - self._clock.monotonic_seconds())
-            places = self._composed(look, space, present)
-            if places.sources and not ticket:  # a ticket's promise is for its own request only
+            places = self._composed(look)
+            if places.sources and not look.node:  # a ticket's promise is for its own request only
                 with self._lock:
-                    self._recent[chain] = self._clock.monotonic_seconds(), places
+                    self._recent[look.chain] = self._clock.monotonic_seconds(), places
                     while len(self._recent) > MOST_RECENT:
                         self._recent.popitem(last=False)
         finally:
-            self._over(look, chain)
+            self._over(look)
 
-    def _over(self, look: _Look, chain: _Chain) -> None:
+    def _over(self, look: _Look) -> None:
         with self._lock:
-            del self._looks[chain]
+            del self._looks[look.chain]
         look.is_over.set()
 
-    def _composed(self, look: _Look, space: CourierSpace, present: int) -> Places:
+    def _composed(self, look: _Look) -> Places:
         call, nearer = look.remote, look.nearer
         places = replace(nearer, sources=list(nearer.sources))
         if call is not None and self._remote is not None:
             if call.is_settled():
-                self._add_remote(places, self._remote, call, present, space.block_bytes)
+                self._add_remote(places, self._remote, call, look)
             elif not places.sources:
                 places.reason, places.detail = MissReason.DEADLINE, f"{self._remote.name} did not answer in time"
         if places.sources:
@@ -244,7 +257,7 @@ class Locator:
         proven = [one._replace(blocks=min(one.blocks, of)) for one, of in zip(asked, counts, strict=True) if of]
         return proven, len(asked) == len(hinted) and None not in counts
 
-    def _add_remote(self, places: Places, remote: RemoteWays, call: RemoteCall[int], present: int, size: int) -> None:
+    def _add_remote(self, places: Places, remote: RemoteWays, call: RemoteCall[int], look: _Look) -> None:
         try:
             found = call.result()
         except RemoteFault as fault:
@@ -253,13 +266,14 @@ class Locator:
             return
         if not found:
             return
-        now = self._clock.monotonic_seconds()
-        milliseconds = remote.figures.speeds.milliseconds(remote.name, found * size, now, REMOTE_PRIOR)
+        now, blocks = self._clock.monotonic_seconds(), look.present + found
+        size = found * look.space.block_bytes
+        milliseconds = remote.figures.speeds.milliseconds(remote.name, size, now, REMOTE_PRIOR)
         source = RemoteSource(remote)
-        is_better = (present + found, -milliseconds) > (places.blocks, -places.milliseconds)
+        is_better = (blocks, -milliseconds) > (places.blocks, -places.milliseconds)
         if is_better and not any(one.publishes for one in places.sources):
             places.sources.insert(0, source)
-            self._best(places, present + found, HitTier.REMOTE, milliseconds, remote.name)
+            self._best(places, blocks, HitTier.REMOTE, milliseconds, remote.name)
         else:
             places.sources.append(source)
 
@@ -267,12 +281,9 @@ class Locator:
     def _best(places: Places, blocks: int, tier: HitTier, milliseconds: float, where: str) -> None:
         places.blocks, places.tier, places.milliseconds, places.where = blocks, tier, milliseconds, where
 
-    def _find_peers(
-        self, look: _Look, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], present: int, ticket: bytes
-    ) -> None:
-        peers, began_at = self._peers, self._clock.monotonic_seconds()
-        assert peers is not None
-        hinting = self._hinting.submit(self._hinted, space, keys, present, look.ends_at - began_at)
+    def _find_peers(self, look: _Look, peers: PeerWays) -> None:
+        began_at = self._clock.monotonic_seconds()
+        hinting = self._hinting.submit(self._hinted, look, look.ends_at - began_at)
         for seconds in (DIRECTORY_SECONDS, look.ends_at - began_at):
             hinted: list[Holder] = []
             places = Places()
@@ -283,26 +294,15 @@ class Locator:
             except FutureTimeoutError:
                 places.reason, places.detail = MissReason.DEADLINE, "the directory did not answer in time"
             now = self._clock.monotonic_seconds()
-            self._ask_nodes(look, places, hinted, run, space, keys, present, ticket)
+            self._ask_nodes(look, peers, places, hinted)
             if hinting.done():
                 break
         if self._directory is not None:
             is_late = not hinting.done() or now > look.wanted_by
             peers.figures.answered(DIRECTORY, "the directory", now - began_at, is_late, peers.told)
 
-    def _ask_nodes(
-        self,
-        look: _Look,
-        places: Places,
-        hinted: Sequence[Holder],
-        run: CourierRun,
-        space: CourierSpace,
-        keys: Sequence[bytes],
-        present: int,
-        ticket: bytes,
-    ) -> None:
-        peers = self._peers
-        assert peers is not None
+    def _ask_nodes(self, look: _Look, peers: PeerWays, places: Places, hinted: Sequence[Holder]) -> None:
+        run, space, keys, present, node = look.run, look.space, look.keys, look.present, look.node
         began_at, alive = self._clock.monotonic_seconds(), self._table.alive(self._clock.monotonic_seconds())
         chosen = peers.choice.choose(
             hinted, alive, hint_name(space.id, keys[-1]), space.block_bytes, began_at, run.fingerprint
@@ -312,9 +312,8 @@ class Locator:
             entry = alive.get(other)
             if entry is not None and other not in asked and len(asked) < MOST_ASKED + MOST_NAMED:
                 self._ask_too(asked, entry, run, peers, began_at)
-        node, incarnation = ticket[:NODE_BYTES], ticket[NODE_BYTES:]
         promised = alive.get(node) if node and node != run.node else None
-        if promised is not None and promised.incarnation == incarnation:
+        if promised is not None and promised.incarnation == look.incarnation:
             asked.setdefault(node, promised)
         elif node and node != run.node:
             places.reason, places.detail, promised = MissReason.STALE_HINT, "the ticket's node is not in the pool", None
@@ -329,7 +328,7 @@ class Locator:
                 blocks = present + count if count is not None else said.get(entry.node, 0)
                 if blocks > present:
                     found.append(Holder(entry.node, entry.incarnation, blocks, HitTier.DRAM))
-            look.nearer = self._placed(replace(places, sources=[]), found, promised, alive, run, space, keys, present)
+            look.nearer = self._placed(look, peers, replace(places, sources=[]), found, promised, alive)
             if chosen and not found:
                 look.nearer.reason = MissReason.STALE_HINT
                 look.nearer.detail = "the directory names nodes that have it no more"
@@ -339,25 +338,23 @@ class Locator:
                 late = [entry for entry, count in zip(entries, counts, strict=True) if count is None]
         now = self._clock.monotonic_seconds()
         for entry, count in zip(entries, counts, strict=True):
-            peers.figures.looked(entry.node, bool(count))
+            peers.figures.count(entry.node, lookups=1, found=bool(count))
             if began_at < look.wanted_by:
                 name = f"node {entry.node.hex()[:12]}"
                 peers.figures.answered(entry.node, name, now - began_at, entry in late, peers.told)
 
     def _placed(
         self,
+        look: _Look,
+        peers: PeerWays,
         places: Places,
         found: Sequence[Holder],
         promised: NodeEntry | None,
         alive: Mapping[bytes, NodeEntry],
-        run: CourierRun,
-        space: CourierSpace,
-        keys: Sequence[bytes],
-        present: int,
     ) -> Places:
-        peers, now, size = self._peers, self._clock.monotonic_seconds(), space.block_bytes
-        assert peers is not None
-        best = peers.choice.choose(found, alive, hint_name(space.id, keys[-1]), size, now, run.fingerprint)
+        keys, present, size, now = look.keys, look.present, look.space.block_bytes, self._clock.monotonic_seconds()
+        head = hint_name(look.space.id, keys[-1])
+        best = peers.choice.choose(found, alive, head, size, now, look.run.fingerprint)
         if promised is not None:
             source = PeerSource(promised, peers, publishes=True)
             places.sources.append(source)
@@ -380,8 +377,8 @@ class Locator:
         elif not peers.choice.is_banned(entry.node, entry.incarnation, now):
             asked[entry.node] = entry
 
-    def _hinted(self, space: CourierSpace, keys: Sequence[bytes], present: int, seconds: float) -> list[Holder]:
-        heads = leading_places(chunk_heads(space.id, keys, present), MOST_PLACES)
+    def _hinted(self, look: _Look, seconds: float) -> list[Holder]:
+        heads = leading_places(chunk_heads(look.space.id, look.keys, look.present), MOST_PLACES)
         return self._directory.holders(heads, seconds) if self._directory is not None and heads else []
 
 

@@ -47,9 +47,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A source's result for a window. blocks: readable now. reason: why there are no more; None if it is full."""
+    """A source's result for a window. reason: why there are no more blocks; None if it is full."""
 
-    blocks: int
     reason: MissReason | None = None
     detail: str = ""
 
@@ -103,7 +102,7 @@ class PeerWays:
         """How many of these blocks each of the nodes has, all asked at once; None for those that do not answer."""
         counts = self.ask(run, space, nodes, keys, first, seconds)(seconds)
         for entry, blocks in zip(nodes, counts, strict=True):
-            self.figures.looked(entry.node, bool(blocks))
+            self.figures.count(entry.node, lookups=1, found=bool(blocks))
         return counts
 
     def ask(
@@ -165,11 +164,6 @@ class PeerSource:
         self.publishes = publishes
         self.name = f"node {entry.node.hex()[:12]}"
 
-    @property
-    def key(self) -> bytes:
-        """In the speeds."""
-        return self.entry.node
-
     def has(
         self, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], first: int, seconds: float
     ) -> int | None:
@@ -196,10 +190,10 @@ class PeerSource:
             if window.failed is None and not stops.over.is_set():
                 filled = self._failed(MissReason.CORRUPT if window.refused else MissReason.UNREACHABLE, str(fault))
             else:
-                filled = Filled(0, MissReason.DISABLED, "no engine waits for it any more")
+                filled = Filled(MissReason.DISABLED, "no engine waits for it any more")
         except BadInput as error:  # the offer needs something that is missing here; the text names it
             ways.told.say("pull", str(error))
-            filled = Filled(0, MissReason.UNSUPPORTED, str(error))
+            filled = Filled(MissReason.UNSUPPORTED, str(error))
         window.adopt()
         if isinstance(window.failed, Forged):
             ways.figures.refused(entry.node, "header")
@@ -211,17 +205,17 @@ class PeerSource:
             now, size = ways.clock.monotonic_seconds(), window.adopted * window.space.block_bytes
             ways.figures.came(entry.node, window.adopted, size)
             ways.figures.speeds.learn(entry.node, size, now - began_at, now)
-        return Filled(window.adopted, filled.reason, filled.detail)
+        return filled
 
     def _late(self, detail: str, given: float, frames: int) -> Filled:
         has_failed = late_has_failed(given, frames)
-        return self._failed(MissReason.DEADLINE, detail) if has_failed else Filled(0, MissReason.DEADLINE, detail)
+        return self._failed(MissReason.DEADLINE, detail) if has_failed else Filled(MissReason.DEADLINE, detail)
 
     def _failed(self, reason: MissReason, detail: str) -> Filled:
         ways, entry = self._ways, self.entry
         ways.choice.failed(entry.node, entry.incarnation, ways.clock.monotonic_seconds())
-        ways.figures.failed(entry.node)
-        return Filled(0, reason, f"{self.name}: {detail}")
+        ways.figures.count(entry.node, failures=1)
+        return Filled(reason, f"{self.name}: {detail}")
 
     def _pulled(self, window: ReservedWindow, stops: Stops) -> Filled:
         ways, entry = self._ways, self.entry
@@ -244,8 +238,8 @@ class PeerSource:
         ways.choice.worked(entry.node, entry.incarnation)
         frames = len(window.space.frames)
         if pulled // frames == window.blocks:
-            return Filled(window.blocks, None)
-        return Filled(pulled // frames, MissReason.STALE_HINT, f"{self.name} has no more of it")
+            return Filled()
+        return Filled(MissReason.STALE_HINT, f"{self.name} has no more of it")
 
     def _opened(self, window: ReservedWindow, stops: Stops) -> tuple[PullOffer, bytes] | Filled:
         ways, entry, run, space = self._ways, self.entry, window.run, window.space
@@ -301,11 +295,11 @@ class PeerSource:
 
     def _not_offered(self, said: str, run: CourierRun) -> Filled:
         if said == MissReason.BUSY:
-            return Filled(0, MissReason.BUSY, f"{self.name} is busy")
+            return Filled(MissReason.BUSY, f"{self.name} is busy")
         if said == MissReason.KEY_MISMATCH:
             self._ways.mismatch(self.entry, run)
-            return Filled(0, MissReason.KEY_MISMATCH, f"{self.name} has other keys of this tenant")
-        return Filled(0, MissReason.STALE_HINT, f"{self.name} has it no more")
+            return Filled(MissReason.KEY_MISMATCH, f"{self.name} has other keys of this tenant")
+        return Filled(MissReason.STALE_HINT, f"{self.name} has it no more")
 
 
 def hand_over(runs: Sequence[CourierRun], table: AliveTable, ways: PeerWays) -> None:

@@ -18,6 +18,7 @@ from tiering.clock import Clock
 from tiering.remote.driver import RemoteEngine, RemoteFault, WrongSize, remote_key
 from tiering.remote.salts import NamespaceSalts
 from tiering.remote.workers import RemoteCall, RemoteWorkers
+from tiering.remote.writes import RemoteWrites
 
 READS_AHEAD = 8
 MOST_PROBED = 512
@@ -28,7 +29,8 @@ WARM_SECONDS, WARM_EVERY_SECONDS = 1.0, 0.4
 
 @dataclass
 class RemoteWays:
-    """One remote tier: what all fetches and writes share."""
+    """One remote tier: what all fetches and writes share. writes: which blocks are written there. ttl_ms: how long they
+    are kept; 0 for no end."""
 
     engine: RemoteEngine
     workers: RemoteWorkers
@@ -36,6 +38,8 @@ class RemoteWays:
     figures: Figures
     told: OncePerKind
     clock: Clock
+    writes: RemoteWrites
+    ttl_ms: int
     _warming: RemoteCall[None] | None = None
     _warmed_at: float = -inf
 
@@ -61,7 +65,7 @@ class RemoteWays:
                 now = self.clock.monotonic_seconds()
                 self.figures.answered(self.name, self.name, now - began_at, now > wanted_by, self.told)
             blocks = (found.index(False) if False in found else len(found)) * step
-            self.figures.looked(self.name, bool(blocks))
+            self.figures.count(self.name, lookups=1, found=bool(blocks))
             return blocks
 
         return self.workers.submit(work, ends_at)
@@ -111,18 +115,18 @@ class RemoteSource:
         except RemoteFault as fault:
             if fault.is_of_engine:
                 ways.told.say(f"remote {ways.name}", f"the remote engine {ways.name} fails: {fault}")
-            filled = Filled(0, MissReason(fault.reason), str(fault))
+            filled = Filled(MissReason(fault.reason), str(fault))
         window.adopt()
         window.run.uses.did_not_come(window.keys[window.adopted :])
         if isinstance(window.failed, Forged):
             ways.figures.refused(ways.name, "header")
-            filled = Filled(0, MissReason.CORRUPT, str(window.failed))
+            filled = Filled(MissReason.CORRUPT, str(window.failed))
         if window.adopted:
             now, size = clock.monotonic_seconds(), window.adopted * window.space.block_bytes
             ways.figures.came(ways.name, window.adopted, size)
             ways.figures.speeds.learn(ways.name, size, now - began_at, now, REMOTE_PRIOR)
             ways.told.ended(f"remote {ways.name}", f"the remote engine {ways.name} answers")
-        return Filled(window.adopted, filled.reason, filled.detail)
+        return filled
 
     def _read(self, window: ReservedWindow, stops: Stops) -> Filled:
         ways, workers = self._ways, self._ways.workers
@@ -137,7 +141,7 @@ class RemoteSource:
                 calls.append((call, check))
                 sent += 1
             if stops.over.is_set():
-                return Filled(0, MissReason.DISABLED, "no engine waits for it any more")
+                return Filled(MissReason.DISABLED, "no engine waits for it any more")
             call, check = calls.popleft()
             try:
                 is_there = call.result()
@@ -145,12 +149,12 @@ class RemoteSource:
                 self._refuse(names[at])
                 raise
             if not is_there:
-                return Filled(0, MissReason.STALE_HINT, f"{ways.name} has it no more")
+                return Filled(MissReason.STALE_HINT, f"{ways.name} has it no more")
             if not window.take(slot, is_right=check.is_right):
                 if window.refused:
                     self._refuse(names[at])
-                return Filled(0, MissReason.CORRUPT, f"{ways.name}: a frame that is not what it should be")
-        return Filled(window.blocks, None)
+                return Filled(MissReason.CORRUPT, f"{ways.name}: a frame that is not what it should be")
+        return Filled()
 
     def _refuse(self, name: bytes) -> None:
         self._ways.figures.refused(self._ways.name, "frame")

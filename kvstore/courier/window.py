@@ -10,7 +10,7 @@ these calls has returned.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.client.connection import Unavailable
@@ -27,6 +27,28 @@ ADOPT_BYTES = 8 << 20
 
 class Forged(Exception):
     """The sidecar refused a frame as altered or misplaced; the text is one line for people."""
+
+
+class Lending:
+    """Memory that calls use, besides its holder: `over` is called once, when all have returned it. Thread-safe."""
+
+    def __init__(self, over: Callable[[], None]) -> None:
+        self._over = over
+        self._lock = threading.Lock()
+        self._count = 1  # to its holder
+
+    def lend(self) -> None:
+        """A call may use it until `returned`."""
+        with self._lock:
+            self._count += 1
+
+    def returned(self) -> None:
+        """A call, or the holder, is done with it. Any thread."""
+        with self._lock:
+            self._count -= 1
+            is_last = self._count == 0
+        if is_last:
+            self._over()
 
 
 class ReservedWindow:
@@ -53,8 +75,8 @@ class ReservedWindow:
         self._blocks = len(reply.blocks)
         self._parts = len(columns)
         self._headers: list[bytes] = []  # of checked frames that are not adopted yet
-        self._lock = threading.Lock()
-        self._lent = 1  # to this window itself, until it is closed
+        lending = Lending(self._abort_rest)
+        self.lend, self.returned = lending.lend, lending.returned
         self._checks = FrameChecks(space.grant.stamps, self.keys)
         self.refused = False
         """Whether a frame came that does not belong in its slot."""
@@ -106,19 +128,10 @@ class ReservedWindow:
             self.failed = Unavailable(MissReason.DISABLED, "the sidecar gave the slots to another client")
         self.adopted = max(self.adopted, min(done, self.adopted + whole))
 
-    def lend(self) -> None:
-        """A source's call may write slots until `returned`."""
-        with self._lock:
-            self._lent += 1
-
-    def returned(self) -> None:
-        """A lent call has returned. Any thread."""
-        with self._lock:
-            self._lent -= 1
-            is_last = self._lent == 0
-        if is_last and self.adopted < self._blocks:
-            self.run.abort(self._reservation)
-
     def close(self) -> None:
         """Adopt nothing more. Called once."""
         self.returned()
+
+    def _abort_rest(self) -> None:
+        if self.adopted < self._blocks:
+            self.run.abort(self._reservation)

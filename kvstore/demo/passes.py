@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil
 from statistics import median
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from engine_adapter.adapter import Report
 from engine_adapter.hf.sampling import Sampling
 from engine_adapter.hf_cache import PrefixCache
 from kvstore.block.account import HitTier, MissReason
-from kvstore.demo.questions import DemoRequest, prompt_of
+from kvstore.demo.questions import DemoRequest
 
 TEMPERATURE = 0.8
 MAX_PAIRS = 8
@@ -92,9 +92,6 @@ class ColdAgainstGenerate:
     pairs: int
     same_first_token: int
 
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
-
 
 class PlainGenerate:
     """Asks plain transformers for the first token of the longer prompts, right beside the cold pass's own request.
@@ -144,40 +141,32 @@ class PlainGenerate:
             return 1e3 * (time.perf_counter() - start), int(output[0, -1])
 
 
-def run_first_pass(
+def run_pass(
     name: str,
     cache: PrefixCache,
-    requests: Sequence[DemoRequest],
+    next_prompt: Callable[[PassResult], list[int]],
+    count: int,
     answer_tokens: int,
-    beside: PlainGenerate,
     progress: Progress,
+    beside: PlainGenerate | None = None,
 ) -> PassResult:
-    """Answer all requests. These answers become part of the chat's later prompts."""
-    prompts: list[list[int]] = []
-    answers: list[list[int]] = []
-    reports: list[Report] = []
-    for number in range(len(requests)):
-        progress(name, number, len(requests))
-        prompts.append(prompt_of(number, requests, prompts, answers))
-        if beside.goes_first(number):
-            beside.first_token(number, prompts[-1])
-        _answer(number, cache, prompts[-1], answer_tokens, answers, reports)
-        if not beside.goes_first(number):
-            beside.first_token(number, prompts[-1])
-    progress(name, len(requests), len(requests))
-    return PassResult(name, prompts, answers, reports)
-
-
-def run_pass(
-    name: str, cache: PrefixCache, prompts: list[list[int]], answer_tokens: int, progress: Progress
-) -> PassResult:
-    answers: list[list[int]] = []
-    reports: list[Report] = []
-    for number, prompt in enumerate(prompts):
-        progress(name, number, len(prompts))
-        _answer(number, cache, prompt, answer_tokens, answers, reports)
-    progress(name, len(prompts), len(prompts))
-    return PassResult(name, prompts, answers, reports)
+    """Answer so many requests. next_prompt: the next one's, given the pass so far."""
+    done = PassResult(name, [], [], [])
+    for number in range(count):
+        progress(name, number, count)
+        prompt = next_prompt(done)
+        if beside is not None and beside.goes_first(number):
+            beside.first_token(number, prompt)
+        generation = cache.generate(prompt, max_new_tokens=answer_tokens, sampling=draws_of(number))
+        account = generation.report.account
+        assert account.hit_tokens + sum(account.misses.values()) == account.asked == len(prompt), "unexplained tokens"
+        done.prompts.append(prompt)
+        done.answers.append(generation.token_ids)
+        done.reports.append(generation.report)
+        if beside is not None and not beside.goes_first(number):
+            beside.first_token(number, prompt)
+    progress(name, count, count)
+    return done
 
 
 def restored_answer_tokens(requests: Sequence[DemoRequest], result: PassResult, block_tokens: int) -> int:
@@ -206,21 +195,6 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 def draws_of(number: int) -> Sampling:
     return Sampling(temperature=TEMPERATURE, generator=torch.Generator().manual_seed(number))
-
-
-def _answer(
-    number: int,
-    cache: PrefixCache,
-    prompt: list[int],
-    answer_tokens: int,
-    answers: list[list[int]],
-    reports: list[Report],
-) -> None:
-    generation = cache.generate(prompt, max_new_tokens=answer_tokens, sampling=draws_of(number))
-    account = generation.report.account
-    assert account.hit_tokens + sum(account.misses.values()) == account.asked == len(prompt), "a token is unexplained"
-    answers.append(generation.token_ids)
-    reports.append(generation.report)
 
 
 def _sums(counts: Iterable[Mapping[Origin, int]]) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ class DemoResult:
             "ttft_ratio_p99": self.ttft_ratio("p99"),
             "ttft_ratio_restart": self.ttft_ratio("p50", "restart"),
             "cold_vs_generate": against.ratio if against else None,
-            "cold_vs_generate_pairs": against.to_dict() if against else None,
+            "cold_vs_generate_pairs": asdict(against) if against else None,
             "stored": {"blocks": self.stored_blocks, "bytes": self.stored_bytes},
             "restart": {"read_bytes": self.read_bytes},
             "restored_answer_tokens": self._restored_answers(),

@@ -26,8 +26,8 @@ from kvstore.client.sidecar_store import SidecarStore
 from kvstore.demo.dashboard import DemoSidecar
 from kvstore.demo.model import describe_model, model_of
 from kvstore.demo.options import MAX_ANSWER_TOKENS, DemoOptions, usable_cores
-from kvstore.demo.passes import PlainGenerate, Progress, run_first_pass, run_pass
-from kvstore.demo.questions import MAX_PROMPT_TOKENS, DemoRequest, twenty_requests
+from kvstore.demo.passes import PassResult, PlainGenerate, Progress, run_pass
+from kvstore.demo.questions import MAX_PROMPT_TOKENS, DemoRequest, prompt_of, twenty_requests
 from kvstore.demo.result import DemoResult
 from kvstore.node import EmbeddedStore
 
@@ -44,7 +44,7 @@ def run(
 ) -> DemoResult:
     """Run everything. requests, model: in place of the demo's own. sidecar: a running one to answer from, restarted for
     the last pass; `options` then do not configure the store. Raises `StoreError` if the store cannot open."""
-    options, progress = options or DemoOptions(), progress or _silent
+    options, progress = options or DemoOptions(), progress or (lambda doing, done, steps: None)
     if requests is None:
         requests = twenty_requests(options.answer_tokens)
     asked = list(requests[: options.requests])
@@ -72,9 +72,16 @@ def run(
         cold_cache.generate(list(asked[0].text), max_new_tokens=2)  # pays for first-time work
         progress("making a model", 1, 1)
 
-        cold = run_first_pass("cold", cold_cache, asked, tokens, plain, progress)
-        fill = run_pass("fill", warm_cache, cold.prompts, tokens, progress)
-        warm = run_pass("warm", warm_cache, cold.prompts, tokens, progress)
+        def first(done: PassResult) -> list[int]:
+            return prompt_of(len(done.prompts), asked, done.prompts, done.answers)
+
+        def again(done: PassResult) -> list[int]:
+            return cold.prompts[len(done.prompts)]
+
+        count = len(asked)
+        cold = run_pass("cold", cold_cache, first, count, tokens, progress, plain)
+        fill = run_pass("fill", warm_cache, again, count, tokens, progress)
+        warm = run_pass("warm", warm_cache, again, count, tokens, progress)
         stored_blocks = store.usage().blocks if isinstance(store, EmbeddedStore) else fill.saved_blocks
 
         progress("restart", 0, 1)
@@ -84,7 +91,8 @@ def run(
         with opened() as store:
             if isinstance(store, EmbeddedStore) and not store.warmed(WARM_SECONDS):
                 raise StoreError("what is on disk could not be taken in")
-            restarted = run_pass("restart", PrefixCache(model, store, codec="raw"), cold.prompts, tokens, progress)
+            reopened = PrefixCache(model, store, codec="raw")
+            restarted = run_pass("restart", reopened, again, count, tokens, progress)
             read_blocks = restarted.hits().get(HitTier.NVME.value, 0) // warm_cache.layout.block_tokens
             if isinstance(store, EmbeddedStore):
                 read_blocks = store.usage().counters.get("promoted_blocks", 0)
@@ -118,7 +126,3 @@ def _torch_threads(threads: int) -> Iterator[int]:
         yield threads
     finally:
         torch.set_num_threads(before)
-
-
-def _silent(doing: str, done: int, steps: int) -> None:
-    pass

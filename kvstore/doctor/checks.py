@@ -27,7 +27,8 @@ def checks_of(settings: Settings, named_socket: bool, engine: Mapping[str, Any] 
     try:
         dram = _dram(settings, limit)
     except BadInput as error:
-        checks.append(Check("memory", partial(_refused, "memory", error)))
+        found = refused("memory", error)
+        checks.append(Check("memory", lambda: [found]))
     else:
         checks += [
             Check("shared memory", partial(machine.shared_memory, dram.extent_bytes)),
@@ -50,10 +51,6 @@ def checks_of(settings: Settings, named_socket: bool, engine: Mapping[str, Any] 
     if engine is not None:
         checks.append(Check("engine", partial(configuration, engine)))
     return checks
-
-
-def _refused(check: str, error: Exception) -> Iterator[Finding]:
-    yield refused(check, error)
 
 
 def _dram(settings: Settings, limit: int) -> DramConfig:

@@ -21,8 +21,7 @@ import msgspec
 
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput, StoreError
-from kvstore.block.identity import Identity, TenantKeys
-from kvstore.core.store import Store
+from kvstore.block.identity import Identity
 from kvstore.elsewhere.adoption import AdoptFault, HeaderRefused, digests_of
 from kvstore.elsewhere.fetched import FetchedBlocks
 from kvstore.elsewhere.figures import FiguresTold
@@ -60,34 +59,16 @@ FORGET_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
-def desk_of(store: EmbeddedStore, sessions: Sessions, handlers: Handlers, peers_door: str = "") -> CourierDesk:
-    """The desk of a sidecar. peers_door: the address for other nodes."""
-
-    def keys_of(tenant: str) -> TenantKeys:
-        store.keys.known(tenant)  # a courier's hello must not make keys for its name
-        return store.tenant_keys(tenant)
-
-    return CourierDesk(store.core, sessions, handlers, keys_of, peers_door)
-
-
 class CourierDesk(Parking):
     """Of one sidecar. Thread-safe."""
 
     has_couriers = True
 
-    def __init__(
-        self,
-        store: Store,
-        sessions: Sessions,
-        handlers: Handlers,
-        tenant_keys: Callable[[str], TenantKeys],
-        door: str = "",
-    ) -> None:
-        """tenant_keys: by a tenant's name; raises `StoreError` without any. door: the address for other nodes."""
-        super().__init__(store)
-        self._sessions, self._handlers = sessions, handlers
-        self._tenant_keys = tenant_keys
-        self._clock = store.clock
+    def __init__(self, store: EmbeddedStore, sessions: Sessions, handlers: Handlers, door: str = "") -> None:
+        """door: the address for other nodes."""
+        super().__init__(store.core)
+        self._sessions, self._handlers, self._embedded = sessions, handlers, store
+        self._clock = store.core.clock
         self._lock = threading.Lock()
         self._books: dict[bytes, TenantQuestions] = {}  # of tenants that have couriers
         self._numbers = defaultdict[bytes, Iterator[int]](lambda: count(1))  # of a tenant's questions, never reused
@@ -99,7 +80,7 @@ class CourierDesk(Parking):
         self._refusals: Counter[AdoptFault] = Counter()
         self._logged = RateLimitedLog(_log, self._clock)
         self.told = FiguresTold(self._clock)
-        self.fetched = store.fetched = FetchedBlocks(store, self, door)
+        self.fetched = store.core.fetched = FetchedBlocks(store.core, self, door)
         verbs = m.OpenNamespace, m.Namespaces, m.MatchPrefix, m.LeasePrefix, m.Release, m.Extents, m.Abort, m.Changes
         self.verbs = {
             **handlers.shared(*verbs, m.Ping),
@@ -117,7 +98,8 @@ class CourierDesk(Parking):
         if not hello.tenant:
             return None, m.Failed(m.RequestFault.BAD_INPUT, "a hello to courier.sock names its tenant; give one")
         try:
-            keys = self._tenant_keys(hello.tenant)
+            self._embedded.keys.known(hello.tenant)  # a courier's hello must not make keys for its name
+            keys = self._embedded.tenant_keys(hello.tenant)
         except StoreError as error:
             return None, m.failed(m.RequestFault.BAD_INPUT, str(error))
         mine = [one for one in self._sessions.callers() if one.is_courier and one.keys.tenant == keys.tenant]

@@ -35,69 +35,6 @@ class Frame(NamedTuple):
     detail: str = ""
 
 
-class FrameReader:
-    """Reads slabs with two threads. Close it."""
-
-    def __init__(self, files: Files, keys: MacKeys) -> None:
-        self._files = files
-        self._keys = keys
-        self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="kv-fsck")
-        self._buffers: SimpleQueue[memoryview] = SimpleQueue()
-        self._buffer_bytes = 0
-
-    def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def frames(self, slab: SlabResult) -> Iterator[tuple[int, Sequence[Frame]]]:
-        """Runs of neighbouring slots in order, each with its first slot."""
-        header = slab.header
-        assert header is not None
-        frame_bytes = header.slot_class.frame_bytes
-        step = max(1, WINDOW_BYTES // frame_bytes)
-        self._make_buffers(min(step, header.slots) * frame_bytes)
-        keys = None if slab.state is SlabState.NEEDS_KEYS else self._keys
-
-        def window(first: int) -> Sequence[Frame]:
-            buffer = self._buffers.get()
-            try:
-                return self._window(slab.name, header, range(first, min(first + step, header.slots)), keys, buffer)
-            finally:
-                self._buffers.put(buffer)
-
-        firsts = range(0, header.slots, step)
-        yield from zip(firsts, self._pool.map(window, firsts), strict=True)
-
-    def _make_buffers(self, size_bytes: int) -> None:
-        if size_bytes > self._buffer_bytes:
-            self._buffers, self._buffer_bytes = SimpleQueue(), size_bytes
-            for _ in range(READERS):
-                self._buffers.put(page_aligned(size_bytes))
-
-    def _window(
-        self, name: str, header: SlabHeader, slots: range, keys: MacKeys | None, buffer: memoryview
-    ) -> Sequence[Frame]:
-        frame_bytes = header.slot_class.frame_bytes
-        try:
-            self._files.read(name, header.offset(slots[0]), buffer[: len(slots) * frame_bytes])
-        except OSError:
-            return [self._alone(name, header, slot, keys, buffer[:frame_bytes]) for slot in slots]
-        frames = (buffer[at * frame_bytes : (at + 1) * frame_bytes] for at in range(len(slots)))
-        return [_frame(frame, header.slot_class, keys) for frame in frames]
-
-    def _alone(self, name: str, header: SlabHeader, slot: int, keys: MacKeys | None, frame: memoryview) -> Frame:
-        try:
-            self._files.read(name, header.offset(slot), frame)
-            return _frame(frame, header.slot_class, keys)
-        except OSError as error:
-            fault = error.strerror
-        try:
-            self._files.read(name, header.offset(slot), frame[:HEADER_BYTES])
-        except OSError as error:
-            return Frame(Seen.UNREADABLE_HEADER, b"", f"its header: {error.strerror}")
-        found, _ = _header(bytes(frame[:HEADER_BYTES]), header.slot_class, keys)
-        return Frame(Seen.UNREADABLE_PAYLOAD, found.entry, f"its payload: {fault}") if found.entry else found
-
-
 def _frame(frame: memoryview, slot_class: SlotClass, keys: MacKeys | None) -> Frame:
     found, header = _header(bytes(frame[:HEADER_BYTES]), slot_class, keys)
     if header is None:
@@ -164,7 +101,8 @@ _DETAIL = {
 
 
 class Examiner:
-    """Compares slabs with an index, slot by slot. view: of a trusted index, or None."""
+    """Compares slabs with an index, slot by slot, and reads them with two threads. view: of a trusted index, or
+    None."""
 
     def __init__(
         self, files: Files, keys: MacKeys, view: IndexView | None, problems: Problems, show: ShowProgress
@@ -174,27 +112,29 @@ class Examiner:
         self._view = view
         self._problems = problems
         self._show = show
+        self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="kv-fsck")
+        self._buffers: SimpleQueue[memoryview] = SimpleQueue()
+        self._buffer_bytes = 0
         self.checked_bytes = 0
 
     def examine(self, slabs: Sequence[SlabResult]) -> None:
-        """Read every frame; fills in each slab's `seen` and `slots`."""
+        """Read every frame; fills in each slab's `seen` and `slots`. Called once."""
         total = sum(slab.size_bytes for slab in slabs)
-        reader = FrameReader(self._files, self._keys)
         try:
             for slab in slabs:
                 before = self.checked_bytes
                 self._name_faults(slab)
                 if slab.header is not None:
-                    self._read(slab, reader, total)
+                    self._read(slab, total)
                 self.checked_bytes = before + slab.size_bytes
         finally:
-            reader.close()
+            self._pool.shutdown(cancel_futures=True)
         there = {slab_number(slab.name) for slab in slabs}
         for number in sorted(self._view.slabs() - there) if self._view is not None else ():
             fault = "the index names frames in it, and the file is not there"
             self._problems.add("missing_slab", fault, slab_name(number))
 
-    def _read(self, slab: SlabResult, reader: FrameReader, total: int) -> None:
+    def _read(self, slab: SlabResult, total: int) -> None:
         header = slab.header
         assert header is not None
         key = self._keys.slab_key(header.slot_class.tenant, header.key_id, header.epoch)
@@ -202,7 +142,7 @@ class Examiner:
         if self._view is not None:
             states, entries = self._view.says(header, key, self._problems)
         slab.seen, slab.slots = bytearray(header.slots), bytearray(header.slots)
-        for first, frames in reader.frames(slab):
+        for first, frames in self._frames(slab):
             for slot, frame in enumerate(frames, first):
                 entry = bytes(entries[slot * ENTRY.itemsize : (slot + 1) * ENTRY.itemsize])
                 verdict = judged(frame, states[slot], entry)
@@ -220,3 +160,52 @@ class Examiner:
             self._problems.add("unusable_slab", slab.detail, slab.name)
         elif slab.state is SlabState.NEEDS_KEYS:
             self._problems.add("needs_keys", "it was written under keys that are not at hand", slab.name)
+
+    def _frames(self, slab: SlabResult) -> Iterator[tuple[int, Sequence[Frame]]]:
+        """Runs of neighbouring slots in order, each with its first slot."""
+        header = slab.header
+        assert header is not None
+        frame_bytes = header.slot_class.frame_bytes
+        step = max(1, WINDOW_BYTES // frame_bytes)
+        self._make_buffers(min(step, header.slots) * frame_bytes)
+        keys = None if slab.state is SlabState.NEEDS_KEYS else self._keys
+
+        def window(first: int) -> Sequence[Frame]:
+            buffer = self._buffers.get()
+            try:
+                return self._window(slab.name, header, range(first, min(first + step, header.slots)), keys, buffer)
+            finally:
+                self._buffers.put(buffer)
+
+        firsts = range(0, header.slots, step)
+        yield from zip(firsts, self._pool.map(window, firsts), strict=True)
+
+    def _make_buffers(self, size_bytes: int) -> None:
+        if size_bytes > self._buffer_bytes:
+            self._buffers, self._buffer_bytes = SimpleQueue(), size_bytes
+            for _ in range(READERS):
+                self._buffers.put(page_aligned(size_bytes))
+
+    def _window(
+        self, name: str, header: SlabHeader, slots: range, keys: MacKeys | None, buffer: memoryview
+    ) -> Sequence[Frame]:
+        frame_bytes = header.slot_class.frame_bytes
+        try:
+            self._files.read(name, header.offset(slots[0]), buffer[: len(slots) * frame_bytes])
+        except OSError:
+            return [self._alone(name, header, slot, keys, buffer[:frame_bytes]) for slot in slots]
+        frames = (buffer[at * frame_bytes : (at + 1) * frame_bytes] for at in range(len(slots)))
+        return [_frame(frame, header.slot_class, keys) for frame in frames]
+
+    def _alone(self, name: str, header: SlabHeader, slot: int, keys: MacKeys | None, frame: memoryview) -> Frame:
+        try:
+            self._files.read(name, header.offset(slot), frame)
+            return _frame(frame, header.slot_class, keys)
+        except OSError as error:
+            fault = error.strerror
+        try:
+            self._files.read(name, header.offset(slot), frame[:HEADER_BYTES])
+        except OSError as error:
+            return Frame(Seen.UNREADABLE_HEADER, b"", f"its header: {error.strerror}")
+        found, _ = _header(bytes(frame[:HEADER_BYTES]), header.slot_class, keys)
+        return Frame(Seen.UNREADABLE_PAYLOAD, found.entry, f"its payload: {fault}") if found.entry else found

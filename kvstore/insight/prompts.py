@@ -23,7 +23,6 @@ from rich.text import Text
 
 from kvstore.block.errors import BadInput, shown
 from kvstore.block.identity import ExtraKey, PrefixHasher, token_bytes
-from kvstore.block.layout import MAX_BLOCK_TOKENS
 from kvstore.insight.divergence import (
     LEAST_EQUAL_TOKENS,
     LEAST_START_TOKENS,
@@ -216,20 +215,6 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class LintOptions:
-    """block_tokens: the cache's. min_hit_rate: the check fails below it; None for no check."""
-
-    block_tokens: int = 64
-    min_hit_rate: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.block_tokens <= MAX_BLOCK_TOKENS:
-            raise BadInput(f"--block {self.block_tokens}; give 1 to {MAX_BLOCK_TOKENS} tokens, 64 as this store's")
-        if self.min_hit_rate is not None and not 0 <= self.min_hit_rate <= 1:
-            raise BadInput(f"--min-hit-rate {self.min_hit_rate:g}; give a share of the tokens, 0 to 1, such as 0.6")
-
-
-@dataclass(frozen=True, slots=True)
 class LintGroup:
     """Prompts that part in the same way at the same place. Token counts are medians. lines: an earlier prompt, and one
     that parts from it. where: the latter's text at that place, if there is text. lost_tokens: of all prompts, computed
@@ -303,10 +288,12 @@ class LintGroup:
 
 @dataclass(frozen=True, slots=True)
 class LintResult:
-    """What an unlimited cache finds of a file; groups with the largest loss first. unit: what counts as a token."""
+    """What an unlimited cache finds of a file; groups with the largest loss first. block_tokens: the cache's.
+    min_hit_rate: the check fails below it; None for no check. unit: what counts as a token."""
 
     name: str
-    options: LintOptions
+    block_tokens: int
+    min_hit_rate: float | None
     unit: str
     prompts: int
     tokens: int
@@ -326,19 +313,19 @@ class LintResult:
 
     @property
     def is_below(self) -> bool:
-        return self.options.min_hit_rate is not None and self.hit_rate < self.options.min_hit_rate
+        return self.min_hit_rate is not None and self.hit_rate < self.min_hit_rate
 
     def to_dict(self) -> dict[str, object]:
         return {
             "file": self.name,
-            "block_tokens": self.options.block_tokens,
+            "block_tokens": self.block_tokens,
             "unit": self.unit,
             "prompts": self.prompts,
             "tokens": self.tokens,
             "hit_tokens": self.hit_tokens,
             "hit_rate": self.hit_rate,
             "possible_hit_rate": self.possible_hit_rate,
-            "min_hit_rate": self.options.min_hit_rate,
+            "min_hit_rate": self.min_hit_rate,
             "is_below": self.is_below,
             "groups": [one.to_dict() for one in self.groups],
         }
@@ -350,7 +337,7 @@ class LintResult:
 
         say(
             f"{self.name}: {self.prompts:,} prompts, {self.tokens:,} {self.unit}; of these a prefix cache without an "
-            f"end finds {100 * self.hit_rate:.1f} % (blocks of {self.options.block_tokens})"
+            f"end finds {100 * self.hit_rate:.1f} % (blocks of {self.block_tokens})"
         )
         for number, group in enumerate(self.groups[:SHOWN_GROUPS], 1):
             say(f"{number}. {group.sentence}")
@@ -364,30 +351,31 @@ class LintResult:
         else:
             say("No prompts were found that part and are the same again.")
         if self.is_below:
-            say(f"Below --min-hit-rate {self.options.min_hit_rate:g}.")
+            say(f"Below --min-hit-rate {self.min_hit_rate:g}.")
 
 
 def lint(
     name: str,
     prompts: Sequence[FilePrompt],
-    options: LintOptions,
+    block_tokens: int = 64,
+    min_hit_rate: float | None = None,
     tokenise: Tokenise | None = None,
     unit: str = "tokens",
     progress: Progress = lambda doing, done, steps: None,
 ) -> LintResult:
     """Judge the prompts in order. tokenise: what they were read with, to find places in their text."""
-    judge = _Judge(prompts, options)
+    judge = _Judge(prompts, block_tokens)
     for number in range(len(prompts)):
         if number % 20 == 0:
             progress(f"comparing {name}", number, len(prompts))
         judge.take(number)
     progress(f"comparing {name}", len(prompts), len(prompts))
     groups = sorted(
-        (_group(prompts, together, options, tokenise) for together in _together(prompts, judge.found)),
+        (_group(prompts, together, block_tokens, tokenise) for together in _together(prompts, judge.found)),
         key=lambda one: (-one.lost_tokens, -one.prompts, one.lines),
     )
     tokens = sum(len(one.seen.tokens) for one in prompts)
-    return LintResult(name, options, unit, len(prompts), tokens, judge.hit_tokens, tuple(groups))
+    return LintResult(name, block_tokens, min_hit_rate, unit, len(prompts), tokens, judge.hit_tokens, tuple(groups))
 
 
 class _Parting(NamedTuple):
@@ -397,11 +385,11 @@ class _Parting(NamedTuple):
 
 
 class _Judge:
-    def __init__(self, prompts: Sequence[FilePrompt], options: LintOptions) -> None:
+    def __init__(self, prompts: Sequence[FilePrompt], block_tokens: int) -> None:
         self.hit_tokens = 0
         self.found: list[_Parting] = []
         self._prompts = prompts
-        self._block_tokens = options.block_tokens
+        self._block_tokens = block_tokens
         self._stored: set[bytes] = set()
         self._starts: dict[bytes, list[int]] = {}
         self._shingler = Shingler(b"kvstore lint")
@@ -474,7 +462,7 @@ def _together(prompts: Sequence[FilePrompt], found: Sequence[_Parting]) -> list[
 
 
 def _group(
-    prompts: Sequence[FilePrompt], together: Sequence[_Parting], options: LintOptions, tokenise: Tokenise | None
+    prompts: Sequence[FilePrompt], together: Sequence[_Parting], block_tokens: int, tokenise: Tokenise | None
 ) -> LintGroup:
     divergences = [one.divergence for one in together]
     example = min(together, key=lambda one: one.number)
@@ -494,7 +482,7 @@ def _group(
         (prompts[example.earlier].line, prompts[example.number].line),
         _where(prompts[example.number], example.divergence, tokenise),
         divergences[0].what,
-        options.block_tokens,
+        block_tokens,
     )
 
 

@@ -10,7 +10,7 @@ a policy's seed is random, so equal traces give equal figures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,14 +41,13 @@ class CountingTier:
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
-        self._ledger: SlotLedger[Piece] = SlotLedger()
+        self._ledger = ledger = SlotLedger[Piece]()
+        self.reserve, self.free_slots, self.check = ledger.reserve, ledger.free_slots, ledger.check
+        self.own, self.own_many, self.rows_in = ledger.own, ledger.own_many, ledger.rows_in
 
     def open(self, slot_class: SlotClass) -> None:
         """Give the whole budget to one slot class. Call it once."""
         self._ledger.add(Piece(0, slot_class, self.budget_bytes // slot_class.frame_bytes))
-
-    def reserve(self, slot_class: SlotClass, count: int) -> list[int]:
-        return self._ledger.reserve(slot_class, count)
 
     def commit(self, places: Sequence[int]) -> None:
         self._ledger.step(places, FrameEvent.COMMIT)
@@ -61,15 +60,6 @@ class CountingTier:
 
     def quarantine(self, places: Sequence[int]) -> None:
         self._ledger.step(places, FrameEvent.CONDEMN)
-
-    def own(self, places: Iterable[int], rows: Iterable[int]) -> None:
-        self._ledger.own(places, rows)
-
-    def own_many(self, places: Column, rows: Column) -> None:
-        self._ledger.own_many(places, rows)
-
-    def free_slots(self, slot_class: SlotClass) -> int:
-        return self._ledger.free_slots(slot_class)
 
     def held(self) -> dict[bytes, int]:
         return self._ledger.held
@@ -84,13 +74,6 @@ class CountingTier:
 
     def frames_of(self, slot_class: SlotClass) -> int:
         return sum(piece.slots.live for piece in self._ledger.all_pieces(slot_class))
-
-    def rows_in(self, piece: int) -> list[int] | None:
-        return self._ledger.rows_in(piece)
-
-    def check(self) -> None:
-        """Verify invariant 1: slots of all states add up to the capacity."""
-        self._ledger.check()
 
 
 class Replay:

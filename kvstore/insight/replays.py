@@ -251,8 +251,6 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class _Here:
-    """One policy at one size."""
-
     trace: Trace
     policy: PolicyMaker
     blocks: int
@@ -336,8 +334,6 @@ class _Here:
 
 
 class _Account:
-    """Turns replays into rows."""
-
     def __init__(self, trace: Trace, options: ReplayOptions) -> None:
         self._trace = trace
         self._options = options

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvstore.block.errors import BadInput
-from kvstore.block.identity import NodeIdentity
 from kvstore.config import NetworkSettings, RemoteSettings, host_and_port
-from kvstore.courier.announcing import RemoteWriting
 from kvstore.courier.courier import Courier, CourierParts
-from kvstore.courier.directory import DirectoryAddress, ValkeyDirectory
+from kvstore.courier.directory import DirectoryAddress
 from kvstore.courier.figures import Figures, OncePerKind
 from kvstore.courier.remote_source import RemoteWays
 from kvstore.network.credentials import Rotated, SourceFile
@@ -17,13 +15,10 @@ from kvstore.network.dialling import GrpcPeers, channel_credentials
 from kvstore.network.serve import NetworkParts
 from kvstore.peers.door import SocketFrameDoor
 from kvstore.peers.reader import PullTransport
+from kvstore.peers.serving import FrameDoor
 from kvstore.peers.sockets import SocketPullTransport
-from kvstore.peers.transport import FrameDoor, written_address
-from kvstore.pool.announcer import Announcer
-from kvstore.pool.directory import NodeEntry
-from kvstore.pool.members import AliveTable
+from kvstore.peers.transport import written_address
 from kvstore.pool.speeds import SpeedBook
-from tiering.clock import Clock
 from tiering.remote.salts import NamespaceSalts
 from tiering.remote.valkey import ValkeyAddress, ValkeyEngine
 from tiering.remote.workers import RemoteWorkers
@@ -57,7 +52,8 @@ def make_courier(
         assert network.listen is not None, "`check_network` saw to it"
         credentials = Rotated(files, channel_credentials, clock) if files is not None else None
         if network.directory is not None:
-            directory = _directory(network.directory, _secret_of(network.directory_password_file, parts), clock)
+            password = _secret_of(network.directory_password_file, parts)
+            directory = DirectoryAddress.read(network.directory), lambda: password().decode()
         calls = GrpcPeers(credentials, clock)
         where = network.pull or written_address(host_and_port(network.listen, "--listen")[0], 0)
         if ucx is not None:
@@ -78,20 +74,7 @@ def _secret_of(path: str | None, parts: NetworkParts) -> Callable[[], bytes]:
     return lambda: file.read().strip() if file is not None else b""
 
 
-def _directory(
-    given: str, password: Callable[[], bytes], clock: Clock
-) -> Callable[[NodeIdentity, Callable[[], NodeEntry], AliveTable, Announcer], ValkeyDirectory]:
-    address = DirectoryAddress.read(given)
-
-    def make(
-        here: NodeIdentity, entry: Callable[[], NodeEntry], table: AliveTable, announcer: Announcer
-    ) -> ValkeyDirectory:
-        return ValkeyDirectory(address, here, entry, table, announcer, clock, lambda: password().decode())
-
-    return make
-
-
-def _remote(settings: RemoteSettings, figures: Figures, told: OncePerKind, parts: NetworkParts) -> RemoteWriting:
+def _remote(settings: RemoteSettings, figures: Figures, told: OncePerKind, parts: NetworkParts) -> RemoteWays:
     clock = parts.clock
     try:
         address = ValkeyAddress.parse(settings.url or "")
@@ -99,5 +82,5 @@ def _remote(settings: RemoteSettings, figures: Figures, told: OncePerKind, parts
     except (ValueError, OSError) as error:
         raise BadInput(f"remote.url: {error}") from None
     workers = RemoteWorkers(engine, clock)
-    ways = RemoteWays(engine, workers, NamespaceSalts(engine, clock, parts.new_token), figures, told, clock)
-    return RemoteWriting(ways, RemoteWrites(settings.writes), int(1000 * settings.ttl))
+    salts, writes = NamespaceSalts(engine, clock, parts.new_token), RemoteWrites(settings.writes)
+    return RemoteWays(engine, workers, salts, figures, told, clock, writes, int(1000 * settings.ttl))

@@ -22,7 +22,7 @@ from kvstore.block.errors import BadInput
 from kvstore.peers import sealed
 from kvstore.peers import transport as t
 from kvstore.peers.bell import Bell
-from kvstore.peers.serving import Serving
+from kvstore.peers.serving import FrameDoor, Serving
 from kvstore.peers.tokens import Offers
 from tiering.clock import Clock
 
@@ -36,8 +36,10 @@ _PAUSE_SECONDS = 0.1
 """Nothing is accepted for this long after the process ran out of descriptors."""
 
 
-class SocketFrameDoor:
-    """`FrameDoor` over TCP."""
+class SocketFrameDoor(FrameDoor):
+    """Over TCP."""
+
+    transport = "sockets"
 
     def __init__(
         self,
@@ -49,52 +51,30 @@ class SocketFrameDoor:
         threads: int = 1,
     ) -> None:
         """listen: HOST:PORT where peers reach this host, port 0 for any. Raises `BadInput`."""
-        host, port = listened(listen)
-        self._is_sealed = t.must_seal(host, seal)
-        if self._is_sealed:
-            sealed.needs_sealing()
+        super().__init__(listen, clock, random_bytes, seal)
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
-            listener = socket.create_server(
-                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=_BACKLOG
-            )
+            listener = socket.create_server((self._host, self._port), family=family, backlog=_BACKLOG)
         except OSError as error:
             why = os.strerror(error.errno or 0)
             raise BadInput(f"{listen} cannot be listened on: {why}; give another address") from None
         listener.setblocking(False)
         self.address = t.written_address(*listener.getsockname()[:2])
-        self._clock = clock
-        self._offers = Offers(random_bytes)
         self._loops = [_Loop(self._offers, clock, number) for number in range(threads)]
         self._loops[0].listen(listener, self._loops)
         for loop in self._loops:
             loop.start()
 
-    def offer(self, frames: t.OfferedFrames, secret: bytes) -> t.PullOffer:
-        parts = len(frames.frame_bytes)
-        offer = self._offers.add(frames, secret, self._is_sealed, self._clock.monotonic_seconds())
-        self._loops[0].wake()  # this loop ends overdue offers, and may sleep without a limit
-        blocks = len(frames.spans) // parts
-        return t.PullOffer(offer.token, self.address, "sockets", blocks, frames.frame_bytes, self._is_sealed)
-
-    def withdraw(self, token: bytes) -> None:
-        if self._offers.withdraw(token) is not None:
-            for loop in self._loops:
-                loop.wake()
-
-    def pinned(self) -> int:
-        """Offers whose frames are not released yet."""
-        return self._offers.pinned()
+    def wake(self) -> None:
+        self._loops[0].wake()
 
     def close(self) -> None:
-        """All pins are gone afterwards."""
         for loop in self._loops:
             loop.stop()
         self._offers.end_all()
 
 
 class _Connection(Serving):
-    """One puller's connection."""
-
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         super().__init__(deadline)
         self.sock = sock
@@ -109,8 +89,6 @@ class _Connection(Serving):
 
 
 class _Loop:
-    """A thread and its connections."""
-
     def __init__(self, offers: Offers, clock: Clock, number: int) -> None:
         self._offers, self._clock = offers, clock
         self._selector = selectors.DefaultSelector()
@@ -170,8 +148,6 @@ class _Loop:
 
     def _hear_bell(self) -> None:
         self._bell.hear()
-        for one in [one for one in self._connections if one.offer is not None and one.offer.is_withdrawn]:
-            self._handle(one, selectors.EVENT_WRITE)
         self._due = 0.0  # an offer may be new
 
     def _end_due(self) -> None:
@@ -299,14 +275,8 @@ class _Loop:
             self._offers.end(one.offer)  # the kernel has all of it
 
     def _next(self, one: _Connection) -> bool:
-        offer = one.offer
-        assert offer is not None
         if one.frame is not None:
             _seal_piece(one)
-            return True
-        if (end := one.gone()) is not None:
-            one.out = [memoryview(end)]
-            self._offers.end(offer)
             return True
         if (found := one.next_frame()) is None:
             return False
@@ -330,16 +300,3 @@ def _seal_piece(one: _Connection) -> None:
         one.sealing.finalize()
         one.out.append(memoryview(one.sealing.tag))
         one.frame = one.sealing = None
-
-
-def listened(listen: str) -> tuple[str, int]:
-    """An address to listen at, as numeric host and port. Raises `BadInput`."""
-    host, _, port = listen.rpartition(":")
-    try:
-        infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except (OSError, ValueError):
-        raise BadInput(f"{listen!r} is no address to listen at; give HOST:PORT, such as 10.0.0.7:7472") from None
-    bare: str = infos[0][4][0]  # type: ignore[assignment]
-    if not host or bare in ("0.0.0.0", "::"):
-        raise BadInput(f"{listen!r} is not where peers reach this host; give its own address, such as 10.0.0.7:7472")
-    return bare, int(port)

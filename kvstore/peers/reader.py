@@ -10,9 +10,8 @@ import hmac
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
-from threading import Thread
-from typing import Any, Protocol
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 from kvstore.block.errors import BadInput
 from kvstore.peers import sealed
@@ -26,8 +25,8 @@ Opening = Callable[[], bool]
 
 
 class FramePuller(ABC):
-    """A puller's connection, for one offer, over the transport's methods below. Of one thread at a time. ended: why the
-    holder sends no more of its offer, if it told."""
+    """A puller's connection, for one offer, over the transport's methods below. Of one thread at a time. is_refused:
+    whether the holder has no such offer."""
 
     breaks: tuple[type[Exception], ...] = (OSError,)
     """Exceptions of these methods that mean a broken connection, besides `PullFault`."""
@@ -35,13 +34,11 @@ class FramePuller(ABC):
     def __init__(
         self, offer: t.PullOffer, secret: bytes, seal: sealed.FrameSeal | None, clock: Clock, checks_beside: bool
     ) -> None:
-        self.ended: t.PullStatus | None = None
         self._offer, self._secret, self._seal, self._clock = offer, secret, seal, clock
         self._hello = hello_for(offer.token, secret, offer.is_sealed)
         self._record = memoryview(bytearray(t.RECORD.size))
-        self._behind = memoryview(bytearray(max(t.PROOF_BYTES, sealed.TAG_BYTES)))
-        self._checker = _Checker() if checks_beside else None
-        self._is_welcome = self._is_over = False
+        self._checker = ThreadPoolExecutor(1, "kvstore-pull-checks") if checks_beside else None
+        self.is_refused = self._is_welcome = self._is_over = False
         self._number = 0  # of the next frame
         self._request = 0
         self._expected: deque[bytes] = deque()  # records of requested frames
@@ -76,14 +73,14 @@ class FramePuller(ABC):
 
     def pull(self, slots: Sequence[memoryview], check: Check, deadline: float) -> int:
         """Read the next frames of the offer into slots, a slot each. Returns how many leading ones are whole and
-        checked; fewer than `slots`: the holder has no more (`ended`).
+        checked; fewer than `slots`: none of a refused offer (`is_refused`), or all that were offered.
 
         check: given a slot's place in `slots` and its bytes, whether this is the frame that belongs there; see
         `FrameChecks`. It may be called from another thread. deadline: monotonic seconds. Raises `PeerFault` and
         `TimedOutPull`, with the number in `verified`: the connection is over then, and slots behind that number may
         contain anything.
         """
-        if self.ended is not None:
+        if self.is_refused:
             return 0
         if self._is_over:
             raise t.PeerFault("the connection is over")
@@ -101,7 +98,7 @@ class FramePuller(ABC):
             if fault is not None:
                 fault.verified = verified
                 raise fault
-            is_well = self.ended is None
+            is_well = not self.is_refused
         finally:
             if not is_well:
                 self.close()
@@ -112,7 +109,7 @@ class FramePuller(ABC):
         self._is_over = True
         self._hang_up()
         if self._checker is not None:
-            self._checker.stop()
+            self._checker.shutdown(wait=False)
 
     # --- frames ---
 
@@ -135,8 +132,8 @@ class FramePuller(ABC):
             self._fill(self._record, deadline)
             expected = self._expected.popleft()
             if self._record != expected:
-                self._hear_end(self._record, t.PullStatus.GONE, deadline)
-                return
+                record = t.checked_record(self._record, t.FRAME_MAGIC)
+                raise t.PeerFault(f"an answer to another request, or of another frame or size ({record.status})")
             opening = self._fill_slot(expected, view, deadline)
             self._number += 1
             if not checks.check(at, view, opening):
@@ -155,29 +152,20 @@ class FramePuller(ABC):
         return count
 
     def hear_welcome(self, deadline: float) -> bool:
-        """Whether it may pull; otherwise `ended` is set."""
+        """Whether it may pull; otherwise `is_refused` is set."""
         self._fill(self._record, deadline)
-        if self._record != t.RECORD.pack(t.FRAME_MAGIC, t.VERSION, t.PullStatus.WELCOME, 0, 0, 0, 0):
-            self._hear_end(self._record, t.PullStatus.REFUSED, deadline)
+        record = t.checked_record(self._record, t.FRAME_MAGIC)
+        if record[3:] != (0, 0, 0, 0) or record.status not in (t.PullStatus.WELCOME, t.PullStatus.REFUSED):
+            raise t.PeerFault(f"an answer that is none to a greeting ({record.status})")
+        if record.status == t.PullStatus.REFUSED:
+            self.is_refused = True
             return False
-        self._fill(self._behind[: t.PROOF_BYTES], deadline)
-        if not hmac.compare_digest(self._behind[: t.PROOF_BYTES], proof_of(self._hello, self._secret)):
+        proof = bytearray(t.PROOF_BYTES)
+        self._fill(memoryview(proof), deadline)
+        if not hmac.compare_digest(proof, proof_of(self._hello, self._secret)):
             raise t.PeerFault("a door that does not have the secret of this pull")
         self._is_welcome = True
         return True
-
-    def _hear_end(self, raw: memoryview, status: t.PullStatus, deadline: float) -> None:
-        record = t.checked_record(raw, t.FRAME_MAGIC)
-        if raw != t.RECORD.pack(t.FRAME_MAGIC, t.VERSION, status, 0, 0, self._number, 0):
-            raise t.PeerFault(f"an answer to another request, or of another frame or size ({record.status})")
-        if self._seal is not None and status is t.PullStatus.GONE:
-            self._hear_tag(self._seal.opening(sealed.TOLD, self._number, raw), deadline)
-        self.ended = status
-
-    def _hear_tag(self, opening: Any, deadline: float) -> None:
-        tag = self._behind[: sealed.TAG_BYTES]
-        self._fill(tag, deadline)
-        sealed.opened(opening, tag)
 
     def _left(self, deadline: float) -> float:
         left = deadline - self._clock.monotonic_seconds()
@@ -204,9 +192,10 @@ def broken(error: Exception) -> t.PeerFault:
 class _Checks:
     """Counts the leading good frames of a pull; frames may be checked in another thread."""
 
-    def __init__(self, check: Check, checker: _Checker | None) -> None:
+    def __init__(self, check: Check, checker: ThreadPoolExecutor | None) -> None:
         self._check, self._checker = check, checker
-        self._good = self._under_way = 0
+        self._under_way: deque[Future[bool]] = deque()
+        self._good = 0
         self.has_failed = False
 
     def check(self, at: int, view: memoryview, opening: Opening | None) -> bool:
@@ -218,46 +207,19 @@ class _Checks:
         if self._checker is None:
             self._note(is_good())
         else:
-            self._checker.work.put(is_good)
-            self._under_way += 1
-            while self._under_way and not self._checker.done.empty():
-                self._hear()
+            try:
+                self._under_way.append(self._checker.submit(is_good))
+            except RuntimeError:
+                raise t.PeerFault("the connection was closed from here") from None
+            while self._under_way and self._under_way[0].done():
+                self._note(self._under_way.popleft().result())
         return not self.has_failed
 
     def settled(self) -> int:
         while self._under_way:
-            self._hear()
+            self._note(self._under_way.popleft().result())
         return self._good
-
-    def _hear(self) -> None:
-        assert self._checker is not None
-        found = self._checker.done.get()
-        self._under_way -= 1
-        if isinstance(found, BaseException):
-            raise found
-        self._note(found)
 
     def _note(self, is_good: bool) -> None:
         self.has_failed = self.has_failed or not is_good
         self._good += not self.has_failed
-
-
-class _Checker:
-    """A thread that opens and checks frames."""
-
-    def __init__(self) -> None:
-        self.work: SimpleQueue[Callable[[], bool] | None] = SimpleQueue()
-        self.done: SimpleQueue[bool | BaseException] = SimpleQueue()
-        Thread(target=self._run, name="kvstore-pull-checks", daemon=True).start()
-
-    def _run(self) -> None:
-        while (is_good := self.work.get()) is not None:
-            try:
-                self.done.put(is_good())
-            except BaseException as error:  # raised again in the pull
-                self.done.put(error)
-            is_good = None  # keeps no reference to a slot
-
-    def stop(self) -> None:
-        """End when all queued frames are checked."""
-        self.work.put(None)

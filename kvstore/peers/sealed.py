@@ -26,8 +26,8 @@ except ModuleNotFoundError:
 TAG_BYTES = 16
 PIECE_BYTES = 1 << 20
 _NONCE = struct.Struct(">IQ")
-FRAMES, ASKED, TOLD = 1, 2, 3
-"""Directions: the server's frames and statuses, and the puller's requests."""
+FRAMES, ASKED = 1, 2
+"""Directions: the server's frames, and the puller's requests."""
 
 
 def needs_sealing() -> None:

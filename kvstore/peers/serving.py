@@ -1,12 +1,52 @@
-"""A data server's side of the protocol with one puller, over any transport: its allowed requests, and the answers."""
+"""A data server's side of the protocol, over any transport: its offers, and the allowed requests and answers of a
+puller."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 
 from kvstore.peers import sealed
 from kvstore.peers import transport as t
 from kvstore.peers.tokens import HeldOffer, Offers, proof_of, seal_key
+from tiering.clock import Clock
+
+
+class FrameDoor(ABC):
+    """A holder's data server. A subclass serves its transport in threads of its own."""
+
+    transport: str
+    address: str
+    """HOST:PORT that peers dial, once it listens."""
+
+    def __init__(self, listen: str, clock: Clock, random_bytes: Callable[[int], bytes], seal: str) -> None:
+        """listen: HOST:PORT. seal: auto or always. Raises `BadInput`."""
+        self._host, self._port = t.listened(listen)
+        self._is_sealed = t.must_seal(self._host, seal)
+        if self._is_sealed:
+            sealed.needs_sealing()
+        self._clock, self._offers = clock, Offers(random_bytes)
+
+    def offer(self, frames: t.OfferedFrames, secret: bytes) -> t.PullOffer:
+        """Let the node that has the secret pull these frames, once, within 5 s. Raises `PullBusy`, also after `close`;
+        the caller then releases the frames."""
+        offer = self._offers.add(frames, secret, self._is_sealed, self._clock.monotonic_seconds())
+        self.wake()
+        blocks = len(frames.spans) // len(frames.frame_bytes)
+        return t.PullOffer(offer.token, self.address, self.transport, blocks, frames.frame_bytes, self._is_sealed)
+
+    def pinned(self) -> int:
+        """Offers whose frames are not released yet."""
+        return self._offers.pinned()
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Wake the thread that ends overdue offers: it may sleep without a limit."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """All pins are gone afterwards."""
 
 
 class Serving:
@@ -19,7 +59,6 @@ class Serving:
         self.number = 0  # of the next frame
         self._asked: deque[tuple[int, int]] = deque()  # request, frames
         self._asked_to = self._most = 0  # requested frames end here; offered frames
-        self._is_gone = False
 
     @property
     def needs(self) -> int:
@@ -56,16 +95,8 @@ class Serving:
         self._asked_to += record.follow
         self._asked.append((record.request, record.follow))
 
-    def gone(self) -> bytes | None:
-        """The last message, once, if the offer was withdrawn."""
-        if self.offer is None or not self.offer.is_withdrawn or self._is_gone:
-            return None
-        self._is_gone = True
-        record = _record(t.PullStatus.GONE, 0, 0, self.number, 0)
-        return record + (self.seal.tag(sealed.TOLD, self.number, record) if self.seal is not None else b"")
-
     def next_frame(self) -> tuple[bytes, memoryview] | None:
-        if self._is_gone or not self._asked or self.offer is None or self.offer.frames is None:
+        if not self._asked or self.offer is None or self.offer.frames is None:
             return None
         request, follow = self._asked.popleft()
         if follow > 1:

@@ -87,7 +87,6 @@ class HeldOffer:
     def __init__(self, token: bytes, frames: t.OfferedFrames, secret: bytes, is_sealed: bool, until: float) -> None:
         self.token, self.secret, self.is_sealed, self.until = token, secret, is_sealed, until
         self.frames: t.OfferedFrames | None = frames
-        self.is_withdrawn = False
 
 
 class Offers:
@@ -123,17 +122,6 @@ class Offers:
                 return None
             self._taken[name] = self._waiting.pop(name)
         return offer
-
-    def withdraw(self, token: bytes) -> HeldOffer | None:
-        """End a waiting offer at once; if it is being pulled, mark it, so that its puller is notified."""
-        name = _name(token)
-        with self._lock:
-            waiting, taken = self._waiting.pop(name, None), self._taken.get(name)
-            if taken is not None:
-                taken.is_withdrawn = True
-        if waiting is not None:
-            _release(waiting)
-        return taken
 
     def end(self, offer: HeldOffer) -> None:
         """End its pins, once: called by the thread that took it."""

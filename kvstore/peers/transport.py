@@ -6,7 +6,7 @@ each in order:
 
     puller > HELLO   token's digest, MAC               door > WELCOME  MAC        (or REFUSED, and the end)
     puller > ASK     request, first frame, frames      door > FRAME    header page and payload, for each of them
-                     (two requests in flight)          door > GONE     no more will come; the end
+                     (two requests in flight)
 
 Each of these messages but the first begins with a record. Anything else than the requested ends the connection; the
 puller keeps what is checked by then. Sizes are those of the slots, never those that the other side names.
@@ -15,11 +15,12 @@ puller keeps what is checked by then. Sizes are those of the slots, never those 
 from __future__ import annotations
 
 import enum
+import socket
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv6Address, ip_address
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvstore.block.errors import BadInput, OutOfResources, StoreError
 from tiering.frame import ALIGNMENT
@@ -47,7 +48,6 @@ PROOF_BYTES = 32
 class PullStatus(enum.IntEnum):
     FRAME = 0
     WELCOME = 1
-    GONE = 2
     REFUSED = 3
 
 
@@ -116,7 +116,7 @@ class OfferedFrames:
     spans: whole frames in place, block by block, the parts of each in order. frame_bytes: by part. sent: called with
     the bytes of each frame that is sent. release: ends the pins; called once, when all frames are sent, the puller is
     gone, or `OFFER_SECONDS` are over; no span is read after it. The data server's thread calls it, or the thread that
-    withdraws or closes. Neither may block.
+    closes. Neither may block.
     """
 
     spans: Sequence[memoryview]
@@ -130,21 +130,17 @@ class OfferedFrames:
         assert all(span.nbytes == self.frame_bytes[at % parts] for at, span in enumerate(self.spans))
 
 
-class FrameDoor(Protocol):
-    """A holder's data server."""
-
-    address: str
-
-    def offer(self, frames: OfferedFrames, secret: bytes) -> PullOffer:
-        """Let the node that has the secret pull these frames, once, within 5 s. Raises `PullBusy`, also after `close`;
-        the caller then releases the frames."""
-        ...
-
-    def withdraw(self, token: bytes) -> None:
-        """End an offer, and a pull of it: the puller learns that the rest is gone."""
-        ...
-
-    def close(self) -> None: ...
+def listened(listen: str) -> tuple[str, int]:
+    """An address to listen at, as numeric host and port. Raises `BadInput`."""
+    host, _, port = listen.rpartition(":")
+    try:
+        infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, ValueError):
+        raise BadInput(f"{listen!r} is no address to listen at; give HOST:PORT, such as 10.0.0.7:7472") from None
+    bare: str = infos[0][4][0]  # type: ignore[assignment]
+    if not host or bare in ("0.0.0.0", "::"):
+        raise BadInput(f"{listen!r} is not where peers reach this host; give its own address, such as 10.0.0.7:7472")
+    return bare, int(port)
 
 
 def numeric_address(address: str) -> tuple[str, int]:

@@ -26,9 +26,9 @@ from kvstore.block.errors import BadInput
 from kvstore.peers import sealed
 from kvstore.peers import transport as t
 from kvstore.peers.bell import Bell
-from kvstore.peers.door import MOST_CONNECTIONS, MOST_STRANGERS, listened
+from kvstore.peers.door import MOST_CONNECTIONS, MOST_STRANGERS
 from kvstore.peers.reader import FramePuller
-from kvstore.peers.serving import Serving
+from kvstore.peers.serving import FrameDoor, Serving
 from kvstore.peers.tokens import Offers
 from tiering.clock import Clock
 
@@ -265,8 +265,10 @@ class UcxPullReader(FramePuller):
             when_free()
 
 
-class UcxFrameDoor:
-    """`FrameDoor` over UCX."""
+class UcxFrameDoor(FrameDoor):
+    """Over UCX."""
+
+    transport = "ucx"
 
     def __init__(
         self,
@@ -278,39 +280,23 @@ class UcxFrameDoor:
         options: Mapping[str, str] | None = None,
     ) -> None:
         """listen: HOST:PORT that peers dial; UCX itself listens at all addresses of the host. Raises `BadInput`."""
-        host, port = listened(listen)
-        self._is_sealed = t.must_seal(host, seal)
-        if self._is_sealed:
-            sealed.needs_sealing()
+        super().__init__(listen, clock, random_bytes, seal)
         self._worker = _Worker(_context(options or {}))
         try:
-            self._listener = ucx.UCXListener.create(self._worker.ucx, port, self._accept, deliver_endpoint=True)
+            self._listener = ucx.UCXListener.create(self._worker.ucx, self._port, self._accept, deliver_endpoint=True)
         except ucx.UCXError as error:
-            raise BadInput(f"UCX cannot listen at port {port}: {error}; give another address") from None
-        self.address = t.written_address(host, self._listener.port)
-        self._clock, self._offers = clock, Offers(random_bytes)
+            raise BadInput(f"UCX cannot listen at port {self._port}: {error}; give another address") from None
+        self.address = t.written_address(self._host, self._listener.port)
         self._connections: dict[_Served, None] = {}  # the oldest first
         self._leaving: list[_Served] = []  # closed, with unfinished sends
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="kvstore-ucx-door", daemon=True)
         self._thread.start()
 
-    def offer(self, frames: t.OfferedFrames, secret: bytes) -> t.PullOffer:
-        offer = self._offers.add(frames, secret, self._is_sealed, self._clock.monotonic_seconds())
+    def wake(self) -> None:
         self._worker.ring()
-        blocks = len(frames.spans) // len(frames.frame_bytes)
-        return t.PullOffer(offer.token, self.address, "ucx", blocks, frames.frame_bytes, self._is_sealed)
-
-    def withdraw(self, token: bytes) -> None:
-        if self._offers.withdraw(token) is not None:
-            self._worker.ring()
-
-    def pinned(self) -> int:
-        """Offers whose frames are not released yet."""
-        return self._offers.pinned()
 
     def close(self) -> None:
-        """All pins are gone afterwards."""
         self._is_over = True
         if self._thread.is_alive():
             self._worker.ring()
@@ -369,8 +355,6 @@ class UcxFrameDoor:
 
 
 class _Served(Serving):
-    """One puller's connection."""
-
     def __init__(self, endpoint: Any, deadline: float) -> None:
         super().__init__(deadline)
         self.endpoint = endpoint
@@ -399,11 +383,9 @@ class _Served(Serving):
             self._hearing = _Underway(self.endpoint.stream_recv, self._heard[: self.needs])
         if self.offer is None:
             return True
-        if (end := self.gone()) is not None:
-            self._sends.append(_Underway(self.endpoint.stream_send, end))
         while self._has_room() and (found := self.next_frame()) is not None:
             self._send(*found)
-        if (self.has_all or self.offer.is_withdrawn) and not self._sends:
+        if self.has_all and not self._sends:
             offers.end(self.offer)
         return True
 

@@ -1,10 +1,11 @@
 """Single flight: of several callers that want the same blocks from elsewhere, one fetches, and the others wait for it.
 
-    begin   > the keys that are the caller's to fetch   join   > notified once at the end of each
+    begin   > the keys that are the caller's to fetch   join   > notified once at the end
     end, leave                                          > callers that joined are notified
 
-A leader fails by `leave`, or when its time is over: the next caller of `begin` takes its place, and callers that joined
-learn that it failed. At most `MAX_FLIGHTS` are in progress; beyond that, blocks are fetched without one.
+A leader fails by `leave`, or when its time is over: the next caller of `begin` takes its place. Callers that joined are
+notified of any end, and look what is here. At most `MAX_FLIGHTS` are in progress; beyond that, blocks are fetched
+without one.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ MAX_JOINED = 1024
 
 
 @dataclass(slots=True)
-class _Flight(Generic[K]):
+class _Flight:
     leader: Hashable
     until: float
-    joined: list[Callable[[K, bool], None]] = field(default_factory=list)
+    joined: list[Callable[[], None]] = field(default_factory=list)
 
 
 class Flights(Generic[K]):
@@ -33,7 +34,7 @@ class Flights(Generic[K]):
     def __init__(self, most: int = MAX_FLIGHTS) -> None:
         self._most = most
         self._lock = threading.Lock()
-        self._flights: dict[K, _Flight[K]] = {}
+        self._flights: dict[K, _Flight] = {}
         self._led: dict[Hashable, set[K]] = {}
 
     def __len__(self) -> int:
@@ -45,43 +46,36 @@ class Flights(Generic[K]):
         wanted, mine = list(keys), []
         with self._lock:
             flights = [(key, self._flights.get(key)) for key in dict.fromkeys(wanted)]
-            over = [(key, self._over(key)) for key, one in flights if one is not None and one.until <= now]
+            over = [self._over(key) for key, one in flights if one is not None and one.until <= now]
             for key in wanted:
                 if key not in self._flights and len(self._flights) < self._most:
                     self._flights[key] = _Flight(leader, until)
                     self._led.setdefault(leader, set()).add(key)
                     mine.append(key)
-        _tell(over, False)
+        _tell(over)
         return mine
 
-    def join(self, keys: Iterable[K], told: Callable[[K, bool], None]) -> list[K]:
-        """Returns those of these keys that are in progress: for each, `told` is called once, at its end, with whether
-        it landed. The others have ended meanwhile: look whether they are here, and begin."""
-        joined = []
+    def join(self, key: K, told: Callable[[], None]) -> bool:
+        """Whether that key is in progress: `told` is called once, at its end. Otherwise it has ended meanwhile: look
+        whether it is here, and begin."""
         with self._lock:
-            for key in keys:
-                flight = self._flights.get(key)
-                if flight is not None and len(flight.joined) < MAX_JOINED:
-                    flight.joined.append(told)
-                    joined.append(key)
-        return joined
+            flight = self._flights.get(key)
+            if flight is None or len(flight.joined) >= MAX_JOINED:
+                return False
+            flight.joined.append(told)
+        return True
 
-    def end(self, keys: Sequence[K], leader: Hashable, landed: bool) -> None:
-        """These are over, if that leader still leads them."""
+    def end(self, keys: Sequence[K], leader: Hashable) -> None:
+        """These are over, if that leader still leads them: they landed, or are given up."""
         with self._lock:
-            over = [(key, self._over(key)) for key in keys if self._leads(leader, key)]
-        _tell(over, landed)
+            over = [self._over(key) for key in keys if key in self._led.get(leader, ())]
+        _tell(over)
 
     def leave(self, leader: Hashable) -> None:
-        """The leader failed: its flights did not land."""
-        with self._lock:
-            over = [(key, self._over(key)) for key in list(self._led.get(leader, ()))]
-        _tell(over, False)
+        """The leader is gone, and all that it leads is over."""
+        self.end(list(self._led.get(leader, ())), leader)
 
-    def _leads(self, leader: Hashable, key: K) -> bool:
-        return key in self._led.get(leader, ())
-
-    def _over(self, key: K) -> _Flight[K]:
+    def _over(self, key: K) -> _Flight:
         flight = self._flights.pop(key)
         led = self._led[flight.leader]
         led.discard(key)
@@ -90,7 +84,7 @@ class Flights(Generic[K]):
         return flight
 
 
-def _tell(over: Iterable[tuple[K, _Flight[K]]], landed: bool) -> None:
-    for key, flight in over:
+def _tell(over: Iterable[_Flight]) -> None:
+    for flight in over:
         for told in flight.joined:
-            told(key, landed)
+            told()

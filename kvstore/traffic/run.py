@@ -97,7 +97,6 @@ def run(
 
 
 async def _models(endpoints: Sequence[Endpoint], options: TrafficOptions) -> dict[str, EngineModel]:
-    """Each endpoint's model. Raises `BadInput` and `EngineFault`."""
     found = {}
     for one in endpoints:
         async with EngineClient(one.url, one.name) as client:

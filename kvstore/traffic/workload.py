@@ -136,7 +136,6 @@ class Workload:
 
 
 def _cut(chain: list[int], tail: int, block_tokens: int, longest: int, at: float, output: int) -> TrafficRequest:
-    """Cut a prompt that is too long to its beginning."""
     whole, rest = divmod(min(longest, MOST_TOKENS), block_tokens)
     if (len(chain) - 1) * block_tokens + tail > longest:
         chain, tail = (chain[: whole + 1], rest) if rest else (chain[:whole], block_tokens)

@@ -20,7 +20,7 @@ from console.browser import CHROMIUM, Browser
 from console.running import RunningConsole, console
 from kvstore.block.errors import BadInput
 from kvstore.cli import ask
-from kvstore.console.access import checked_tokens
+from kvstore.console.access import ConsoleReader, checked_tokens
 from kvstore.console.http_api import PAGES, TENANT_PATHS
 from kvstore.node import SystemClock
 from kvstore.protocol.told import RequestTold
@@ -189,7 +189,7 @@ def test_a_file_of_tokens_that_cannot_be_is_one_line_that_repeats_none(text: str
 
 def test_names_with_spaces_have_tokens_too() -> None:
     tokens = checked_tokens(f"{TOKENS['']}\nthe red team {TOKENS['red']}\n\n", "tokens")
-    assert tokens.operator == TOKENS[""] and tokens.tenants == {TOKENS["red"]: "the red team"}
+    assert tokens == {TOKENS[""]: ConsoleReader(), TOKENS["red"]: ConsoleReader("the red team")}
 
 
 @pytest.mark.slow

@@ -127,10 +127,11 @@ def test_a_long_prompt_is_looked_up_at_as_many_places_as_a_short_one(
 
 @pytest.mark.parametrize("present", [0, 40])
 def test_a_fetch_of_a_long_prompt_looks_at_no_more_places(present: int) -> None:
-    directory, space = HintingDirectory([]), SimpleNamespace(id=bytes(32))
+    directory = HintingDirectory([])
     locator = Locator(AliveTable(NodeIdentity()), None, directory, None, None, SystemClock())  # type: ignore[arg-type]
     keys = [index.to_bytes(32, "big") for index in range(1 << 16)]
-    assert locator._hinted(space, keys, present, 1.0) == []  # type: ignore[arg-type]
+    look = SimpleNamespace(space=SimpleNamespace(id=bytes(32)), keys=keys, present=present)
+    assert locator._hinted(look, 1.0) == []  # type: ignore[arg-type]
     ((places, _),) = directory.asked
     first = present // CHUNK_BLOCKS * CHUNK_BLOCKS
     assert len(places) == MOST_PLACES and places[0] == first + CHUNK_BLOCKS

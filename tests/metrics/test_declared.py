@@ -16,7 +16,6 @@ from rich.console import Console
 
 from kvstore.block.account import MissReason
 from kvstore.cli.report import StatReport
-from kvstore.console.figures import schemas_of
 from kvstore.network.answers import stat_response
 from kvstore.status.declared import Sample, counter, gauge, histogram, label, samples
 from kvstore.status.page import StatusPage
@@ -48,7 +47,7 @@ def test_a_new_number_is_one_line_and_is_found_everywhere(tmp_path: Path) -> Non
     report.render(console)
     assert "\nteapots: 7\n" in console.file.getvalue()  # type: ignore[attr-defined]
     assert json.loads(stat_response(facts).json)["teapots"] == 7
-    _, components = schemas_of([StatusOfTomorrow])
+    _, components = msgspec.json.schema_components([StatusOfTomorrow])
     shown = components["StatusOfTomorrow"]["properties"]
     assert shown["teapots"]["description"] == "Teapots that were asked for coffee." and shown["state"]["description"]
 

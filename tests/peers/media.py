@@ -38,7 +38,6 @@ class Lie(enum.Enum):
     MAGIC = enum.auto()
     CLOSE = enum.auto()
     RESET = enum.auto()
-    GONE = enum.auto()
     STALL = enum.auto()
     DRIP = enum.auto()
 
@@ -101,9 +100,6 @@ def _lie(
                             return
                 sock.sendall(said)
                 number += 1
-                if now is Lie.GONE:
-                    is_over.wait(30)
-                    return
 
 
 def said_frame(source: Source, number: int, request: int, left: int, lie: Lie, seal: Any) -> bytes:
@@ -113,15 +109,11 @@ def said_frame(source: Source, number: int, request: int, left: int, lie: Lie, s
         frame[len(frame) // 2] ^= 4
     magic = b"KVPX" if lie is Lie.MAGIC else t.FRAME_MAGIC
     size = len(frame) + 4096 * (lie is Lie.SIZE)
-    status, direction = t.PullStatus.FRAME, sealed.FRAMES
-    if lie is Lie.GONE:
-        status, direction, frame, request, left, size = t.PullStatus.GONE, sealed.TOLD, bytearray(), 0, 0, 0
-    record = t.RECORD.pack(
-        magic, t.VERSION, status, left, request + (lie is Lie.REQUEST), number + (lie is Lie.NUMBER), size
-    )
+    request, number_said = request + (lie is Lie.REQUEST), number + (lie is Lie.NUMBER)
+    record = t.RECORD.pack(magic, t.VERSION, t.PullStatus.FRAME, left, request, number_said, size)
     if seal is None:
         return record + frame
-    sealing, into = seal.sealing(direction, number, record), bytearray(len(frame))
+    sealing, into = seal.sealing(sealed.FRAMES, number, record), bytearray(len(frame))
     sealing.update_into(bytes(frame), into)
     sealing.finalize()
     return record + into + sealing.tag
@@ -236,8 +228,6 @@ class _UcxLiar:
                     return None
                 said = said_frame(self.source, number, asked.request, left, now, seal)
                 record, frame = said[: t.RECORD.size], said[t.RECORD.size :]
-                if now is Lie.GONE:
-                    return self.send(endpoint, said)
                 if now is Lie.DRIP:
                     for at in range(len(record)):
                         self.send(endpoint, record[at : at + 1])

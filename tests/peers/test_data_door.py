@@ -212,7 +212,9 @@ def test_frames_whose_release_fails_do_not_end_the_door(door: SocketFrameDoor) -
         raise OSError("the sidecar is gone")
 
     offered.release = release
-    door.withdraw(door.offer(offered, SECRET).token)
+    reader = SocketPullTransport(SystemClock()).connect(door.offer(offered, SECRET), SECRET, time.monotonic() + 10)
+    assert reader.pull(source.slots(), source.check(), time.monotonic() + 10) == 2
+    reader.close()
     pulls(door)
 
 
@@ -246,20 +248,3 @@ def test_without_cryptography_nothing_leaves_the_host(monkeypatch: pytest.Monkey
     with pytest.raises(BadInput, match="cryptography is not installed"):
         SocketPullTransport(SystemClock()).connect(offer, SECRET, time.monotonic() + 1)
     SocketFrameDoor("127.0.0.1:0", SystemClock(), random_bytes).close()
-
-
-def test_what_a_puller_says_of_an_offer_that_is_gone_is_bounded_as_before(door: SocketFrameDoor) -> None:
-    source = Source(5)
-    offer = door.offer(source.offered(), SECRET)
-    seal = sealed.FrameSeal(seal_key(offer.token, SECRET)) if offer.is_sealed else None
-    with raw(door) as sock:
-        sock.sendall(hello_for(offer.token, SECRET, offer.is_sealed) + asked(0, 1, seal=seal))
-        assert len(sock.recv(1)) == 1
-        door.withdraw(offer.token)
-        assert source.is_released.wait(5)
-        began = time.monotonic()
-        with pytest.raises(ConnectionError):
-            while time.monotonic() < began + t.OFFER_SECONDS:
-                sock.sendall(asked(1, 1, 1, seal=seal) * 100)
-        assert time.monotonic() - began < t.OFFER_SECONDS - 1, "at once: it holds up the door's thread else"
-    pulls(door)

@@ -52,7 +52,7 @@ def test_frames_arrive_and_pins_go_with_the_last_of_them(medium: Any, door: Any)
     reader = medium.transport().connect(offer, SECRET, soon())
     slots = source.slots()
     assert reader.pull(slots, source.check(), soon()) == 40
-    assert source.has(slots) and reader.ended is None and reader.free_slots(lambda: None)
+    assert source.has(slots) and not reader.is_refused and reader.free_slots(lambda: None)
     assert source.is_released.wait(5)
     reader.close()
     wait_until(lambda: door.pinned() == 0)
@@ -103,10 +103,8 @@ def test_what_came_before_a_fault_is_kept_and_no_deadline_is_missed(medium: Any,
         reader = medium.transport().connect(offer, SECRET, soon())
         assert reader.pull([], source.check(), soon()) == 0  # nothing was asked for
         slots, began = source.slots(), time.monotonic()
-        if lie in (Lie.NONE, Lie.GONE):
-            assert reader.pull(slots, source.check(), soon()) == (4 if lie is Lie.NONE else LIED_AT)
-            assert (reader.ended is t.PullStatus.GONE) == (lie is Lie.GONE)
-            verified = 4 if lie is Lie.NONE else LIED_AT
+        if lie is Lie.NONE:
+            verified = reader.pull(slots, source.check(), soon())
         else:
             is_late = lie in (Lie.STALL, Lie.DRIP)
             with pytest.raises(t.TimedOutPull if is_late else t.PeerFault) as found:
@@ -119,7 +117,7 @@ def test_what_came_before_a_fault_is_kept_and_no_deadline_is_missed(medium: Any,
         else:
             assert verified == (4 if lie is Lie.NONE else LIED_AT)
         assert source.has(slots[:verified])
-        if lie is not Lie.NONE and lie is not Lie.GONE:
+        if lie is not Lie.NONE:
             with pytest.raises(t.PeerFault):  # it is over
                 reader.pull(slots, source.check(), soon())
         freed = threading.Event()
@@ -143,28 +141,11 @@ def _swapped(source: Source) -> Any:
     return check
 
 
-def test_an_offer_that_is_withdrawn_is_gone_and_released(medium: Any, door: Any) -> None:
-    source = Source(4)
-    offer = door.offer(source.offered(), SECRET)
-    reader = medium.transport().connect(offer, SECRET, soon())
-    slots = source.slots(0, 3)
-    assert reader.pull(slots, source.check(), soon()) == 3
-    assert not source.is_released.is_set()
-    door.withdraw(offer.token)
-    assert source.is_released.wait(5)
-    assert reader.pull(source.slots(3), lambda at, slot: True, soon()) == 0
-    assert reader.ended is t.PullStatus.GONE and source.has(slots)
-    reader.close()
-    never = Source(1)
-    door.withdraw(door.offer(never.offered(), SECRET).token)
-    assert never.releases == 1 and door.pinned() == 0
-
-
 def refused(medium: Any, offer: t.PullOffer, secret: bytes) -> bool:
     source = Source(1)
     reader = medium.transport().connect(offer, secret, soon())
     try:
-        return reader.pull(source.slots(), source.check(), soon()) == 0 and reader.ended is t.PullStatus.REFUSED
+        return reader.pull(source.slots(), source.check(), soon()) == 0 and reader.is_refused
     except t.PeerFault:
         return True
     finally:

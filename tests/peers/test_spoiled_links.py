@@ -43,7 +43,7 @@ def transfer(seed: int, medium: SocketMedium, door: object) -> str:
                 found = reader.pull(window, SOURCE.check(first // 2), deadline)
                 first, verified = first + len(window), verified + found
                 if found < len(window):
-                    end = str(reader.ended)
+                    end = "refused" if reader.is_refused else "short"
                     break
         except t.PullFault as fault:
             verified, end = verified + fault.verified, type(fault).__name__

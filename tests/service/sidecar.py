@@ -11,7 +11,7 @@ from kvstore.block.codec import codec_named
 from kvstore.client.handle import Lease
 from kvstore.client.sidecar_store import SidecarStore, open_sidecar
 from kvstore.client.socket_door import CallLimits
-from kvstore.elsewhere.desk import desk_of
+from kvstore.elsewhere.desk import CourierDesk
 from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import WhatIf
 from kvstore.node import EmbeddedStore, SystemClock
@@ -62,7 +62,7 @@ class Sidecar:
             self.store.tenant_keys(self.store.tenant),
             renew=lambda: self.store.tenant_keys(self.store.tenant),
         )
-        self.desk = desk_of(self.store, self.sessions, self.handlers) if couriers else None
+        self.desk = CourierDesk(self.store, self.sessions, self.handlers) if couriers else None
         self.courier_path = directory / "courier.sock"
         if self.desk is not None:
             self.door.listen_couriers(self.courier_path, self.desk)
