@@ -28,7 +28,6 @@ from kv_bench import (
     lookup,
     nvme,
     on_device,
-    paged_pool,
     restart,
     tiers,
     ttft,
@@ -209,7 +208,7 @@ def tiers_are_hit(result: BenchResult) -> None:
 
 @pytest.mark.parametrize("kernel", ["gather", "scatter", "gather_quantize", "dequantize_scatter", "digest"])
 def test_a_kernel_that_writes_nothing_is_a_fault(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    route = replace(paged_pool.route_named("twins", torch.device("cpu")), **{kernel: lambda *_: None})
+    route = replace(kernels.route_named("twins", torch.device("cpu")), **{kernel: lambda *_: None})
     monkeypatch.setattr(kernels, "route_named", lambda *_: route)
     found = kernels.run(KERNELS, quiet, "cpu", ("kernels",))
     name = "digest_slices" if kernel == "digest" else kernel
@@ -220,7 +219,7 @@ def test_a_kernel_that_cannot_be_launched_is_one_line_and_the_others_run(monkeyp
     def fails(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
 
-    route = replace(paged_pool.route_named("twins", torch.device("cpu")), scatter=fails)
+    route = replace(kernels.route_named("twins", torch.device("cpu")), scatter=fails)
     monkeypatch.setattr(kernels, "route_named", lambda *_: route)
     found = kernels.run(KERNELS, quiet, "cpu", ("kernels",))
     assert found.faults == ["scatter of raw failed: OutOfMemoryError: CUDA out of memory."] and len(found.rows) == 5
@@ -287,7 +286,7 @@ def test_a_match_that_is_not_whole_is_no_measurement() -> None:
         sidecar.greeted()
         with (
             pytest.raises(StoreError, match=r"lookup ended with 1: AssertionError: Match\(blocks=0"),
-            lookup.Clients(replace(LOOKUP, clients=1), sidecar.socket, 3) as clients,
+            lookup.clients_of(replace(LOOKUP, clients=1), sidecar.socket, 3) as clients,
         ):
             clients.match()
 
