@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,7 @@ def transformers_engines(socket: str, scratch: Path, stack: ExitStack) -> dict[s
 
         return ask
 
-    store = stack.enter_context(kvstore.open(f"unix:{socket}"))
+    store: Any = stack.enter_context(kvstore.open(f"unix:{socket}"))
     return {PLAIN: asking(PrefixCache(model)), STORE: asking(PrefixCache(model, store))}
 
 

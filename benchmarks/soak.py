@@ -150,25 +150,6 @@ def asked_of(urls: list[str], grpc_address: str) -> dict[str, Callable[[], None]
     return {url: partial(fetch, url) for url in urls} | {"grpc": match}
 
 
-def turns(
-    asked: dict[str, Callable[[], None]],
-    watched: dict[str, Watched],
-    answers: Counter[str],
-    failures: list[str],
-    over: threading.Event,
-) -> None:
-    began_at = time.monotonic()
-    while not over.wait(TURN_SECONDS):
-        for one in watched.values():
-            one.sample(time.monotonic() - began_at)
-        for name, once in asked.items():
-            try:
-                once()
-                answers[name] += 1
-            except (OSError, HTTPException, grpc.RpcError) as error:
-                failures.append(f"{name}: {error!r}"[:200])
-
-
 def soak(trace: Trace, options: TrafficOptions, python: str, say: Callable[[str], None]) -> dict[str, Any]:
     failures: list[str] = []
     answers: Counter[str] = Counter()
@@ -191,7 +172,20 @@ def soak(trace: Trace, options: TrafficOptions, python: str, say: Callable[[str]
         watched = {role: Watched(process) for role, process in (found | {"console": console}).items()}
         assert set(watched) == set(ROLES), watched
         asked = asked_of([f"{sidecar.http}/metrics", f"{page}api/status"], sidecar.grpc)
-        beside = stack.enter_context(ThreadPoolExecutor(1)).submit(turns, asked, watched, answers, failures, over)
+
+        def turns() -> None:
+            began_at = time.monotonic()
+            while not over.wait(TURN_SECONDS):
+                for one in watched.values():
+                    one.sample(time.monotonic() - began_at)
+                for name, once in asked.items():
+                    try:
+                        once()
+                        answers[name] += 1
+                    except (OSError, HTTPException, grpc.RpcError) as error:
+                        failures.append(f"{name}: {error!r}"[:200])
+
+        beside = stack.enter_context(ThreadPoolExecutor(1)).submit(turns)
         stack.callback(over.set)
 
         def show(what: str, done: int, of: int) -> None:

@@ -186,9 +186,8 @@ def route_named(given: str | None, device: torch.device) -> Route:
         return _TWINS
     if not _HAS_TRITON:
         raise BadInput("the kernels need the package triton; run in a checkout: pip install '.[gpu]'")
-    raw, eight_bits = (triton_raw.gather, triton_raw.scatter), triton_int8
-    quantizing = eight_bits.gather_quantize, eight_bits.dequantize_scatter
-    return Route(TRITON, *raw, *quantizing, triton_digest.digest_slices, triton_digest.digest_keys)
+    moves = triton_raw.gather, triton_raw.scatter, triton_int8.gather_quantize, triton_int8.dequantize_scatter
+    return Route(TRITON, *moves, triton_digest.digest_slices, triton_digest.digest_keys)
 
 
 def told(error: BaseException) -> str:
@@ -204,15 +203,8 @@ def _digest(payload: torch.Tensor, payload_at: int, slice_bytes: int, into: torc
             digests[number, 0], digests[number, 1] = low, high
 
 
-_TWINS = Route(
-    TWINS,
-    reference.gather,
-    reference.scatter,
-    reference.gather_quantize,
-    reference.dequantize_scatter,
-    _digest,
-    lambda device: torch.empty(0, dtype=torch.int64, device=device),
-)
+_MOVES = reference.gather, reference.scatter, reference.gather_quantize, reference.dequantize_scatter
+_TWINS = Route(TWINS, *_MOVES, _digest, lambda device: torch.empty(0, dtype=torch.int64, device=device))
 
 
 class PagedPool:
@@ -303,20 +295,13 @@ def kernel_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
             turns = {kernel: timer.timed(kernel.launch) for kernel in launched}
             for kernel, found in against(limit, turns, options.laps).items():
                 is_targeted = bench.is_gpu and kv_bytes >= TARGETED_BYTES
-                yield rate_row(
-                    {"kernel": kernel.name, "codec": codec, "kv_bytes": kv_bytes},
-                    found,
-                    kernel.bytes_moved,
-                    "copy",
-                    KERNEL_TARGETS.get(kernel.name) if is_targeted else None,
-                    limit_bytes=2 * kv_bytes,
-                    bytes_moved=kernel.bytes_moved,
-                    seconds=found.seconds,
-                    gb_per_second=kernel.bytes_moved / found.seconds / 1e9,
-                    copy_gb_per_second=2 * kv_bytes / found.limit_seconds / 1e9,
-                    is_host_bound=sum(turns[kernel].is_late[-options.laps :]) * 2 > options.laps,
-                    matches_twin=launched[kernel],
-                )
+                wanted = KERNEL_TARGETS.get(kernel.name) if is_targeted else None
+                what, moved = {"kernel": kernel.name, "codec": codec, "kv_bytes": kv_bytes}, kernel.bytes_moved
+                rates = {"bytes_moved": moved, "seconds": found.seconds, "gb_per_second": moved / found.seconds / 1e9}
+                rates["copy_gb_per_second"] = 2 * kv_bytes / found.limit_seconds / 1e9
+                is_late = sum(turns[kernel].is_late[-options.laps :]) * 2 > options.laps
+                facts: dict[str, Any] = {"is_host_bound": is_late, "matches_twin": launched[kernel]}
+                yield rate_row(what, found, moved, "copy", wanted, limit_bytes=2 * kv_bytes, **rates, **facts)
 
 
 def _kernels(shape: BlockShape, codec: str, pool: PagedPool, target: PagedPool, route: Route) -> Iterator[Kernel]:
@@ -489,20 +474,12 @@ def transfer_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
                     times = 2 if direction == BOTH else 1
                     wire, kv = times * transfers.wire_bytes, times * transfers.kv_bytes
                     is_targeted = bench.is_gpu and transfers.wire_bytes >= TARGETED_BYTES
-                    yield rate_row(
-                        {"direction": direction, "codec": codec, "layers_at_once": layers_at_once, "kv_bytes": kv},
-                        found,
-                        wire,
-                        "pinned copy",
-                        TRANSFER_TARGET if is_targeted else None,
-                        wire_bytes=wire,
-                        seconds=found.seconds,
-                        gb_per_second=wire / found.seconds / 1e9,
-                        kv_gb_per_second=kv / found.seconds / 1e9,
-                        limit_gb_per_second=wire / found.limit_seconds / 1e9,
-                        is_direct=is_direct,
-                        matches_twin=matches,
-                    )
+                    target = TRANSFER_TARGET if is_targeted else None
+                    what = {"direction": direction, "codec": codec, "layers_at_once": layers_at_once, "kv_bytes": kv}
+                    rates = {"gb_per_second": wire / found.seconds / 1e9, "kv_gb_per_second": kv / found.seconds / 1e9}
+                    rates |= {"seconds": found.seconds, "limit_gb_per_second": wire / found.limit_seconds / 1e9}
+                    facts = {"wire_bytes": wire, "is_direct": is_direct, "matches_twin": matches}
+                    yield rate_row(what, found, wire, "pinned copy", target, **rates, **facts)
 
 
 # --- decode ----------------------------------------------------------------------------------------------------------

@@ -325,12 +325,13 @@ def main() -> None:
     prompts = [prompt_of(number, options.prompt_tokens) for number in order]
     with open_patiently(job["socket"]) as store:
         handle = store.namespace(model=MODEL, layout=options.shape.layout)
-        work = {"match": matching(handle, options, lambda turn: prompts[turn % len(prompts)]), "hash": hashing(options)}
+        match, hashes = matching(handle, options, lambda turn: prompts[turn % len(prompts)]), hashing(options)
+        work: dict[str, Callable[[int], object]] = {"match": lambda _: match(), "hash": lambda _: hashes()}
         parent.answer("ready")
         for turn in parent:
             sleep(max(0.0, turn["start"] - perf_counter()))
             watch = Stopwatch()
-            seconds = repeated(lambda _, do=work[turn["work"]]: do(), turn["seconds"])
+            seconds = repeated(work[turn["work"]], turn["seconds"])
             parent.answer({"seconds": seconds, "cpu": watch.cost().cpu})
 
 

@@ -206,8 +206,9 @@ def _dram(shape: BlockShape, options: TiersOptions, say: Say) -> list[Row]:
         sides = {checked: EmbeddedSide(shape, blocks, pool, most, taken) for checked, taken in DIGESTS.items()}
         limit = Memcpy(shape, blocks)
         with ExitStack() as stack:
-            for one in (limit, *(side.store for side in sides.values())):
-                stack.callback(one.close)
+            stack.callback(limit.close)
+            for side in sides.values():
+                stack.callback(side.store.close)
             for path, threads in product(("get", "put"), options.threads):
                 say(f"{subject}: {path}, threads: {threads}")
                 moved = getattr(limit, path)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +22,7 @@ pytest.importorskip("transformers")
 import torch
 from rich.console import Console
 
+import benches
 from kv_bench import (
     codec,
     codec_quality,
@@ -36,6 +39,7 @@ from kv_bench.process import Sidecar
 from kv_bench.rig import BlockShape
 from kv_kernels.int8 import KC64, Axis
 from kvstore.block.errors import BadInput, StoreError
+from kvstore.cli.terminal import BAD_INPUT
 from kvstore.demo.model import load_trained
 from kvstore.traffic.row import BenchResult
 from paged_memory import kernels_can_run
@@ -315,6 +319,14 @@ def test_a_prefix_that_does_not_come_from_its_tier_is_a_fault_and_what_does_not_
     assert [row["path"] for row in found.rows] == ["cold"] and "(--context)" in found.about["left_out"][0]
 
 
+def refused(script: str, *given: str) -> None:
+    """Raises what a script of its own says of its input."""
+    command = [sys.executable, str(Path(benches.__file__).with_name(script)), *given]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (BAD_INPUT, ""), ended
+    raise BadInput(ended.stderr.strip())
+
+
 @pytest.mark.parametrize(
     ("work", "words"),
     [
@@ -325,6 +337,9 @@ def test_a_prefix_that_does_not_come_from_its_tier_is_a_fault_and_what_does_not_
         (lambda folder: kernels.run(replace(KERNELS, route="hip"), quiet, "cpu"), "allowed: triton, twins"),
         (lambda folder: ttft.run(replace(TTFT, shape="9b"), quiet, "cpu"), "allowed: tiny, 1b, 8b"),
         (lambda folder: on_device.device_named("rocm"), "allowed: cuda, cpu"),
+        (lambda folder: refused("silent_sidecar.py", "llama"), "silent_sidecar.py: engine='llama'; allowed: hf, vllm"),
+        (lambda folder: refused("policy_cost.py", f"{folder}/no"), "policy_cost.py: trace=.*no. .* allowed: JSON"),
+        (lambda folder: refused("soak.py", f"{folder}/file"), "soak.py: file has no request in it"),
     ],
 )
 def test_what_cannot_be_is_one_line(work: Callable[[str], object], words: str, tmp_path: Path) -> None:
