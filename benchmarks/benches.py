@@ -9,34 +9,39 @@ Options, `--json`, `--check` and the status are as those of `kvstore bench`. It 
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from kvstore.cli import main as command_line
 from kvstore.cli.bench import Check, judge, report, traffic_command
-from kvstore.cli.terminal import Json, Show, bench, expanded_path, print_result, shown_progress, typer
+from kvstore.cli.terminal import Json, Show, bench, option, path_option, print_result, shown_progress, typer
 
 
-def _option(metavar: str | None, help: str, **more: Any) -> Any:
-    return typer.Option(metavar=metavar, help=help, **more)
+def _number(about: str) -> Any:
+    return option("N", about, min=1)
 
 
-def _number(help: str) -> Any:
-    return _option("N", help, min=1)
-
-
-_DISK = "Measure the disk of this directory. That of temporary files if left out."
-BenchData = Annotated[str | None, _option("DIR", _DISK, callback=expanded_path)]
-BenchDevice = Annotated[str | None, _option("NAME", "cuda or cpu. A GPU where there is one if left out.")]
+BenchData = Annotated[
+    str | None, path_option("DIR", "Measure the disk of this directory. That of temporary files if left out.")
+]
+BenchDevice = Annotated[str | None, option("NAME", "cuda or cpu. A GPU where there is one if left out.")]
 Laps = Annotated[int | None, _number("Turns that each median is of.")]
 
 
 bench.registered_commands.clear()
 
 
+def _judged(find: Callable[[Show], Any], as_json: bool, check: bool) -> int:
+    with shown_progress() as show:
+        show("loading torch")
+        result = find(show)
+    return judge([result], as_json, check)
+
+
 @bench.command("tiers")
 def bench_tiers(
     only: Annotated[
-        str | None, _option("TIER", "This alone: dram, door (DRAM of a sidecar) or nvme. All if left out.")
+        str | None, option("TIER", "This alone: dram, door (DRAM of a sidecar) or nvme. All if left out.")
     ] = None,
     data: BenchData = None,
     check: Check = False,
@@ -48,13 +53,10 @@ def bench_tiers(
     A plain loop of direct I/O runs beside fio, or alone if fio is not on the path. The disk's part takes 1.5 GiB of it
     and about a minute; the others up to half of the free memory and three minutes each.
     """
-    with shown_progress() as show:
-        result = _tiers(data, show, only)
-    return judge([result], as_json, check)
+    return _judged(lambda show: _tiers(show, data, only), as_json, check)
 
 
-def _tiers(data: str | None, show: Show, only: str | None = None) -> Any:
-    show("loading torch")
+def _tiers(show: Show, data: str | None, only: str | None = None) -> Any:
     from kv_bench import nvme, tiers
 
     disk = nvme.NvmeOptions(data=data, fio=shutil.which("fio"))
@@ -65,29 +67,31 @@ def _tiers(data: str | None, show: Show, only: str | None = None) -> Any:
 def bench_lookup(check: Check = False, as_json: Json = False) -> int:
     """How long it takes to find a prompt's longest stored prefix: in this process, through a sidecar's socket, and for
     eight clients of a sidecar at once."""
-    with shown_progress() as show:
-        show("loading torch")
-        from kv_bench import lookup
+    return _judged(_lookup, as_json, check)
 
-        result = lookup.run(lookup.LookupOptions(), show)
-    return judge([result], as_json, check)
+
+def _lookup(show: Show) -> Any:
+    from kv_bench import lookup
+
+    return lookup.run(lookup.LookupOptions(), show)
 
 
 @bench.command("restart")
 def bench_restart(
-    blocks: Annotated[int, _option("N", "Blocks in the directory that is opened.")] = 1_000_000,
+    blocks: Annotated[int, option("N", "Blocks in the directory that is opened.")] = 1_000_000,
     data: BenchData = None,
     check: Check = False,
     as_json: Json = False,
 ) -> int:
     """How long it takes until everything on disk can be found again, after a clean end and after a kill, and until a
     sidecar takes connections."""
-    with shown_progress() as show:
-        show("loading torch")
-        from kv_bench import restart
+    return _judged(lambda show: _restart(show, data, blocks), as_json, check)
 
-        result = restart.run(restart.RestartOptions(blocks=blocks, data=data), show)
-    return judge([result], as_json, check)
+
+def _restart(show: Show, data: str | None, blocks: int = 1_000_000) -> Any:
+    from kv_bench import restart
+
+    return restart.run(restart.RestartOptions(blocks=blocks, data=data), show)
 
 
 @bench.command("codec")
@@ -96,7 +100,7 @@ def bench_codec(
         bool, typer.Option("--quality", help="Let a small trained model answer from KV that went through the codecs.")
     ] = False,
     speed: Annotated[bool, typer.Option("--speed", help="Encode and decode on this CPU, beside memcpy.")] = False,
-    windows: Annotated[int | None, _option("N", "Pieces of text for --quality, 1 to 64; 32 if left out.")] = None,
+    windows: Annotated[int | None, option("N", "Pieces of text for --quality, 1 to 64; 32 if left out.")] = None,
     check: Check = False,
     as_json: Json = False,
 ) -> int:
@@ -108,13 +112,10 @@ def bench_codec(
     """
     if windows is not None and not quality:
         raise typer.BadParameter("--windows belongs to --quality; add --quality, or leave --windows out")
-    with shown_progress() as show:
-        result = _codec(speed, 32 if windows is None else windows, quality, show)
-    return judge([result], as_json, check)
+    return _judged(lambda show: _codec(show, speed, quality, 32 if windows is None else windows), as_json, check)
 
 
-def _codec(speed: bool, windows: int, quality: bool, show: Show) -> Any:
-    show("loading torch")
+def _codec(show: Show, speed: bool = True, quality: bool = True, windows: int = 32) -> Any:
     from kv_bench import codec
 
     modes = [codec.speed(show)] if speed else []
@@ -130,7 +131,7 @@ def _codec(speed: bool, windows: int, quality: bool, show: Show) -> Any:
 def bench_kernels(
     device: BenchDevice = None,
     stage: Annotated[
-        list[str] | None, _option("NAME", "This alone: kernels, transfers or decode. May be given again.")
+        list[str] | None, option("NAME", "This alone: kernels, transfers or decode. May be given again.")
     ] = None,
     laps: Laps = None,
     check: Check = False,
@@ -141,28 +142,28 @@ def bench_kernels(
 
     On a CPU it runs on small shapes, to show that it runs; its figures say nothing then.
     """
-    with shown_progress() as show:
-        show("loading torch and transformers")
+
+    def find(show: Show) -> Any:
         from kv_bench import kernels
 
-        options = kernels.options_for(device, laps)
-        result = kernels.run(options, show, device, stage or ())
-    return judge([result], as_json, check)
+        return kernels.run(kernels.options_for(device, laps), show, device, stage or ())
+
+    return _judged(find, as_json, check)
 
 
 @bench.command("ttft")
 def bench_ttft(
-    engine: Annotated[str, _option("NAME", "Through which adapter: hf (transformers) or vllm.")] = "hf",
+    engine: Annotated[str, option("NAME", "Through which adapter: hf (transformers) or vllm.")] = "hf",
     shape: Annotated[
-        str | None, _option("NAME", "Of the model. hf: tiny, 1b, 8b; 8b on a GPU. vllm: tiny, mid, 1b; 1b on a GPU.")
+        str | None, option("NAME", "Of the model. hf: tiny, 1b, 8b; 8b on a GPU. vllm: tiny, mid, 1b; 1b on a GPU.")
     ] = None,
-    context: Annotated[str | None, _option("TOKENS,..", "Lengths of the prefix, such as 8k,32k,128k.")] = None,
+    context: Annotated[str | None, option("TOKENS,..", "Lengths of the prefix, such as 8k,32k,128k.")] = None,
     device: BenchDevice = None,
     laps: Laps = None,
-    seconds: Annotated[float | None, _option("N", "Begin nothing more after so long; half an hour.", min=0)] = None,
+    seconds: Annotated[float | None, option("N", "Begin nothing more after so long; half an hour.", min=0)] = None,
     only: Annotated[
         list[str] | None,
-        _option("PART", "vllm: this alone: ttft, itl, hooks, overhead or hand-over. May be given again."),
+        option("PART", "vllm: this alone: ttft, itl, hooks, overhead or hand-over. May be given again."),
     ] = None,
     turns: Annotated[int | None, _number("vllm: turns of each TTFT; 7, of hand-overs 12.")] = None,
     arrivals: Annotated[int | None, _number("vllm: hits of each kind among running streams; 24.")] = None,
@@ -187,21 +188,21 @@ def bench_ttft(
     if foreign:
         belongs = "hf" if is_vllm else "vllm"
         raise typer.BadParameter(f"{', '.join(foreign)} belongs to --engine {belongs}; leave it out with {engine}")
-    with shown_progress() as show:
-        show("loading the bench")
+
+    def find(show: Show) -> Any:
         if is_vllm:
             from kv_bench import ttft_vllm
             from kv_bench.llamas import parse_tokens
 
             given = {"turns": turns, "hand_overs": turns, "arrivals": arrivals, "pairs": pairs}
             given["prefix_tokens"] = None if context is None else parse_tokens(context)
-            result = ttft_vllm.run(ttft_vllm.options_for(only or (), shape, device, **given), show)
-        else:
-            from kv_bench import ttft
+            return ttft_vllm.run(ttft_vllm.options_for(only or (), shape, device, **given), show)
+        from kv_bench import ttft
 
-            options = ttft.options_for(device, context, shape=shape, laps=laps, seconds=seconds)
-            result = ttft.run(options, show, device, engine)
-    return judge([result], as_json, check)
+        options = ttft.options_for(device, context, shape=shape, laps=laps, seconds=seconds)
+        return ttft.run(options, show, device, engine)
+
+    return _judged(find, as_json, check)
 
 
 def _engines(kinds: list[str], shape: str | None, own_share: float) -> Any:
@@ -218,14 +219,7 @@ def bench_all(data: BenchData = None, check: Check = False, as_json: Json = Fals
     """Every bench that needs no GPU, one after the other: tiers, lookup, restart, codec."""
     with shown_progress() as show:
         show("loading torch")
-        from kv_bench import lookup, restart
-
-        results: list[Any] = [
-            _tiers(data, show),
-            lookup.run(lookup.LookupOptions(), show),
-            restart.run(restart.RestartOptions(data=data), show),
-            _codec(True, 32, True, show),
-        ]
+        results: list[Any] = [_tiers(show, data), _lookup(show), _restart(show, data), _codec(show)]
     if as_json:
         print(json.dumps({"bench": "all", "results": [result.to_dict() for result in results]}))
     else:

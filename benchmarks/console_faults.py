@@ -17,16 +17,15 @@ import statistics
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from insight_cost import BLOCKS, drawn_prompts
+from insight_cost import BLOCKS, drawn_prompts, look_up
 from kv_bench import script
-from kv_bench.console import SECONDS, console_command
-from kv_bench.process import Sidecar
+from kv_bench.measure import repeated
+from kv_bench.process import HOST, LONGEST_SECONDS, Sidecar, console_command
 from kv_bench.rig import MODEL, SMALLEST, PagePool
 from kvstore.client.handle import NamespaceHandle
 
@@ -76,8 +75,8 @@ def on_cores(cores: set[int]) -> Iterator[None]:
 class Consoles:
     """Consoles of one sidecar, one after the other, on their own cores."""
 
-    def __init__(self, observe_socket: str, cores: set[int]) -> None:
-        self._command, self._cores = console_command(observe_socket), cores
+    def __init__(self, sidecar: Sidecar, cores: set[int]) -> None:
+        self._command, self._cores = console_command(sidecar), cores
 
     @contextmanager
     def running(self, *, writes: bool = True) -> Iterator[tuple[subprocess.Popen[str], int]]:
@@ -118,7 +117,7 @@ class Consoles:
         thread = threading.Thread(target=kill)
         thread.start()
         try:
-            assert began.wait(SECONDS), "no console came"
+            assert began.wait(LONGEST_SECONDS), "no console came"
             yield lambda: times[0]
         finally:
             over.set()
@@ -136,7 +135,7 @@ class Consoles:
             flooders = []
             with on_cores(self._cores):
                 for paths in (KEPT, ASKED):
-                    command = [sys.executable, "-P", "-c", FLOOD, "127.0.0.1", str(port), paths, str(CONNECTIONS)]
+                    command = [sys.executable, "-P", "-c", FLOOD, HOST, str(port), paths, str(CONNECTIONS)]
                     flooders.append(stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)))
                     stack.callback(flooders[-1].kill)
             begun = [flooder.stdout.readline() for flooder in flooders if flooder.stdout is not None]
@@ -164,16 +163,12 @@ class Engine:
 
     def p99_ms(self, seconds: float) -> float:
         self._read_back()
-        took, end = list[float](), time.perf_counter() + seconds
-        while (begun := time.perf_counter()) < end:
-            match = self._handle.match(self._prompts[len(took) % PROMPTS])
-            took.append(1e3 * (time.perf_counter() - begun))
-            assert match.blocks == BLOCKS, match.account
+        took = repeated(lambda turn: look_up(self._handle, self._prompts[turn % PROMPTS]), seconds)
         self._read_back()
-        return statistics.quantiles(took, n=100)[-1]
+        return 1e3 * statistics.quantiles(took, n=100)[-1]
 
     def _read_back(self) -> None:
-        with self._handle.lease(self._handle.match(self._prompts[0]), deadline_ms=1e3 * SECONDS) as lease:
+        with self._handle.lease(self._handle.match(self._prompts[0]), deadline_ms=1e3 * LONGEST_SECONDS) as lease:
             loaded = self._handle.get(lease, into=self._into)
         assert loaded.tokens == len(self._prompts[0]), loaded.account
         for layer, planes in self._pages.planes.items():
@@ -192,7 +187,7 @@ def main() -> None:
         sidecar.ready()
         store = stack.enter_context(sidecar.client())
         engine = Engine(store.namespace(model=MODEL, layout=SMALLEST.layout))
-        consoles = Consoles(str(sidecar.folder / "kv" / "observe.sock"), set(others))
+        consoles = Consoles(sidecar, set(others))
         faults: dict[str, Callable[[], AbstractContextManager[Happened]]] = {QUIET: consoles.quiet}
         faults |= {"killed": consoles.killed, "stopped": consoles.stopped, "flooded": consoles.flooded}
         faults["full"] = partial(consoles.quiet, writes=False)
@@ -215,4 +210,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script.run(main)

@@ -104,7 +104,8 @@ def main() -> int:
         print(f"gpu: {error}", file=sys.stderr)
         return 2
     versions = _versions(device)
-    commit, is_clean = _commit(options.commit)
+    commit = options.commit or _said("git", "rev-parse", "HEAD")
+    is_clean = None if commit in (None, options.commit) else _said("git", "status", "--porcelain") == ""
     is_well = True
     for step in steps:
         left = end - time.monotonic()
@@ -141,10 +142,9 @@ def _options() -> argparse.Namespace:
 
 def _environment(device: str) -> dict[str, str]:
     """This process's, with the packages of this tree; kernels are compiled on a GPU, whatever was set before."""
-    settings = dict(os.environ)
-    paths = [str(ROOT), *(str(ROOT / folder) for folder in ("kernels", "benchmarks", "tests"))]
-    settings["PYTHONPATH"] = os.pathsep.join(paths + [path for path in [settings.get("PYTHONPATH", "")] if path])
-    settings.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    paths = [str(ROOT / folder) for folder in (".", "kernels", "benchmarks", "tests")]
+    paths += filter(None, [os.environ.get("PYTHONPATH", "")])
+    settings = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     if device == CUDA:
         settings.pop("TRITON_INTERPRET", None)
     return settings
@@ -152,17 +152,10 @@ def _environment(device: str) -> dict[str, str]:
 
 def _described(device: str) -> dict[str, Any]:
     # In a process of its own, so that this one takes none of a GPU's memory.
-    asked = subprocess.run(
-        [sys.executable, "-P", "-m", "kv_bench.on_device", device],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=_environment(device),
-        timeout=120,
-    )
-    if asked.returncode:
-        raise BadInput(_last_line(asked.stderr))
-    found: dict[str, Any] = json.loads(asked.stdout.splitlines()[-1])
+    status, output, errors = _ended(("kv_bench.on_device", device), device, 120)
+    found = _json(output)
+    if status or found is None:
+        raise BadInput(_last_line(errors))
     return found
 
 
@@ -176,7 +169,7 @@ def _run(step: Step, device: str, limit_s: float) -> dict[str, Any]:
         if step.kernel_tests:
             arguments += ("-p", "no:cacheprovider", f"--junitxml={report}")
         started, begun = datetime.now(UTC), time.monotonic()
-        status, output, errors = _ended(arguments, device, limit_s, Path(scratch))
+        status, output, errors = _ended(arguments, device, limit_s)
         entry: dict[str, Any] = {
             "status": OK,
             "started": started.isoformat(timespec="seconds"),
@@ -196,18 +189,12 @@ def _run(step: Step, device: str, limit_s: float) -> dict[str, Any]:
     return entry
 
 
-def _ended(arguments: tuple[str, ...], device: str, limit_s: float, scratch: Path) -> tuple[int | None, str, str]:
+def _ended(arguments: tuple[str, ...], device: str, limit_s: float) -> tuple[int | None, str, str]:
     """Exit status (None: it was ended), standard output, standard error. All of its processes are gone then."""
-    with (scratch / "out").open("w+") as output, (scratch / "err").open("w+") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", *arguments],
-            stdout=output,
-            stderr=errors,
-            cwd=ROOT,
-            env=_environment(device),
-            start_new_session=True,
-        )
-        status: int | None = None
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        command = [sys.executable, "-P", "-m", *arguments]
+        how: dict[str, Any] = {"stdout": output, "stderr": errors, "cwd": ROOT, "env": _environment(device)}
+        process, status = subprocess.Popen(command, start_new_session=True, **how), None
         try:
             with suppress(subprocess.TimeoutExpired):
                 status = process.wait(limit_s)
@@ -266,13 +253,6 @@ def _versions(device: dict[str, Any]) -> dict[str, Any]:
     driver = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     vllm = [version(name) for name in packages_distributions().get("vllm", ())]  # it has two names
     return {"python": platform.python_version(), "driver": driver, **named, "vllm": next(iter(vllm), None)}
-
-
-def _commit(given: str | None) -> tuple[str | None, bool | None]:
-    if given is not None:
-        return given, None
-    commit = _said("git", "rev-parse", "HEAD")
-    return commit, None if commit is None else _said("git", "status", "--porcelain") == ""
 
 
 def _said(*command: str) -> str | None:

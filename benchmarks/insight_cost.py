@@ -15,9 +15,8 @@ import socket
 import statistics
 import tempfile
 import threading
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from math import sqrt
 from operator import truediv
@@ -28,12 +27,10 @@ from unittest.mock import patch
 import numpy as np
 
 from kv_bench import script
-from kv_bench.console import SECONDS, viewed
-from kv_bench.process import HOST, Sidecar
+from kv_bench.measure import repeated
+from kv_bench.process import LONGEST_SECONDS, Sidecar, viewed
 from kv_bench.rig import MODEL, SMALLEST, PagePool
-from kvstore.cli import ask
 from kvstore.client.handle import NamespaceHandle
-from kvstore.node import SystemClock
 
 ALLOWED = 1.02
 SWITCHED = """
@@ -64,9 +61,9 @@ SCRAPE_SECONDS, TICK_SECONDS = 5.0, 0.05
 class Served:
     """The sidecar under measurement: a handle of its one client, its process, its console's, and its insight."""
 
-    def __init__(self, handle: NamespaceHandle, data: Path, link: socket.socket, console: int, metrics: str) -> None:
-        self.handle, self._link, self._console, self._metrics = handle, link, console, metrics
-        self._process = ask.stat(str(data / "admin.sock"), SystemClock()).pid
+    def __init__(self, handle: NamespaceHandle, sidecar: Sidecar, link: socket.socket, console: int) -> None:
+        self.handle, self._link, self._console, self._metrics = handle, link, console, f"{sidecar.http}/metrics"
+        self._process = sidecar.told["pid"]
         self._is_on = True
         self.scrapes = 0
 
@@ -91,7 +88,7 @@ class Served:
             seconds_on += TICK_SECONDS * self._is_on
             if self._is_on and seconds_on >= SCRAPE_SECONDS:
                 seconds_on = 0.0
-                with urllib.request.urlopen(self._metrics, timeout=SECONDS) as answer:
+                with urllib.request.urlopen(self._metrics, timeout=LONGEST_SECONDS) as answer:
                     answer.read()
                 self.scrapes += 1
 
@@ -103,28 +100,24 @@ def served(prompts: list[np.ndarray]) -> Iterator[Served]:
         door = stack.enter_context(socket.socket(socket.AF_UNIX))
         door.bind(os.path.join(folder, "switch"))
         door.listen()
-        door.settimeout(SECONDS)
+        door.settimeout(LONGEST_SECONDS)
         given = {"PYTHONPATH": os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH", "")]))}
         with patch.dict(os.environ, given | {"KV_INSIGHT_SWITCH": os.path.join(folder, "switch")}):
             sidecar = stack.enter_context(Sidecar({"dram": "1GiB", "nvme": "off"}, has_health=True))
             link = stack.enter_context(door.accept()[0])
-        link.settimeout(SECONDS)
+        link.settimeout(LONGEST_SECONDS)
         sidecar.ready()
         handle = stack.enter_context(sidecar.client()).namespace(model=MODEL, layout=SMALLEST.layout)
         pages = PagePool(SMALLEST, BLOCKS).take()
         for prompt in prompts:
             assert handle.put(prompt, pages).stored == BLOCKS
-        data = sidecar.folder / "kv"
-        console, _ = stack.enter_context(viewed(str(data / "observe.sock")))
-        one = Served(handle, data, link, console, f"http://{HOST}:{sidecar.told['http_port']}/metrics")
-        over = threading.Event()
+        console, _ = stack.enter_context(viewed(sidecar))
+        one, over = Served(handle, sidecar, link, console), threading.Event()
         scraper = threading.Thread(target=one.scrape, args=(over,))
         scraper.start()
-        try:
-            yield one
-        finally:
-            over.set()
-            scraper.join()
+        stack.callback(scraper.join)
+        stack.callback(over.set)
+        yield one
 
 
 def drawn_prompts(count: int = PROMPTS) -> list[np.ndarray]:
@@ -132,38 +125,33 @@ def drawn_prompts(count: int = PROMPTS) -> list[np.ndarray]:
     return [np.random.default_rng(number).integers(0, 1 << 17, tokens, dtype=np.uint32) for number in range(count)]
 
 
-def look_up(handle: NamespaceHandle, prompt: np.ndarray) -> int:
-    assert handle.match(prompt).blocks == BLOCKS
-    return 1
+def look_up(handle: NamespaceHandle, prompt: np.ndarray) -> None:
+    match = handle.match(prompt)
+    assert match.blocks == BLOCKS, match.account
 
 
-def lease(handle: NamespaceHandle, prompt: np.ndarray) -> int:
-    with handle.lease(handle.match(prompt), deadline_ms=1e3 * SECONDS) as lease:
+def lease(handle: NamespaceHandle, prompt: np.ndarray) -> None:
+    with handle.lease(handle.match(prompt), deadline_ms=1e3 * LONGEST_SECONDS) as lease:
         assert lease.blocks == BLOCKS, lease.account
-    return BLOCKS
 
 
-Work = Callable[[NamespaceHandle, np.ndarray], int]
+WORKS = {"look-up": (look_up, 1), "leased block": (lease, BLOCKS)}
+"""What is measured, and how many there are in one piece of work."""
 
 
-def done(work: Work, handle: NamespaceHandle, prompts: list[np.ndarray], seconds: float) -> int:
-    number, count, end = 0, 0, time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        count += work(handle, prompts[number % len(prompts)])
-        number += 1
-    return count
+def done(one: Served, name: str, prompts: list[np.ndarray], seconds: float) -> int:
+    work, pieces = WORKS[name]
+    return pieces * len(repeated(lambda turn: work(one.handle, prompts[turn % len(prompts)]), seconds))
 
 
-def measured(
-    one: Served, name: str, work: Work, prompts: list[np.ndarray], pairs: int, seconds: float
-) -> dict[str, Any]:
+def measured(one: Served, name: str, prompts: list[np.ndarray], pairs: int, seconds: float) -> dict[str, Any]:
     us: dict[bool, list[float]] = {True: [], False: []}
     beside, scrapes, spent = {True: 0.0, False: 0.0}, one.scrapes, pairs * seconds
     for pair in range(pairs + 1):
         for has_insight in (True, False) if pair % 2 else (False, True):
             one.switch(has_insight)
             before = one.cpu()
-            count = done(work, one.handle, prompts, seconds)
+            count = done(one, name, prompts, seconds)
             took = sorted(seconds - before.get(thread, 0.0) for thread, seconds in one.cpu().items())
             if pair:  # the first one warms up
                 us[has_insight].append(1e6 * took[-1] / count)
@@ -182,11 +170,10 @@ def main() -> None:
     given = script.options(__doc__, pairs=40, seconds=1.0)
     prompts = drawn_prompts()
     with served(prompts) as one:
-        done(look_up, one.handle, prompts, WARM_UP_SECONDS)
-        works: tuple[tuple[str, Work], ...] = (("look-up", look_up), ("leased block", lease))
-        rows = [measured(one, name, work, prompts, given.pairs, given.seconds) for name, work in works]
+        done(one, "look-up", prompts, WARM_UP_SECONDS)
+        rows = [measured(one, name, prompts, given.pairs, given.seconds) for name in WORKS]
     script.end(rows, all(row["ratio"] <= ALLOWED for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    script.run(main)

@@ -13,14 +13,12 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kv_bench import script
 from kv_bench.measure import quiet_collector
-from kvstore.cli.terminal import lines_of
 from kvstore.insight.trace import Trace, read_trace
 from kvstore.node import build_replay
 from tiering.policies.adaptive import Adaptive
@@ -90,10 +88,7 @@ def long_requests() -> Trace:
 
 
 def main() -> None:
-    path = script.options(__doc__, "trace").trace
-    with lines_of(Path(path)) as lines:
-        trace = read_trace(path, lines)
-    rows = []
+    trace, rows = script.trace_of(script.options(__doc__, "trace").trace), []
     for blocks in SIZES:
         lru, over = [], []
         for _ in range(LAPS):
@@ -110,4 +105,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script.run(main)

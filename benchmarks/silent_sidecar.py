@@ -9,52 +9,48 @@ Two engines take turns with prompts that no client has sent before, one with a s
 from __future__ import annotations
 
 import os
-import random
 import signal
-import statistics
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
+import numpy as np
+
 from kv_bench import script
-from kv_bench.llamas import LLAMAS, MID, TINY
+from kv_bench.llamas import LLAMAS, MID, TINY, build
 from kv_bench.measure import in_turn
 from kv_bench.process import Sidecar
 
 PLAIN, STORE = "no store", "silent store"
-PROMPT_TOKENS, ANSWER_TOKENS = {"hf": 2048, "vllm": 1500}, 8
+ANSWER_TOKENS, LONGEST_TOKENS = 8, 4096
 Ask = Callable[[list[int]], tuple[float, ...]]
 """Of a prompt: milliseconds to the first token, and between two tokens; and in the store before and after the first."""
 COLUMNS = ("ttft_ms", "itl_ms", "store_ms before the first token", "store_ms after it")
 
 
-@contextmanager
-def transformers_engines(socket: str, scratch: Path) -> Iterator[dict[str, Ask]]:
+def transformers_engines(socket: str, scratch: Path, stack: ExitStack) -> dict[str, Ask]:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     import kvstore
     from engine_adapter.hf_cache import PrefixCache
 
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {**LLAMAS[TINY]}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=4096)).eval()
+    model = build(LLAMAS[TINY], torch.device("cpu"), LONGEST_TOKENS)
 
     def asking(cache: PrefixCache) -> Ask:
         def ask(prompt: list[int]) -> tuple[float, ...]:
             report = cache.generate(prompt, max_new_tokens=ANSWER_TOKENS, stop_tokens=()).report
-            return report.ttft_ms, statistics.fmean(report.itl_ms), report.lookup_ms, report.save_ms
+            return report.ttft_ms, fmean(report.itl_ms), report.lookup_ms, report.save_ms
 
         return ask
 
-    with kvstore.open(f"unix:{socket}") as store:
-        yield {PLAIN: asking(PrefixCache(model)), STORE: asking(PrefixCache(model, store))}
+    store: Any = stack.enter_context(kvstore.open(f"unix:{socket}"))
+    return {PLAIN: asking(PrefixCache(model)), STORE: asking(PrefixCache(model, store))}
 
 
-@contextmanager
-def vllm_engines(socket: str, scratch: Path) -> Iterator[dict[str, Ask]]:
+def vllm_engines(socket: str, scratch: Path, stack: ExitStack) -> dict[str, Ask]:
     from kv_bench.ttft_vllm import Engine, VllmBench, VllmOptions, connector
 
     def asking(engine: Engine) -> Ask:
@@ -64,42 +60,44 @@ def vllm_engines(socket: str, scratch: Path) -> Iterator[dict[str, Ask]]:
 
         return ask
 
-    bench = VllmBench(VllmOptions(MID, longest_tokens=4096, kv_gib=1), scratch, script.say)
-    with ExitStack() as stack:
-        engines = bench.started(stack, {PLAIN: None, STORE: connector(socket)})
-        yield {name: asking(engine) for name, engine in engines.items()}
+    bench = VllmBench(VllmOptions(MID, longest_tokens=LONGEST_TOKENS, kv_gib=1), scratch, script.say)
+    engines = bench.started(stack, {PLAIN: None, STORE: connector(socket)})
+    return {name: asking(engine) for name, engine in engines.items()}
+
+
+ENGINES = {"hf": (transformers_engines, 2048), "vllm": (vllm_engines, 1500)}
+"""What starts them, and tokens of a prompt."""
 
 
 def main() -> None:
     given = script.options(__doc__, "engine", turns=15)
-    drawn, tokens = random.Random(0), PROMPT_TOKENS[given.engine]
+    script.one_of("engine", given.engine, ENGINES, "")
+    (start, tokens), drawn = ENGINES[given.engine], np.random.default_rng(0)
 
-    def prompt() -> list[int]:
-        return [drawn.randrange(1000) for _ in range(tokens)]
+    def ask(name: str) -> tuple[float, ...]:
+        return engines[name](drawn.integers(0, 1000, tokens).tolist())
 
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         sidecar = stack.enter_context(Sidecar({"dram": "1GiB", "nvme": "off"}))
         sidecar.greeted()
         stack.callback(sidecar.kill)  # it warns of clients that went away meanwhile
-        started = transformers_engines if given.engine == "hf" else vllm_engines
-        engines = stack.enter_context(started(sidecar.socket, scratch))
-        for ask in [*engines.values()] * 3:
-            ask(prompt())
+        engines = start(sidecar.socket, scratch, stack)
+        for name in [*engines] * 3:
+            ask(name)
         os.kill(sidecar.told["pid"], signal.SIGSTOP)
-        first = engines[STORE](prompt())
-        times: dict[str, list[tuple[float, ...]]] = {PLAIN: [], STORE: []}
+        first, times = ask(STORE), {PLAIN: list[tuple[float, ...]](), STORE: list[tuple[float, ...]]()}
         for turn in range(given.turns):
             for name in in_turn([STORE, PLAIN], turn):
-                times[name].append(engines[name](prompt()))
+                times[name].append(ask(name))
         os.kill(sidecar.told["pid"], signal.SIGCONT)
     rows = []
     for column, what in enumerate(COLUMNS[: len(first)]):
-        plain, silent = (statistics.median(one[column] for one in times[name]) for name in (PLAIN, STORE))
+        plain, silent = (median(one[column] for one in times[name]) for name in (PLAIN, STORE))
         figures = {PLAIN: plain, STORE: silent, "ratio": silent / plain if plain else None}
         rows.append({"of": what, **script.rounded(3, **figures, lost_when_found=first[column] - plain)})
     script.end(rows)
 
 
 if __name__ == "__main__":
-    main()
+    script.run(main)

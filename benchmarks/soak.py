@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -26,19 +26,18 @@ from http.client import HTTPException
 from itertools import chain
 from math import sqrt
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import grpc
 import numpy as np
 
 from kv_bench import script
-from kv_bench.console import viewed
 from kv_bench.llamas import TINY, kv_bytes_per_token, save_model
-from kv_bench.process import HOST, Sidecar
+from kv_bench.process import Sidecar, viewed
 from kv_bench.traffic_engines import KVSTORE, Engines, vllm_server
 from kv_bench.ttft_vllm import connector
-from kvstore.cli.terminal import lines_of
-from kvstore.insight.trace import Trace, read_trace
+from kvstore.insight.trace import Trace
 from kvstore.traffic.run import Endpoint, TrafficOptions
 from kvstore.traffic.run import run as run_traffic
 from kvstore.wire.store_pb2 import MatchRequest, NamespacesRequest, Prompt
@@ -73,13 +72,6 @@ def links_of(process: int) -> list[str]:
     return links
 
 
-def size_of(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except FileNotFoundError:
-        return 0
-
-
 @dataclass
 class Watched:
     """Samples of one process: seconds since the start, anonymous MiB, descriptors by kind, MiB of open slab files."""
@@ -98,33 +90,34 @@ class Watched:
         links = links_of(self.process)
         slabs = {link for link in links if link.endswith(SLAB)}
         self.descriptors.append(Counter(map(kind_of, links)) - Counter({SLAB: len(slabs)}))
-        self.slab_mib.append(sum(map(size_of, slabs)) / (1 << 20))
+        self.slab_mib.append(0.0)
+        for slab in slabs:
+            with suppress(FileNotFoundError):
+                self.slab_mib[-1] += os.stat(slab).st_size / (1 << 20)
 
     def figures(self, warm_at: float) -> dict[str, Any]:
         """slope_mib: an hour, by least squares, with its standard error. descriptors_more: between the first and the
         last tenth of the samples, medians; more_by_kind: of what kind, likewise. slab_mib: the most at a time."""
         first = next(at for at, seconds in enumerate(self.at) if seconds >= warm_at)
         hours, mib = np.array(self.at[first:]) / 3600, np.array(self.mib[first:])
-        spread = float(((hours - hours.mean()) ** 2).sum())
-        slope = float(((hours - hours.mean()) * mib).sum()) / spread
-        rest = mib - mib.mean() - slope * (hours - hours.mean())
+        (slope, _), covariance = np.polyfit(hours, mib, 1, cov=True)
         tenth = max(1, len(hours) // 10)
+
+        def ends(values: Sequence[float]) -> tuple[float, float]:
+            return median(values[:tenth]), median(values[-tenth:])
+
         kinds = self.descriptors[first:]
-        counts = [one.total() for one in kinds]
-
-        def more(values: list[int]) -> float:
-            return float(np.median(values[-tenth:])) - float(np.median(values[:tenth]))
-
-        by_kind = {kind: more([one[kind] for one in kinds]) for kind in sorted(set().union(*kinds))}
+        (warm, last), (few, many) = ends(self.mib[first:]), ends([one.total() for one in kinds])
+        by_kind = {kind: ends([one[kind] for one in kinds]) for kind in sorted(set().union(*kinds))}
         return {
-            "slope_mib": slope,
-            "slope_error_mib": sqrt(float((rest**2).sum()) / max(1, len(hours) - 2) / spread),
-            "mib_warm": float(np.median(mib[:tenth])),
-            "mib_at_the_end": float(np.median(mib[-tenth:])),
-            "descriptors": float(np.median(counts[-tenth:])),
-            "descriptors_more": more(counts),
+            "slope_mib": float(slope),
+            "slope_error_mib": sqrt(covariance[0, 0]),
+            "mib_warm": warm,
+            "mib_at_the_end": last,
+            "descriptors": many,
+            "descriptors_more": many - few,
             "slab_mib": max(self.slab_mib),
-            "more_by_kind": {kind: count for kind, count in by_kind.items() if count > 0},
+            "more_by_kind": {kind: now - before for kind, (before, now) in by_kind.items() if now > before},
             "samples": len(hours),
         }
 
@@ -157,25 +150,6 @@ def asked_of(urls: list[str], grpc_address: str) -> dict[str, Callable[[], None]
     return {url: partial(fetch, url) for url in urls} | {"grpc": match}
 
 
-def turns(
-    asked: dict[str, Callable[[], None]],
-    watched: dict[str, Watched],
-    answers: Counter[str],
-    failures: list[str],
-    over: threading.Event,
-) -> None:
-    began_at = time.monotonic()
-    while not over.wait(TURN_SECONDS):
-        for one in watched.values():
-            one.sample(time.monotonic() - began_at)
-        for name, once in asked.items():
-            try:
-                once()
-                answers[name] += 1
-            except (OSError, HTTPException, grpc.RpcError) as error:
-                failures.append(f"{name}: {error!r}"[:200])
-
-
 def soak(trace: Trace, options: TrafficOptions, python: str, say: Callable[[str], None]) -> dict[str, Any]:
     failures: list[str] = []
     answers: Counter[str] = Counter()
@@ -186,10 +160,9 @@ def soak(trace: Trace, options: TrafficOptions, python: str, say: Callable[[str]
         asked_mib = workload.working_set_tokens * kv_bytes_per_token(TINY) >> 20
         say(f"{len(workload.requests)} requests, which ask for {asked_mib} MiB; {DRAM} of memory, {NVME} of disk")
         settings = {"dram": DRAM, "nvme": NVME}
-        sidecar = stack.enter_context(Sidecar(settings, has_health=True, tokens={"default": TOKEN}))
-        sidecar.greeted()
+        sidecar = stack.enter_context(Sidecar(settings, has_health=True, token=TOKEN))
         sidecar.ready()
-        console, page = stack.enter_context(viewed(str(sidecar.folder / "kv" / "observe.sock")))
+        console, page = stack.enter_context(viewed(sidecar))
         model = scratch / "model"
         save_model(TINY, model)
         flags = Engines((KVSTORE,)).flags(KVSTORE, workload)
@@ -198,9 +171,21 @@ def soak(trace: Trace, options: TrafficOptions, python: str, say: Callable[[str]
         found = processes_under(sidecar.keeper)
         watched = {role: Watched(process) for role, process in (found | {"console": console}).items()}
         assert set(watched) == set(ROLES), watched
-        told = f"http://{HOST}:{sidecar.told['http_port']}"
-        asked = asked_of([f"{told}/metrics", f"{page}api/status"], sidecar.grpc)
-        beside = stack.enter_context(ThreadPoolExecutor(1)).submit(turns, asked, watched, answers, failures, over)
+        asked = asked_of([f"{sidecar.http}/metrics", f"{page}api/status"], sidecar.grpc)
+
+        def turns() -> None:
+            began_at = time.monotonic()
+            while not over.wait(TURN_SECONDS):
+                for one in watched.values():
+                    one.sample(time.monotonic() - began_at)
+                for name, once in asked.items():
+                    try:
+                        once()
+                        answers[name] += 1
+                    except (OSError, HTTPException, grpc.RpcError) as error:
+                        failures.append(f"{name}: {error!r}"[:200])
+
+        beside = stack.enter_context(ThreadPoolExecutor(1)).submit(turns)
         stack.callback(over.set)
 
         def show(what: str, done: int, of: int) -> None:
@@ -210,7 +195,7 @@ def soak(trace: Trace, options: TrafficOptions, python: str, say: Callable[[str]
                 memory = ", ".join(f"{role} {one.mib[-1]:.1f} MiB" for role, one in watched.items())
                 say(f"{what}: {done} of {of}; {memory}")
 
-        result = run_traffic(trace, [Endpoint("kvstore", server.url, (), told)], options, show)
+        result = run_traffic(trace, [Endpoint("kvstore", server.url, (), sidecar.http)], options, show)
         over.set()
         beside.result()
         is_same = processes_under(sidecar.keeper) == found
@@ -235,13 +220,10 @@ def soak(trace: Trace, options: TrafficOptions, python: str, say: Callable[[str]
 
 def main() -> None:
     given = script.options(__doc__, "trace", engine=".venv-engines/bin/python", seconds=3600.0, speed=1.0)
-    path = Path(given.trace)
-    with lines_of(path) as lines:
-        trace = read_trace(path.name, lines)
     options = TrafficOptions(seconds=given.seconds, requests=REQUESTS, turns=1, speed=given.speed)
-    told = soak(trace, options, given.engine, script.say)
+    told = soak(script.trace_of(given.trace), options, given.engine, script.say)
     script.end(told, told["is_met"])
 
 
 if __name__ == "__main__":
-    main()
+    script.run(main)

@@ -44,30 +44,17 @@ PHASES: tuple[tuple[float, dict[int, float]], ...] = (
 PEAK_RATE, LAST_RATE_SHARE, WARM_UP_STEPS = 3e-3, 0.05, 60
 BETAS, WEIGHT_DECAY, LARGEST_GRADIENT = (0.9, 0.95), 0.05, 1.0
 
-CONFIG: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 192,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": POSITIONS,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+FOLDER = Path(__file__).resolve().parent.parent / "kvstore" / "demo" / "trained"
+"""What is shipped; its config.json says the model's shape."""
 
 
 def main() -> None:
-    folder = Path(__file__).resolve().parent.parent / "kvstore" / "demo" / "trained"
-    options = script.options(__doc__, out=str(folder), steps=2400)
+    options = script.options(__doc__, out=str(FOLDER), steps=2400)
+    config = json.loads((FOLDER / "config.json").read_text())
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     text = _stream(SEED)
-    model: Any = LlamaForCausalLM(LlamaConfig(**CONFIG))
+    model: Any = LlamaForCausalLM(LlamaConfig(**config)).float()
     assert model.config.rope_parameters["rope_theta"] == 10000.0
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
     print(f"{len(text):,} bytes to train on, {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
@@ -88,7 +75,7 @@ def main() -> None:
             spent = time.monotonic() - began
             recent = sum(losses[-50:]) / len(losses[-50:])
             print(f"step {step + 1} of {options.steps}: {recent:.3f} nats/byte, {spent:.0f} s", flush=True)
-    _write(Path(options.out), options.steps, model, text, spent)
+    _write(Path(options.out), options.steps, model, config, text, spent)
 
 
 def _stream(seed: int) -> np.ndarray:
@@ -113,7 +100,7 @@ def _rate(step: int, steps: int) -> float:
     return PEAK_RATE * (LAST_RATE_SHARE + (1 - LAST_RATE_SHARE) * (1 + cos(pi * done)) / 2)
 
 
-def _write(out: Path, steps: int, model: Any, text: np.ndarray, seconds: float) -> None:
+def _write(out: Path, steps: int, model: Any, config: dict[str, Any], text: np.ndarray, seconds: float) -> None:
     state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items() if name != TIED}
     model.load_state_dict(state, strict=False)  # what is judged is what is saved
     weights = save({name: tensor.contiguous() for name, tensor in state.items()}, {"format": "pt"})
@@ -137,7 +124,6 @@ def _write(out: Path, steps: int, model: Any, text: np.ndarray, seconds: float) 
     }
     out.mkdir(parents=True, exist_ok=True)
     (out / "model.safetensors").write_bytes(weights)
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **CONFIG, "dtype": "bfloat16"}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (out / "ORIGIN.json").write_text(json.dumps(origin, indent=2) + "\n")
     print(json.dumps(origin, indent=2))
@@ -145,32 +131,21 @@ def _write(out: Path, steps: int, model: Any, text: np.ndarray, seconds: float) 
 
 def held_out_loss(model: Any, texts: Sequence[bytes]) -> dict[str, float]:
     """Nats per byte by position in texts of 4,096 bytes; and of their ends, with and without what comes before them."""
-    sums, counts = [0.0] * (len(BUCKETS) - 1), [0] * (len(BUCKETS) - 1)
-    behind = alone = 0.0
-    for text in texts:
-        tokens = torch.tensor([list(text)])
-        losses = _losses(model, tokens)
-        for bucket, (start, end) in enumerate(pairwise(BUCKETS)):
-            piece = losses[max(0, start - 1) : end - 1]
-            sums[bucket] += float(piece.sum())
-            counts[bucket] += len(piece)
-        behind += float(losses[-511:].mean())
-        alone += float(_losses(model, tokens[:, -512:]).mean())
-    found = {
-        f"{start} to {end}": round(total / count, 4)
-        for start, end, total, count in zip(BUCKETS, BUCKETS[1:], sums, counts, strict=False)
-    }
-    found["all"] = round(sum(sums) / sum(counts), 4)
-    found["last 512"] = round(behind / len(texts), 4)
-    found["last 512 without what is before them"] = round(alone / len(texts), 4)
-    return found
 
+    def losses(last: int) -> torch.Tensor:
+        found = []
+        for text in texts:
+            tokens = torch.tensor([list(text[-last:])])
+            with torch.inference_mode():
+                logits = model(input_ids=tokens[:, :-1], use_cache=False).logits[0].float()
+            found.append(F.cross_entropy(logits, tokens[0, 1:], reduction="none"))
+        return torch.stack(found)
 
-def _losses(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode():
-        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits[0].float()
-    return F.cross_entropy(logits, tokens[0, 1:], reduction="none")
+    whole = losses(POSITIONS)
+    pieces = {f"{start} to {end}": whole[:, max(0, start - 1) : end - 1] for start, end in pairwise(BUCKETS)}
+    pieces |= {"all": whole, "last 512": whole[:, -511:], "last 512 without what is before them": losses(512)}
+    return {name: round(float(piece.mean()), 4) for name, piece in pieces.items()}
 
 
 if __name__ == "__main__":
-    main()
+    script.run(main)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kv_bench.measure import Against, Say, Turn, against, rate_row, timed
+from kv_bench.measure import Say, Turn, against, rate_row, timed
 from kv_kernels.int8 import GROUP, KC64, slice_form
 from kvstore.block.codec import CODECS, RawCodec, codec_named
 from kvstore.block.errors import BadInput
@@ -96,19 +96,13 @@ def speed(say: Say, options: SpeedOptions | None = None) -> Mode:
             found = against(timed(partial(np.copyto, target, source)), turns, options.laps)
             for (codec, path), beside in found.items():
                 what = {"dtype": dtype, "page_order": order, "codec": codec, "path": path}
-                rows.append(_speed_row(what, size, beside))
-    return (
-        [Section(rows, "Speed on this CPU", name="speed")],
-        {"speed_options": asdict(options), "threads": 1},
-        [],
-    )
-
-
-def _speed_row(what: dict[str, str], size: int, beside: Against) -> Row:
-    limit = size / beside.limit_seconds / 1e9  # one thread's, so its processor time is its wall time
-    is_targeted = what["codec"] != RAW and what["dtype"] != "float32"
-    wanted = Target(TARGET_GB_PER_SECOND, of="core_gb_per_second") if is_targeted else None
-    return rate_row(what, beside, size, "memcpy", wanted, core_gb_per_second=limit * beside.cpu_ratio)
+                is_targeted = codec != RAW and dtype != "float32"
+                wanted = Target(TARGET_GB_PER_SECOND, of="core_gb_per_second") if is_targeted else None
+                limit = size / beside.limit_seconds / 1e9  # one thread's, so its processor time is its wall time
+                rate = limit * beside.cpu_ratio
+                rows.append(rate_row(what, beside, size, "memcpy", wanted, core_gb_per_second=rate))
+    about = {"speed_options": asdict(options), "threads": 1}
+    return [Section(rows, "Speed on this CPU", name="speed")], about, []
 
 
 def _turns(options: SpeedOptions, layout: Layout, order: str) -> dict[tuple[str, str], Turn]:
@@ -145,13 +139,12 @@ def _pages(options: SpeedOptions, layout: Layout, order: str, seed: int) -> Page
     for layer in layout.layers:
         pair = []
         for plane in ("K", "V"):
-            kept = torch.randn(size, generator=generator).to(getattr(torch, group.dtype))
+            kept = torch.randn(size, generator=generator).to(getattr(torch, group.dtype)).transpose(1, 2)
             if order == TOKEN_MAJOR:
-                pair.append(kept.transpose(1, 2).contiguous())
+                kept = kept.contiguous()
             elif order == TRANSPOSED and plane == "K":
-                pair.append(kept.transpose(2, 3).contiguous().permute(0, 3, 1, 2))
-            else:
-                pair.append(kept.transpose(1, 2))
+                kept = kept.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+            pair.append(kept)
         planes[layer] = pair
     table = torch.randperm(options.blocks + 1, generator=generator)[: options.blocks].tolist()
     return Pages(planes, table, options.block_tokens)

@@ -1,14 +1,13 @@
 """`kvstore bench codec --quality`: a trained model reads held-out text from KV that went through the codecs.
 
 Attention is compared layer by layer with the undisturbed model's queries, over the prefix only, so that an error does
-not depend on those of the layers below. The model runs unchanged and in variants that make K hard to quantize without
-changing what it computes; every run checks that they do not.
+not depend on those of the layers below. The model's K goes through them unchanged and in variants that make it hard to
+quantize without changing what is computed; every run checks that they do not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import asdict, dataclass
 from math import exp, sqrt
 from time import perf_counter
@@ -17,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import AttentionInterface, Cache
+from transformers import AttentionInterface
 
 from engine_adapter.hf.attention import ChunkMask, attend
-from engine_adapter.hf.layers import BufferLayer
+from engine_adapter.hf.layers import even_cache
 from kv_bench.codec import POOL_DTYPE, RAW, Mode
 from kv_bench.corpus import read_sources, windows
 from kv_bench.measure import Say
@@ -57,15 +56,31 @@ class QualityOptions:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """outlier: two rotary pairs of channels of every KV head have their rows of k_proj times this, those of q_proj
-    divided by it: every product of a query and a key stays the same. bias: after the rotation, + and - so many of K's
-    root mean squares on two channels of every KV head, the same for every token: it adds one number to all scores of a
-    query, which a softmax cancels. Large models show both effects, a small one neither, so a codec that fails on them
-    would pass unnoticed."""
+    """K as a model with other weights has it. outlier: two rotary pairs of channels of every KV head are times this,
+    and queries divided by it: every product of a query and a key stays the same. bias: after the rotation, + and - so
+    many of K's root mean squares on two channels of every KV head, the same for every token: it adds one number to all
+    scores of a query, which a softmax cancels. So the model here reads what comes of the codec with both taken off.
+    Large models show both effects, a small one neither, so a codec that fails on them would pass unnoticed."""
 
     name: str
     outlier: float = 1.0
     bias: float = 0.0
+
+    def of(self, planes: Planes, rms: float) -> Planes:
+        """rms: the unit of biases, see `key_rms`."""
+        scale, offset = self._by_channel(planes, rms)
+        return [(k * scale + offset, v) for k, v in planes]
+
+    def taken_off(self, planes: Planes, rms: float) -> Planes:
+        scale, offset = self._by_channel(planes, rms)
+        return [((k.float() - offset) / scale, v) for k, v in planes]
+
+    def _by_channel(self, planes: Planes, rms: float) -> tuple[torch.Tensor, torch.Tensor]:
+        width = planes[0][0].shape[-1]
+        scale, offset = torch.ones(width), torch.zeros(width)
+        scale[[channel for pair in OUTLIER_PAIRS for channel in (pair, pair + width // 2)]] = self.outlier
+        offset[list(BIAS_CHANNELS)] = torch.tensor([1.0, -1.0]) * self.bias * rms
+        return scale, offset
 
 
 PLAIN = Variant("plain")
@@ -155,20 +170,25 @@ def measure(
     """Figures of a variant, and of each codec on it. texts: the prefix and `CONTINUATION` bytes more, of equal lengths.
     rms: of the plain model's K, see `key_rms`."""
     codecs = CODECS if codecs is None else codecs
-    subject = _Subject(model, variant, rms, len(texts[0]))
+    subject = _Subject(model, len(texts[0]))
     sums = {name: _Sums() for name in codecs}
     rounding, nats, spreads = _Relative(), 0.0, []
     for text in texts:
         tokens = torch.tensor([list(text)])
-        exact, queries, logits = subject.prefill(tokens)
-        nats += float(_nats(logits, tokens))
+        plain, queries = subject.prefill(tokens)
+        exact = variant.of(plain, rms)
         pool = [(k.to(POOL_DTYPE), v.to(POOL_DTYPE)) for k, v in exact]
         spreads.append(spread([k for k, _ in pool]))
-        raw = _Raw(tokens, queries, pool, _attended(queries, pool), subject.score(tokens, pool))
-        rounding.add(_attended(queries, exact), raw.attended)
+
+        def read(planes: Planes, tokens: torch.Tensor = tokens, queries: Any = queries) -> _Read:
+            found = variant.taken_off(planes, rms)
+            return _Read(planes, _attended(queries, found), subject.score(tokens, found))
+
+        whole, raw = read(exact), read(pool)
+        nats += float(_nats(whole.logits, tokens))
+        rounding.add(whole.attended, raw.attended)
         for name, round_trip in codecs.items():
-            made = [round_trip(k, v) for k, v in pool]
-            sums[name].add(raw, made, subject.score(tokens, made))
+            sums[name].add(tokens, raw, read([round_trip(k, v) for k, v in pool]))
     scored = (CONTINUATION - 1) * len(texts)
     found = {"scored_bytes": scored, "nats_per_byte": nats / scored, "channel_spread": sum(spreads) / len(spreads)}
     found["bfloat16_percent"] = rounding.percent
@@ -177,35 +197,31 @@ def measure(
 
 def key_rms(model: Any, text: bytes) -> float:
     """Root mean square of K after the rotation, over all layers: the unit of biases."""
-    planes, _, _ = _Subject(model, PLAIN, 0.0, len(text)).prefill(torch.tensor([list(text)]))
+    planes, _ = _Subject(model, len(text)).prefill(torch.tensor([list(text)]))
     return float(torch.stack([k for k, _ in planes]).square().mean().sqrt())
 
 
 class _Subject:
-    """A variant of the model with buffers for one text."""
+    """The model with buffers for one text."""
 
-    def __init__(self, model: Any, variant: Variant, rms: float, tokens: int) -> None:
+    def __init__(self, model: Any, tokens: int) -> None:
         AttentionInterface.register(ATTENTION_NAME, _attend_and_keep)
-        self._model = with_outliers(model, variant)
-        config = self._model.config
+        self._model, config = model, model.config
         config._attn_implementation = ATTENTION_NAME
-        self._offset = torch.zeros(config.head_dim)
-        for sign, channel in zip((1.0, -1.0), BIAS_CHANNELS, strict=True):
-            self._offset[channel] = sign * variant.bias * rms
         self._prefix = tokens - CONTINUATION
         self._mask = ChunkMask(CONTINUATION, torch.float32)
         shape = (config.num_hidden_layers, 2, 1, config.num_key_value_heads, tokens, config.head_dim)
         self._buffers = torch.zeros(shape)
 
-    def prefill(self, tokens: torch.Tensor) -> tuple[Planes, list[torch.Tensor], torch.Tensor]:
-        """Run a whole text in float32: the prefix's K and V, the queries behind it, [heads, bytes, head_dim], and the
-        logits there."""
-        logits = self._run(tokens, 0, None)
+    def prefill(self, tokens: torch.Tensor) -> tuple[Planes, list[torch.Tensor]]:
+        """Run a whole text in float32: the prefix's K and V, and the queries behind it, [heads, bytes, head_dim]."""
+        self._run(tokens, 0, None)
         kept = self._buffers[:, :, 0, :, : self._prefix].clone()
         queries = [layer.self_attn.kept_query[0, :, self._prefix :] for layer in self._model.model.layers]
-        return [(pair[0], pair[1]) for pair in kept], queries, logits
+        return [(pair[0], pair[1]) for pair in kept], queries
 
     def score(self, tokens: torch.Tensor, planes: Planes) -> torch.Tensor:
+        """The logits behind a prefix of these K and V."""
         for pair, made in zip(self._buffers, planes, strict=True):
             for kept, plane in zip(pair, made, strict=True):
                 kept[0, :, : self._prefix] = plane
@@ -214,17 +230,15 @@ class _Subject:
 
     @torch.inference_mode()
     def _run(self, tokens: torch.Tensor, length: int, mask: torch.Tensor | None) -> torch.Tensor:
-        cache = Cache(layers=[BiasedLayer(pair[0], pair[1], length, self._offset) for pair in self._buffers])
+        cache = even_cache([(pair[0], pair[1]) for pair in self._buffers], length)
         given = {"past_key_values": cache, "attention_mask": mask, "use_cache": True}
         logits: torch.Tensor = self._model(input_ids=tokens, logits_to_keep=CONTINUATION, **given).logits[0]
         return logits
 
 
-class _Raw(NamedTuple):
-    """One text without a codec. attended: each layer's attention output over the prefix. logits: behind it."""
+class _Read(NamedTuple):
+    """One text behind these K and V. attended: each layer's attention output over the prefix. logits: behind it."""
 
-    tokens: torch.Tensor
-    queries: list[torch.Tensor]
     planes: Planes
     attended: list[torch.Tensor]
     logits: torch.Tensor
@@ -255,14 +269,14 @@ class _Sums:
         self._kl = self._nats = self._raw_nats = 0.0
         self._same = 0
 
-    def add(self, raw: _Raw, made: Planes, logits: torch.Tensor) -> None:
-        self._keys.add([k for k, _ in raw.planes], [k for k, _ in made])
-        self._values.add([v for _, v in raw.planes], [v for _, v in made])
-        self._attention.add(raw.attended, _attended(raw.queries, made))
-        right, other = (F.log_softmax(scores[:-1].double(), -1) for scores in (raw.logits, logits))
+    def add(self, tokens: torch.Tensor, raw: _Read, made: _Read) -> None:
+        self._keys.add([k for k, _ in raw.planes], [k for k, _ in made.planes])
+        self._values.add([v for _, v in raw.planes], [v for _, v in made.planes])
+        self._attention.add(raw.attended, made.attended)
+        right, other = (F.log_softmax(one.logits[:-1].double(), -1) for one in (raw, made))
         self._kl += float((right.exp() * (right - other)).sum())
-        self._nats += float(_nats(logits, raw.tokens))
-        self._raw_nats += float(_nats(raw.logits, raw.tokens))
+        self._nats += float(_nats(made.logits, tokens))
+        self._raw_nats += float(_nats(raw.logits, tokens))
         self._same += int((right.argmax(-1) == other.argmax(-1)).sum())
 
     def figures(self, scored: int) -> dict[str, float]:
@@ -292,34 +306,6 @@ def _nats(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 def _attend_and_keep(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     module.kept_query = query
     return attend(module, query, *args, **kwargs)
-
-
-def with_outliers(model: Any, variant: Variant) -> Any:
-    changed = deepcopy(model)
-    config = changed.config
-    width, group = config.head_dim, config.num_attention_heads // config.num_key_value_heads
-    rows = [channel for pair in OUTLIER_PAIRS for channel in (pair, pair + width // 2)]
-    with torch.no_grad():
-        for layer in changed.model.layers:
-            of_keys = layer.self_attn.k_proj.weight.view(-1, width, config.hidden_size)
-            of_queries = layer.self_attn.q_proj.weight.view(-1, width, config.hidden_size)
-            assert len(of_queries) == group * len(of_keys)
-            of_keys[:, rows] *= variant.outlier
-            of_queries[:, rows] /= variant.outlier
-    return changed
-
-
-class BiasedLayer(BufferLayer):
-    """A layer's cache that adds the offset to each incoming K; K written into it directly has it already."""
-
-    def __init__(self, key_buffer: torch.Tensor, value_buffer: torch.Tensor, length: int, offset: torch.Tensor) -> None:
-        super().__init__(key_buffer, value_buffer, length)
-        self.offset = offset
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().update(key_states + self.offset, value_states, *args, **kwargs)
 
 
 def spread(keys: Sequence[torch.Tensor]) -> float:

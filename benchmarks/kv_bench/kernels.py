@@ -6,6 +6,7 @@ synchronous device: that shows that it runs, and its figures mean nothing.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -19,23 +20,12 @@ import torch
 from engine_adapter.hf.buffers import BufferSet
 from engine_adapter.hf.layers import ModelCall, even_cache
 from engine_adapter.hf.model import layout_of
-from kv_bench.llamas import ONE_B, TINY, build
+from kv_bench.llamas import ONE_B, TINY, TTFT_SHAPES, build
 from kv_bench.measure import Say, against, quantile, rate_row, timed
-from kv_bench.on_device import DeviceTimer, describe, device_named, give_memory_back, near_cpus, transfer_device
-from kv_bench.paged_pool import (
-    CODECS,
-    FAILURES,
-    RAW,
-    PagedPool,
-    Route,
-    are_digests,
-    new_payloads,
-    payload_bytes,
-    route_named,
-    told,
-)
+from kv_bench.on_device import DeviceTimer, describe, device_named, give_memory_back, transfer_device
 from kv_bench.rig import BlockShape
 from kv_bench.script import one_of
+from kv_kernels import reference
 from kv_kernels.device import Region, Stream, host_tensor
 from kv_kernels.device_transfers import SEGMENT_BYTES, SEGMENTS
 from kv_kernels.int8 import KC64
@@ -44,11 +34,27 @@ from kv_kernels.pools import PoolTable
 from kv_kernels.transfer import Loader, Saver
 from kv_kernels.transfer_state import LayerSlice, Transfer, TransferOutcome, layer_slices
 from kv_kernels.worker import ThreadWorker
+from kvstore.block.codec import codec_named
+from kvstore.block.errors import BadInput
 from kvstore.config import format_size
 from kvstore.traffic.row import MS, BenchResult, Row, Section, Target
 from tiering.dram.extents import Extent
-from tiering.frame import HEADER_BYTES, frame_bytes
+from tiering.frame import HEADER_BYTES, digest, frame_bytes
 
+try:
+    from kv_kernels import triton_digest, triton_int8, triton_raw
+except ImportError:
+    _HAS_TRITON = False
+    _COMPILER_ERRORS: tuple[type[Exception], ...] = ()
+else:
+    _HAS_TRITON = True
+    _COMPILER_ERRORS = (triton_raw.triton.TritonError,)
+
+RAW = "raw"
+CODECS = (RAW, KC64)
+TRITON, TWINS = ROUTES = ("triton", "twins")
+FAILURES: tuple[type[Exception], ...] = (RuntimeError, OSError, ValueError, *_COMPILER_ERRORS)
+"""What work on a device can raise: by torch and CUDA (out of memory included), the system, triton."""
 KERNELS, TRANSFERS, DECODE = STAGES = ("kernels", "transfers", "decode")
 KERNEL_TARGETS = {"gather_quantize": 0.70, "dequantize_scatter": 0.70}
 """Share of the copy's byte rate, on a GPU, from `TARGETED_BYTES` of KV on."""
@@ -141,7 +147,114 @@ def run(options: KernelsOptions, say: Say, device: str | None = None, stages: Se
     return BenchResult("kernels", options, sections, {"device": facts, "route": bench.route.name}, bench.faults)
 
 
-# --- kernels ---------------------------------------------------------------------------------------------------------
+# --- kernels, and an engine's paged pools ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The kernels, called as those of `kv_kernels`; digest_keys: last argument of `digest`."""
+
+    name: str
+    gather: Callable[..., None]
+    scatter: Callable[..., None]
+    gather_quantize: Callable[..., None]
+    dequantize_scatter: Callable[..., None]
+    digest: Callable[..., None]
+    digest_keys: Callable[[torch.device], torch.Tensor]
+
+    def saver(
+        self, pools: PoolTable, codec: str, table: torch.Tensor, payloads: torch.Tensor, at: int, status: torch.Tensor
+    ) -> Callable[[], None]:
+        """Pages into payloads, and each block's status, int32: a call that only launches."""
+        if codec == RAW:
+            return lambda: self.gather(pools, table, payloads, at)
+        return lambda: self.gather_quantize(pools, codec, table, payloads, status, at)
+
+    def loader(
+        self, pools: PoolTable, codec: str, table: torch.Tensor, payloads: torch.Tensor, at: int
+    ) -> Callable[[], None]:
+        if codec == RAW:
+            return lambda: self.scatter(pools, table, payloads, at)
+        return lambda: self.dequantize_scatter(pools, codec, table, payloads, at)
+
+
+def route_named(given: str | None, device: torch.device) -> Route:
+    """None: triton on a GPU, the twins on a CPU. Raises `BadInput` if triton is missing."""
+    name = given or (TRITON if device.type == "cuda" else TWINS)
+    one_of("route", name, ROUTES)
+    if name == TWINS:
+        return _TWINS
+    if not _HAS_TRITON:
+        raise BadInput("the kernels need the package triton; run in a checkout: pip install '.[gpu]'")
+    moves = triton_raw.gather, triton_raw.scatter, triton_int8.gather_quantize, triton_int8.dequantize_scatter
+    return Route(TRITON, *moves, triton_digest.digest_slices, triton_digest.digest_keys)
+
+
+def told(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no more is known'}"
+
+
+def _digest(payload: torch.Tensor, payload_at: int, slice_bytes: int, into: torch.Tensor, keys: torch.Tensor) -> None:
+    for row, digests in zip(payload.cpu().numpy(), into, strict=True):
+        for number in range(into.shape[1]):
+            at = payload_at + number * slice_bytes
+            high, low = struct.unpack(">qq", digest(row[at : at + slice_bytes]))
+            digests[number, 0], digests[number, 1] = low, high
+
+
+_MOVES = reference.gather, reference.scatter, reference.gather_quantize, reference.dequantize_scatter
+_TWINS = Route(TWINS, *_MOVES, _digest, lambda device: torch.empty(0, dtype=torch.int64, device=device))
+
+
+class PagedPool:
+    """K and V of every layer, [pages, page_tokens, heads, width] in bfloat16, random.
+
+    table: int64 [blocks, pages of a block], a permutation of all pages.
+    """
+
+    def __init__(self, shape: BlockShape, blocks: int, page_tokens: int, device: torch.device, seed: int) -> None:
+        pages = blocks * shape.block_tokens // page_tokens
+        generator = torch.Generator(device).manual_seed(seed)
+        size = (pages, page_tokens, shape.kv_heads, shape.head_dim)
+        self.planes = [
+            [torch.randn(size, dtype=torch.bfloat16, device=device, generator=generator) for _ in range(2)]
+            for _ in range(shape.layers)
+        ]
+        self.pools = PoolTable.of(self.planes)
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(seed))
+        self.table = order.view(blocks, -1).to(device)
+
+    def is_saved(self, codec: str, row: torch.Tensor, at: int) -> bool:
+        """Whether a payload, uint8 [1, bytes], equals the twin's of the first block."""
+        before, status = row.clone(), torch.zeros(1, dtype=torch.int32, device=row.device)
+        _TWINS.saver(self.pools, codec, self.table[:1], row, at, status)()
+        return torch.equal(before, row)
+
+    def is_loaded(self, codec: str, row: torch.Tensor, at: int) -> bool:
+        before = self._first_block()
+        _TWINS.loader(self.pools, codec, self.table[:1], row, at)()
+        return torch.equal(before, self._first_block())
+
+    def _first_block(self) -> torch.Tensor:
+        rows = [plane[self.table[0]].view(torch.int16).flatten() for layer in self.planes for plane in layer]
+        return torch.cat(rows)
+
+
+def payload_bytes(shape: BlockShape, codec: str) -> int:
+    (part,) = shape.layout.parts
+    return codec_named(codec).payload_bytes(part)
+
+
+def new_payloads(shape: BlockShape, codec: str, blocks: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(blocks, frame_bytes(payload_bytes(shape, codec)), dtype=torch.uint8, device=device)
+
+
+def are_digests(row: torch.Tensor, slice_bytes: int, found: torch.Tensor) -> bool:
+    """Whether `found`, int64 [1, slices, 2], are the digests of a frame's payload, uint8 [1, bytes]."""
+    want = torch.zeros(found.shape, dtype=torch.int64)
+    _digest(row, HEADER_BYTES, slice_bytes, want, want)
+    return torch.equal(found.cpu(), want)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,20 +295,13 @@ def kernel_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
             turns = {kernel: timer.timed(kernel.launch) for kernel in launched}
             for kernel, found in against(limit, turns, options.laps).items():
                 is_targeted = bench.is_gpu and kv_bytes >= TARGETED_BYTES
-                yield rate_row(
-                    {"kernel": kernel.name, "codec": codec, "kv_bytes": kv_bytes},
-                    found,
-                    kernel.bytes_moved,
-                    "copy",
-                    KERNEL_TARGETS.get(kernel.name) if is_targeted else None,
-                    limit_bytes=2 * kv_bytes,
-                    bytes_moved=kernel.bytes_moved,
-                    seconds=found.seconds,
-                    gb_per_second=kernel.bytes_moved / found.seconds / 1e9,
-                    copy_gb_per_second=2 * kv_bytes / found.limit_seconds / 1e9,
-                    is_host_bound=sum(turns[kernel].is_late[-options.laps :]) * 2 > options.laps,
-                    matches_twin=launched[kernel],
-                )
+                wanted = KERNEL_TARGETS.get(kernel.name) if is_targeted else None
+                what, moved = {"kernel": kernel.name, "codec": codec, "kv_bytes": kv_bytes}, kernel.bytes_moved
+                rates = {"bytes_moved": moved, "seconds": found.seconds, "gb_per_second": moved / found.seconds / 1e9}
+                rates["copy_gb_per_second"] = 2 * kv_bytes / found.limit_seconds / 1e9
+                is_late = sum(turns[kernel].is_late[-options.laps :]) * 2 > options.laps
+                facts: dict[str, Any] = {"is_host_bound": is_late, "matches_twin": launched[kernel]}
+                yield rate_row(what, found, moved, "copy", wanted, limit_bytes=2 * kv_bytes, **rates, **facts)
 
 
 def _kernels(shape: BlockShape, codec: str, pool: PagedPool, target: PagedPool, route: Route) -> Iterator[Kernel]:
@@ -239,16 +345,11 @@ class PagedKernel:
             status = self._status[frames.start : frames.stop]
             self._route.saver(pools, self._codec, table, staged, 0, status)()
 
-    # What follows is asked for by a device that checks accesses.
-
-    def pages(self, frames: range, layers: LayerSlice) -> list[Region]:
+    def pages(self, *_: object) -> list[Region]:
+        """Is for a device that checks accesses."""
         return []
 
-    def tables(self) -> list[Region]:
-        return []
-
-    def findings(self) -> list[Region]:
-        return []
+    tables = findings = pages
 
     def end(self, kernels: Stream) -> None:
         """Statuses stay on the device."""
@@ -262,10 +363,10 @@ class Transfers:
         blocks, size = options.transfer_bytes // shape.payload_bytes, payload_bytes(shape, codec)
         self.codec, self.kv_bytes, self.wire_bytes = codec, blocks * shape.payload_bytes, blocks * size
         self.pool, self.target = (PagedPool(shape, blocks, options.page_tokens, device, seed) for seed in (1, 2))
-        self._device = transfer_device(device)
+        self._device, near = transfer_device(device)
         self._frame_bytes = frame_bytes(size)
         with ExitStack() as stack:
-            pin, load, save = (ThreadWorker(f"bench-{name}", near_cpus(device)) for name in ("pin", "load", "save"))
+            pin, load, save = (ThreadWorker(f"bench-{name}", near) for name in ("pin", "load", "save"))
             for worker in (pin, load, save):
                 stack.callback(worker.close, CLOSE_SECONDS)
             extent = Extent(blocks * self._frame_bytes)
@@ -363,33 +464,22 @@ def transfer_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
                 is_direct = all(transfer.is_direct for transfer in transfers.run(LOAD))
                 bench.timer.wait()
                 matches = transfers.check()
+                wrong = [] if matches else ["did not move what its twin in plain torch moves"]
+                wrong += [] if is_direct else ["took a detour: its extents could not be page-locked"]
                 for direction in DIRECTIONS:
-                    if not matches:
-                        bench.faults.append(f"{direction} of {codec} did not move what its twin in plain torch moves")
-                    if not is_direct:
-                        bench.faults.append(
-                            f"{direction} of {codec} took a detour: its extents could not be page-locked"
-                        )
+                    bench.faults += [f"{direction} of {codec} {what}" for what in wrong]
                     plain = timed(partial(limit.run, direction, transfers.wire_bytes))
                     turn = timed(partial(transfers.run, direction))
                     found = against(plain, {direction: turn}, options.laps)[direction]
                     times = 2 if direction == BOTH else 1
                     wire, kv = times * transfers.wire_bytes, times * transfers.kv_bytes
                     is_targeted = bench.is_gpu and transfers.wire_bytes >= TARGETED_BYTES
-                    yield rate_row(
-                        {"direction": direction, "codec": codec, "layers_at_once": layers_at_once, "kv_bytes": kv},
-                        found,
-                        wire,
-                        "pinned copy",
-                        TRANSFER_TARGET if is_targeted else None,
-                        wire_bytes=wire,
-                        seconds=found.seconds,
-                        gb_per_second=wire / found.seconds / 1e9,
-                        kv_gb_per_second=kv / found.seconds / 1e9,
-                        limit_gb_per_second=wire / found.limit_seconds / 1e9,
-                        is_direct=is_direct,
-                        matches_twin=matches,
-                    )
+                    target = TRANSFER_TARGET if is_targeted else None
+                    what = {"direction": direction, "codec": codec, "layers_at_once": layers_at_once, "kv_bytes": kv}
+                    rates = {"gb_per_second": wire / found.seconds / 1e9, "kv_gb_per_second": kv / found.seconds / 1e9}
+                    rates |= {"seconds": found.seconds, "limit_gb_per_second": wire / found.limit_seconds / 1e9}
+                    facts = {"wire_bytes": wire, "is_direct": is_direct, "matches_twin": matches}
+                    yield rate_row(what, found, wire, "pinned copy", target, **rates, **facts)
 
 
 # --- decode ----------------------------------------------------------------------------------------------------------
@@ -420,7 +510,7 @@ def decode_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
     options, device = bench.options, bench.device
     count, context, steps = options.streams, options.context_tokens, options.steps
     say(f"{count} streams of a random {options.model} Llama")
-    model = build(options.model, device, context + steps)
+    model = build(TTFT_SHAPES[options.model], device, context + steps)
     layout = layout_of(model)
     capacity = -(-(context + steps) // layout.block_tokens) * layout.block_tokens
     planes = BufferSet(layout, count, capacity, device).of_rows(0, count)

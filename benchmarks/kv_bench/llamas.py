@@ -7,14 +7,13 @@ transformers.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvstore.block.errors import BadInput, StoreError
+from kv_bench.process import Child, Parent
+from kvstore.block.errors import BadInput
 
 TINY, MID, ONE_B, EIGHT_B = "tiny", "mid", "1b", "8b"
 _FIELDS = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
@@ -39,7 +38,6 @@ TTFT_SHAPES: Mapping[str, Mapping[str, int]] = {
 NOT_LINEAR = ("embed_tokens", "lm_head")
 """Parameters that most prompt tokens skip: only the last token's logits are computed."""
 PRODUCT_WIDTH, PRODUCTS = {"cuda": 8192, "cpu": 512}, 10
-_NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
 def kv_bytes_per_token(shape: str) -> int:
@@ -58,10 +56,8 @@ def parse_tokens(given: str) -> int:
 
 def save_model(shape: str, directory: Path) -> None:
     """Random weights, and a tokenizer of which each word is a token: w17 is the token 17. Raises `StoreError`."""
-    command = [sys.executable, "-P", "-m", "kv_bench.llamas", shape, str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise StoreError(f"a model could not be made: {(done.stderr.strip() or 'no reason given')[-300:]}")
+    with Child("kv_bench.llamas", [shape, str(directory)], "what makes a model") as child:
+        child.hear()
     size = LLAMAS[shape]["vocab_size"]
     words = {f"w{number}": number for number in range(size - 1)} | {"<unk>": size - 1}
     tokenizer: dict[str, object] = {
@@ -77,30 +73,26 @@ def save_model(shape: str, directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(about))
 
 
-def main(shape: str, directory: str) -> None:
+def main() -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")  # billions are drawn in seconds there
-    more = {"max_position_embeddings": 65536, "initializer_range": 0.1, "tie_word_embeddings": False, **_NO_TOKENS}
-    config: dict[str, Any] = {**LLAMAS[shape], **more}
-    model: Any = LlamaForCausalLM(LlamaConfig(**config))
+    parent = Parent()
+    shape, directory = parent.job
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # billions are drawn in seconds there
+    model = build(LLAMAS[shape], device, 65536, initializer_range=0.1)
     model.to(torch.bfloat16).save_pretrained(directory)
+    parent.answer("saved")
 
 
-# --- in this process -------------------------------------------------------------------------------------------------
-
-
-def build(shape: str, device: Any, positions: int) -> Any:
+def build(sizes: Mapping[str, int], device: Any, positions: int, **more: Any) -> Any:
     """The model, ready to run: bfloat16 on a GPU, float32 on a CPU. positions: tokens of the longest prompt and answer.
     Torch's global generators are left as they were."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    rope = {"rope_type": "default", "rope_theta": 5e5}
-    more = {"max_position_embeddings": positions, "rope_parameters": rope, "tie_word_embeddings": False, **_NO_TOKENS}
-    config: dict[str, Any] = {**TTFT_SHAPES[shape], **more}
+    more |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    more |= {"max_position_embeddings": positions, "tie_word_embeddings": False}
+    config: dict[str, Any] = {**sizes, **more, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     before, cuda = torch.get_default_dtype(), [device.index or 0] if device.type == "cuda" else []
     torch.set_default_dtype(torch.bfloat16 if cuda else torch.float32)
     try:
@@ -136,4 +128,4 @@ def peak_flops(device: Any, dtype: Any, timer: Any) -> float:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main()

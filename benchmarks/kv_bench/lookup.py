@@ -11,18 +11,18 @@ import gc
 import os
 import sys
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import blake2b
 from itertools import chain, count
 from statistics import median
-from time import perf_counter, process_time, sleep, thread_time
+from time import perf_counter, sleep, thread_time
 
 import numpy as np
 
-from kv_bench.measure import Cost, Say, Stopwatch, Turn, against, resident_bytes, time_row, timed
+from kv_bench.measure import Cost, Say, Stopwatch, Turn, against, repeated, resident_bytes, time_row, timed
 from kv_bench.process import Child, Parent, Sidecar, open_patiently
 from kv_bench.rig import MODEL, SMALLEST, BlockShape, PagePool, prompt_of
 from kvstore.block.codec import RawCodec
@@ -220,25 +220,16 @@ def through_a_sidecar(options: LookupOptions, say: Say) -> tuple[Row, Row]:
             order = np.random.default_rng(7).permutation(stored).tolist()
             one = _one(options, matching(handle, options, lambda turn: prompts[order[turn % stored]]), stored * blocks)
         say(f"starting {options.clients} clients")
-        with Clients(options, sidecar.socket, stored) as clients:
+        with clients_of(options, sidecar.socket, stored) as clients:
             say(f"matching by {options.clients} clients, {options.client_laps} laps")
             return one, _together(options, clients, one["limit"])
 
 
 def _one(options: LookupOptions, match: Turn, blocks: int) -> Row:
-    walls: dict[str, list[float]] = {"match": [], "chain": []}
-
-    def kept(name: str, turn: Turn) -> Cost:
-        cost = turn()
-        walls[name].append(1e3 * cost.wall)
-        return cost
-
-    turns = {"match": partial(kept, "match", match)}
-    found = against(partial(kept, "chain", hashing(options)), turns, options.door_laps)["match"]
-    # Without the earlier ones, which warm up.
-    match_ms, chain_ms = (quantile(one[-options.door_laps :], 0.99) for one in walls.values())
+    found = against(hashing(options), {"match": match}, options.door_laps)["match"]
+    slow = {"ms_p99": 1e3 * found.seconds_p99, "chain_ms_p99": 1e3 * found.limit_seconds_p99}
     what = {"by": "a sidecar's socket", "blocks": blocks, "prompts": "in turn"}
-    return time_row(what, found, "chain", DOOR_TARGET, ms_p99=match_ms, chain_ms_p99=chain_ms)
+    return time_row(what, found, "chain", DOOR_TARGET, **slow)
 
 
 def _together(options: LookupOptions, clients: Clients, chain_ms: float) -> Row:
@@ -254,22 +245,13 @@ def _together(options: LookupOptions, clients: Clients, chain_ms: float) -> Row:
     return Row(what, 1 / found.seconds, "matches/s", found.laps, None, None, *beside, target, details)
 
 
+@dataclass
 class Clients:
-    """Client processes of one sidecar; each this file. A context manager that ends them."""
+    """Client processes of one sidecar, each this file. seconds: of a turn. waits: of every match, by turn."""
 
-    def __init__(self, options: LookupOptions, socket: str, stored: int) -> None:
-        """stored: prompts. Raises `StoreError` if a client does not start."""
-        self._seconds = options.client_seconds
-        self.waits: list[list[float]] = []
-        """Of each turn of matches, how long every one of them took, in seconds."""
-        with ExitStack() as stack:
-            job = {"socket": socket, "prompts": stored, "options": asdict(options)}
-            self.children = [
-                stack.enter_context(Child("kv_bench.lookup", {**job, "number": number}))
-                for number in range(options.clients)
-            ]
-            assert all([child.hear() == "ready" for child in self.children])
-            self._stack = stack.pop_all()
+    children: Sequence[Child]
+    seconds: float
+    waits: list[list[float]] = field(default_factory=list)
 
     def match(self) -> Cost:
         cost, seconds = self._turn("match")
@@ -279,21 +261,26 @@ class Clients:
     def hash(self) -> Cost:
         return self._turn("hash")[0]
 
-    def __enter__(self) -> Clients:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.__exit__(*error)  # type: ignore[arg-type]
-
     def _turn(self, work: str) -> tuple[Cost, list[float]]:
         start = perf_counter() + _HEAD_START_SECONDS
         for child in self.children:
-            child.say({"work": work, "start": start, "end": start + self._seconds})
+            child.say({"work": work, "start": start, "seconds": self.seconds})
         answers = [child.hear() for child in self.children]
         seconds = list(chain(*(answer["seconds"] for answer in answers)))
         if not seconds:
-            raise StoreError(f"nothing was done in {self._seconds} s; give the clients longer")
-        return Cost(self._seconds / len(seconds), sum(answer["cpu"] for answer in answers) / len(seconds)), seconds
+            raise StoreError(f"nothing was done in {self.seconds} s; give the clients longer")
+        return Cost(self.seconds / len(seconds), sum(answer["cpu"] for answer in answers) / len(seconds)), seconds
+
+
+@contextmanager
+def clients_of(options: LookupOptions, socket: str, stored: int) -> Iterator[Clients]:
+    """stored: prompts. Raises `StoreError` if one does not start."""
+    job = {"socket": socket, "prompts": stored, "options": asdict(options)}
+    with ExitStack() as stack:
+        numbers = range(options.clients)
+        children = [stack.enter_context(Child("kv_bench.lookup", {**job, "number": one})) for one in numbers]
+        assert all([child.hear() == "ready" for child in children])
+        yield Clients(children, options.client_seconds)
 
 
 # --- matches and chains, here and in a client ------------------------------------------------------------------------
@@ -330,19 +317,6 @@ def hashing(options: LookupOptions) -> Turn:
     return chain
 
 
-def timed_until(work: Callable[[], object], start: float, end: float) -> dict[str, object]:
-    seconds: list[float] = []
-    sleep(max(0.0, start - perf_counter()))
-    cpu, before = process_time(), perf_counter()
-    while True:
-        work()
-        now = perf_counter()
-        if now > end:
-            return {"seconds": seconds, "cpu": process_time() - cpu}
-        seconds.append(now - before)
-        before = now
-
-
 def main() -> None:
     parent = Parent()
     job = parent.job
@@ -351,10 +325,14 @@ def main() -> None:
     prompts = [prompt_of(number, options.prompt_tokens) for number in order]
     with open_patiently(job["socket"]) as store:
         handle = store.namespace(model=MODEL, layout=options.shape.layout)
-        work = {"match": matching(handle, options, lambda turn: prompts[turn % len(prompts)]), "hash": hashing(options)}
+        match, hashes = matching(handle, options, lambda turn: prompts[turn % len(prompts)]), hashing(options)
+        work: dict[str, Callable[[int], object]] = {"match": lambda _: match(), "hash": lambda _: hashes()}
         parent.answer("ready")
         for turn in parent:
-            parent.answer(timed_until(work[turn["work"]], turn["start"], turn["end"]))
+            sleep(max(0.0, turn["start"] - perf_counter()))
+            watch = Stopwatch()
+            seconds = repeated(work[turn["work"]], turn["seconds"])
+            parent.answer({"seconds": seconds, "cpu": watch.cost().cpu})
 
 
 if __name__ == "__main__":

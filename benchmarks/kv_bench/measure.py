@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter, process_time, thread_time
 from typing import Any, NamedTuple, TypeVar
@@ -73,6 +73,8 @@ class Against:
     high: float
     cpu_ratio: float
     laps: int = 1
+    seconds_p99: float = field(default=0.0, compare=False)
+    limit_seconds_p99: float = field(default=0.0, compare=False)
 
     @staticmethod
     def of(costs: Sequence[Cost], limits: Sequence[tuple[Cost, Cost]]) -> Against:
@@ -80,9 +82,13 @@ class Against:
         pairs = list(zip(costs, limits, strict=True))
         ratios = [(before.wall + after.wall) / 2 / cost.wall for cost, (before, after) in pairs]
         of_cpu = [(before.cpu + after.cpu) / 2 / cost.cpu for cost, (before, after) in pairs]
-        seconds, limit = median(cost.wall for cost in costs), median(after.wall for _, after in limits)
-        quartiles = quantile(ratios, 0.25), quantile(ratios, 0.75)
-        return Against(seconds, limit, median(ratios), *quartiles, median(of_cpu), len(costs))
+        seconds, limit = [cost.wall for cost in costs], [after.wall for _, after in limits]
+        quartiles, slow = (
+            (quantile(ratios, 0.25), quantile(ratios, 0.75)),
+            (quantile(seconds, 0.99), quantile(limit, 0.99)),
+        )
+        middle = median(seconds), median(limit), median(ratios)
+        return Against(*middle, *quartiles, median(of_cpu), len(costs), *slow)
 
 
 def against(limit: Turn, contenders: Mapping[Name, Turn], laps: int) -> dict[Name, Against]:
@@ -154,6 +160,18 @@ def quartile_row(
 def in_turn(names: Sequence[Name], turn: int) -> list[Name]:
     first = turn % len(names)
     return [*names[first:], *names[:first]]
+
+
+def repeated(work: Callable[[int], object], seconds: float) -> list[float]:
+    """Seconds of each turn that ends in this time. work: is told how many there were before."""
+    took, now = list[float](), perf_counter()
+    end = now + seconds
+    while True:
+        work(len(took))
+        before, now = now, perf_counter()
+        if now > end:
+            return took
+        took.append(now - before)
 
 
 @contextmanager

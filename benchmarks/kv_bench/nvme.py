@@ -11,25 +11,24 @@ import json
 import os
 import subprocess
 import tempfile
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count, cycle
 from pathlib import Path
 from shutil import rmtree
-from statistics import median
-from time import sleep, time
+from time import sleep
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import kvstore
-from kv_bench.measure import Against, Cost, Say, Stopwatch, Together, Turn, against_each, available_bytes, rate_row
+from kv_bench.measure import Cost, Say, Stopwatch, Together, Turn, against_each, available_bytes, rate_row
 from kv_bench.rig import MODEL, BlockShape, PagePool, prompt_of
 from kv_bench.script import enough
 from kvstore.block.account import HitTier
-from kvstore.block.errors import BadInput
+from kvstore.block.errors import BadInput, StoreError
 from kvstore.client.handle import Match
 from kvstore.config import format_size
 from kvstore.node import MOVE_THREADS
@@ -119,25 +118,20 @@ def _measured(shape: BlockShape, options: NvmeOptions, scratch: Path, say: Say) 
     amount = Amount(frame_bytes(shape.payload_bytes), blocks, files.direct)
     regions = cycle(lay_out(scratch / "limit", amount, LIMIT_TURNS))
     side = NvmeSide(shape, blocks, scratch / "store")
-    fio, why_not_fio = working_fio(options.fio, amount, side.next_slab())
-    loop = Loop(amount, side.dram_frames)
-    limits: dict[str, Fio | Loop] = {"loop": loop} if fio is None else {"fio": fio, "loop": loop}
+    fio, loop = Fio(options.fio, amount, side.next_slab()), Loop(amount, side.dram_frames)
 
-    def rested(turn: Callable[[], Cost]) -> Turn:
+    def rested(turn: Turn) -> Turn:
         """The same turn after an idle time as long as fio's start."""
 
         def after_a_rest() -> Cost:
-            sleep(fio.pause_seconds if fio is not None else 0.0)
+            sleep(fio.pause_seconds)
             return turn()
 
         return after_a_rest
 
     def around(direction: str, region: Callable[[], DiskFrames]) -> dict[str, Turn]:
-        turns: dict[str, Turn] = {}
-        for name, limit in limits.items():
-            turn = lambda limit=limit: limit.move(direction, region())  # noqa: E731
-            turns[name] = turn if limit is fio else rested(turn)
-        return turns
+        turns: dict[str, Turn] = {} if fio.why_not else {"fio": lambda: fio.move(direction, region())}
+        return turns | {"loop": rested(lambda: loop.move(direction, region()))}
 
     try:
         # No lap warms up: filling has written every slot and touched every page of DRAM.
@@ -154,16 +148,15 @@ def _measured(shape: BlockShape, options: NvmeOptions, scratch: Path, say: Say) 
         side.store.close()
         rmtree(scratch / "store")
         (scratch / "limit").unlink()
-    is_judged = files.direct and kind not in IN_MEMORY
-    rows = [_row(path, limit, shape, blocks, one, is_judged) for path, by in found.items() for limit, one in by.items()]
-    disk = {"file_system": kind, "direct": files.direct, "fio": fio.version if fio else "", "why_not_fio": why_not_fio}
+    is_judged = files.direct and kind not in IN_MEMORY and shape.payload_bytes >= TARGETED_BYTES
+    rows = []
+    for path, beside in found.items():
+        what = row_names("nvme", path, shape, blocks, "[head, token, dim]" if path == "get" else "", True, 1)
+        target = TARGETS.get(path) if is_judged else None
+        for limit, one in beside.items():
+            rows.append(rate_row(what, one, blocks * shape.payload_bytes, limit, target, cpu_ratio=one.cpu_ratio))
+    disk = {"file_system": kind, "direct": files.direct, "fio": fio.version, "why_not_fio": fio.why_not}
     return rows, disk | {"delivered_bytes": side.cold_blocks * shape.payload_bytes}
-
-
-def _row(path: str, limit: str, shape: BlockShape, blocks: int, found: Against, is_judged: bool) -> Row:
-    target = TARGETS.get(path) if is_judged and shape.payload_bytes >= TARGETED_BYTES else None
-    what = row_names("nvme", path, shape, blocks, "[head, token, dim]" if path == "get" else "", True, 1)
-    return rate_row(what, found, blocks * shape.payload_bytes, limit, target, cpu_ratio=found.cpu_ratio)
 
 
 def _blocks(shape: BlockShape, options: NvmeOptions) -> int:
@@ -186,7 +179,7 @@ class NvmeSide:
         self._blocks, self._tokens = blocks, blocks * shape.block_tokens
         self._numbers, self._turns = count(), count()
         self.cold_blocks = 0
-        self._stored = [self._persisted() for _ in range(PROMPTS)]
+        self._stored = [self._persisted()[0] for _ in range(PROMPTS)]
         slabs = sorted((directory / "nvme").glob("*.slab"))[1:]  # the first is the stamp
         assert len(slabs) == PROMPTS, slabs
         self._slabs = [DiskFrames(path, PAGE_BYTES) for path in slabs]
@@ -215,12 +208,7 @@ class NvmeSide:
 
     def persist(self) -> Cost:
         """Make a prompt durable that only DRAM has; putting it is not timed."""
-        prompt, pages = self._in_dram_only(), self._pool.take()
-        watch = Stopwatch()
-        result = self._handle.put(prompt, pages, durability="disk")
-        cost = watch.cost()
-        assert (result.present, result.reason) == (self._blocks, None), result
-        return cost
+        return self._persisted()[1]
 
     @contextmanager
     def dram_frames(self) -> Iterator[list[memoryview]]:
@@ -247,19 +235,17 @@ class NvmeSide:
     def _make_cold(self) -> None:
         self.store.evict(DRAM_PROMPTS * self._blocks)
 
-    def _in_dram_only(self) -> np.ndarray:
+    def _persisted(self) -> tuple[np.ndarray, Cost]:
         prompt = prompt_of(next(self._numbers), self._tokens)
         self._make_cold()
         result = self._handle.put(prompt, self._pool.take())
         assert result.stored == self._blocks, result
         assert self._handle.match(prompt).tiers == ((HitTier.DRAM, self._blocks),)
-        return prompt
-
-    def _persisted(self) -> np.ndarray:
-        prompt = self._in_dram_only()
-        result = self._handle.put(prompt, self._pool.take(), durability="disk")
-        assert result.reason is None, result
-        return prompt
+        pages, watch = self._pool.take(), Stopwatch()
+        result = self._handle.put(prompt, pages, durability="disk")
+        cost = watch.cost()
+        assert (result.present, result.reason) == (self._blocks, None), result
+        return prompt, cost
 
 
 # --- limits of the disk ----------------------------------------------------------------------------------------------
@@ -298,37 +284,35 @@ def lay_out(path: Path, amount: Amount, turns: int) -> list[DiskFrames]:
     return [DiskFrames(path, at) for at in range(0, size, amount.turn_bytes)]
 
 
-class FioFailed(Exception):
-    """The message is fio's own."""
-
-
 class Fio:
-    """fio with one libaio job; only its own clock counts, without start and end."""
+    """fio with one libaio job; only its own clock counts, without start and end. why_not: if it cannot be the limit.
+    pause_seconds: what its last turn took besides that clock."""
 
-    def __init__(self, program: str, amount: Amount) -> None:
-        self.version = ""
+    def __init__(self, program: str | None, amount: Amount, probe: DiskFrames) -> None:
+        self.version, self.why_not, self.pause_seconds = "", "", 0.0
         sizes = f"--bs={amount.frame_bytes} --size={amount.turn_bytes} --direct={int(amount.direct)}"
         how = [*sizes.split(), "--ioengine=libaio", f"--iodepth={DEPTH}", "--thread", "--eta=never"]
-        self._command = [program, "--name=limit", *how, "--output-format=json", "--allow_file_create=0"]
+        self._command = [program or "", "--name=limit", *how, "--output-format=json", "--allow_file_create=0"]
         self._amount = amount
-        self._pauses: list[float] = []
-
-    @property
-    def pause_seconds(self) -> float:
-        """Time from fio's start to its first I/O."""
-        return median(self._pauses[-9:]) if self._pauses else 0.0
+        if program is None:
+            self.why_not = "fio is not installed"
+            return
+        try:
+            self.move("read", probe)
+        except StoreError as error:
+            self.why_not = str(error)
 
     def move(self, direction: str, region: DiskFrames) -> Cost:
-        """Sequential reads, or writes and then one sync. Raises `FioFailed`."""
+        """Sequential reads, or writes and then one sync. Raises `StoreError` with what fio says."""
         path = str(region.path.absolute()).replace(":", r"\:")  # fio ends a name at a colon
         how = ["--rw=read", "--readonly"] if direction == "read" else ["--rw=write", "--end_fsync=1"]
         command = [*self._command, *how, f"--filename={path}", f"--offset={region.offset}"]
-        start = time()
+        watch = Stopwatch()
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_SECONDS, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise FioFailed(str(error)) from None
-        end = time()
+            raise StoreError(f"fio failed: {error}") from None
+        took = watch.cost().wall
         try:
             said = json.loads(done.stdout[done.stdout.index("{") :])  # notes may come before it
             job = said["jobs"][0]
@@ -336,12 +320,11 @@ class Fio:
             cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds
         except (ValueError, KeyError, IndexError, TypeError):
             line = (done.stderr or done.stdout).strip().splitlines()[:1]
-            raise FioFailed(f"status {done.returncode}: {''.join(line)}") from None
+            raise StoreError(f"fio failed: status {done.returncode}: {''.join(line)}") from None
         if done.returncode or job.get("error") or moved != self._amount.turn_bytes:
-            raise FioFailed(f"status {done.returncode}, {moved} of {self._amount.turn_bytes} bytes")
+            raise StoreError(f"fio failed: status {done.returncode}, {moved} of {self._amount.turn_bytes} bytes")
         self.version = str(said.get("fio version", "fio"))
-        ending = end - said.get("timestamp_ms", end * 1e3) / 1e3
-        self._pauses.append(min(1.0, max(0.0, end - start - seconds - ending)))
+        self.pause_seconds = min(1.0, max(0.0, took - seconds))
         return Cost(seconds, cpu)
 
 
@@ -350,49 +333,34 @@ class Loop:
 
     def __init__(self, amount: Amount, memory: Callable[[], Any]) -> None:
         """memory: lends a turn's memory, frame by frame, as a context."""
-        self._amount, self._memory = amount, memory
-        self._team, self._lock = Together(DEPTH), threading.Lock()
+        self._amount, self._memory, self._team = amount, memory, Together(DEPTH)
 
     def move(self, direction: str, region: DiskFrames) -> Cost:
         is_read, size = direction == "read", self._amount.frame_bytes
-        call = os.preadv if is_read else os.pwritev
-        flags = (os.O_RDONLY if is_read else os.O_RDWR) | os.O_CLOEXEC | (os.O_DIRECT if self._amount.direct else 0)
+        call, mode = (os.preadv, "rb") if is_read else (os.pwritev, "r+b")
+        how = os.O_DIRECT if self._amount.direct else 0
         offsets = range(region.offset, region.offset + self._amount.turn_bytes, size)
-        descriptor = os.open(region.path, flags)
-        try:
-            with self._memory() as frames:
-                pairs = iter(zip(offsets, frames, strict=True))
 
-                def work() -> None:
-                    while True:
-                        with self._lock:
-                            pair = next(pairs, None)
-                        if pair is None:
-                            return
-                        moved = call(descriptor, [pair[1]], pair[0])
-                        assert moved == size, f"the disk stopped at {moved} of {size} bytes"
+        def work() -> None:
+            with suppress(IndexError):  # none is left
+                while True:
+                    offset, frame = left.popleft()
+                    moved = call(file.fileno(), [frame], offset)
+                    assert moved == size, f"the disk stopped at {moved} of {size} bytes"
 
-                watch = Stopwatch()
-                self._team.run([work] * DEPTH)
-                if not is_read:
-                    os.fdatasync(descriptor)
-                return watch.cost()
-        finally:
-            os.close(descriptor)
+        with (
+            open(region.path, mode, buffering=0, opener=lambda path, flags: os.open(path, flags | how)) as file,
+            self._memory() as frames,
+        ):
+            left = deque(zip(offsets, frames, strict=True))
+            watch = Stopwatch()
+            self._team.run([work] * DEPTH)
+            if not is_read:
+                os.fdatasync(file.fileno())
+            return watch.cost()
 
     def close(self) -> None:
         self._team.__exit__()
-
-
-def working_fio(program: str | None, amount: Amount, probe: DiskFrames) -> tuple[Fio | None, str]:
-    if program is None:
-        return None, "fio is not installed"
-    fio = Fio(program, amount)
-    try:
-        fio.move("read", probe)
-        return fio, ""
-    except FioFailed as error:
-        return None, f"fio failed: {error}"
 
 
 def file_system(directory: Path) -> str:

@@ -40,12 +40,10 @@ def device_named(given: str | None) -> torch.device:
     return torch.device(given, 0) if given == CUDA else torch.device(given)
 
 
-def transfer_device(device: torch.device) -> Device:
-    return CudaDevice(device.index or 0) if device.type == CUDA else AtOnceDevice()
-
-
-def near_cpus(device: torch.device) -> frozenset[int]:
-    return local_cpus(device.index or 0) if device.type == CUDA else frozenset()
+def transfer_device(device: torch.device) -> tuple[Device, frozenset[int]]:
+    """And the CPUs that are near it; empty for all."""
+    number = device.index or 0
+    return (CudaDevice(number), local_cpus(number)) if device.type == CUDA else (AtOnceDevice(), frozenset())
 
 
 def give_memory_back(device: torch.device) -> None:

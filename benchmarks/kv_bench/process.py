@@ -1,4 +1,4 @@
-"""Processes that a bench starts: children that answer lines, HTTP servers, and the sidecar that is measured."""
+"""Processes that a bench starts: children that answer lines, HTTP servers, the measured sidecar and its console."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from time import perf_counter, sleep
-from types import TracebackType
 from typing import Any, Self
+from urllib.request import urlopen
 
 import kvstore
 from kvstore.block.errors import StoreError, Unreachable
@@ -28,6 +28,7 @@ from kvstore.node import SystemClock
 from kvstore.status.tree import Readiness
 
 HOST = "127.0.0.1"
+KVSTORE = (sys.executable, "-P", "-m", "kvstore")
 LONGEST_SECONDS = 120.0
 """Timeout of every wait for a sidecar or a child's end."""
 ENGINE_SECONDS = 900.0
@@ -142,10 +143,9 @@ class Server:
         self.name, self.url, self._port = name, f"http://{HOST}:{port}", port
         self._log = scratch / f"{name}.log"
         with self._log.open("wb") as log:
+            how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             environment = {**os.environ, **(settings or {})}
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=environment
-            )
+            self._process = subprocess.Popen(command, start_new_session=True, env=environment, **how)
 
     def wait(self) -> None:
         """Wait until it is healthy. Raises `StoreError`."""
@@ -186,40 +186,42 @@ class Sidecar:
     """`kvstore serve` from its start on, with its files in a temporary directory. It logs warnings only; a bench should
     cause none, so `end` fails if there is one. A context manager: ends it in order, or kills it after a failure."""
 
-    def __init__(
-        self, store: Mapping[str, str | int], *, has_health: bool = False, tokens: Mapping[str, str] | None = None
-    ) -> None:
-        """store: settings of that section; without `data`, a directory that is removed with the sidecar. tokens: by
-        tenant, the default tenant's included, if a network process is to run at `grpc`; a tenant's socket has its
-        name."""
+    def __init__(self, store: Mapping[str, str | int], *, has_health: bool = False, token: str = "") -> None:
+        """store: settings of that section; without `data`, a directory that is removed with the sidecar. token: of the
+        default tenant, if a network process is to run at `grpc`."""
         self._scratch = tempfile.TemporaryDirectory(prefix="kvstore-")
         scratch = self.folder = Path(self._scratch.name)
         self.grpc, self.socket = f"unix:{scratch / 'grpc'}", str(scratch / "door")
-        lines = ["operator-token-of-a-bench", *(f"{name} {token}" for name, token in (tokens or {}).items())]
-        (scratch / "tokens").write_text("\n".join(lines))
-        sections: dict[str, Mapping[str, object]] = {
-            "store": {"data": scratch / "kv", **store},
-            "door": {"socket": self.socket},
-            "http": {"listen": f"{HOST}:0"} if has_health else {},
-            "log": {"level": "warning"},
-            "network": {"listen": self.grpc, "token_file": scratch / "tokens"} if tokens else {},
-        }
-        for name in tokens or ():
-            if name != DEFAULT_TENANT:
-                sections[f"tenants.{name}"] = {"socket": scratch / name}
-        (scratch / "config.toml").write_text("\n".join(_section(name, given) for name, given in sections.items()))
-        command = [sys.executable, "-P", "-m", "kvstore", "serve", "--json", "--config", str(scratch / "config.toml")]
+        self.admin, self.observe = (str(scratch / "kv" / f"{name}.sock") for name in ("admin", "observe"))
+        settings = {"door_socket": self.socket, "log_level": "warning"}
+        settings |= {f"store_{name}": str(value) for name, value in {"data": scratch / "kv", **store}.items()}
+        if has_health:
+            settings["http_listen"] = f"{HOST}:0"
+        if token:
+            (scratch / "tokens").write_text(f"operator-token-of-a-bench\n{DEFAULT_TENANT} {token}")
+            settings |= {"network_listen": self.grpc, "network_token_file": str(scratch / "tokens")}
         self._log = scratch / "log"
         with self._log.open("wb") as log:
             self._started = perf_counter()
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)
+            self._process = subprocess.Popen(
+                [*KVSTORE, "serve", "--json"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=os.environ | {f"KVSTORE_{name}".upper(): value for name, value in settings.items()},
+            )
 
     @cached_property
     def told(self) -> dict[str, Any]:
-        """What it prints once it serves: `http_port` of health and metrics, `pid`. Empty where it has ended."""
+        """What it prints once it serves, such as its `pid`. Empty where it has ended."""
         assert self._process.stdout is not None
         told: dict[str, Any] = json.loads(self._process.stdout.readline() or "{}")
         return told
+
+    @property
+    def http(self) -> str:
+        """Of health and metrics."""
+        return f"http://{HOST}:{self.told['http_port']}"
 
     @property
     def keeper(self) -> int:
@@ -285,9 +287,7 @@ class Sidecar:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None and self._process.returncode is None:
                 self.end()
@@ -312,13 +312,31 @@ class Sidecar:
         return "\n".join(line for line in lines if '"level": "info"' not in line)
 
 
-def _section(name: str, given: Mapping[str, object]) -> str:
-    return f"[{name}]\n" + "".join(f"{key} = {json.dumps(str(value))}\n" for key, value in given.items())
-
-
 def open_patiently(socket: str) -> SidecarStore:
     """Open as an engine does, but with deadlines that make late answers slow rather than misses."""
     store = kvstore.open(f"unix:{socket}", engine=f"kvstore bench {kvstore.__version__}")
     assert isinstance(store, SidecarStore)
     store._door._limits = _PATIENT
     return store
+
+
+def console_command(sidecar: Sidecar) -> list[str]:
+    """Starts a console at a port of the system's choice, which it says in one line of JSON."""
+    return [*KVSTORE, "console", "--socket", sidecar.observe, "--listen", f"{HOST}:0", "--json"]
+
+
+@contextmanager
+def viewed(sidecar: Sidecar) -> Iterator[tuple[int, str]]:
+    """A console shows the sidecar, and a page's stream is read; yields the console's process and its address."""
+    with subprocess.Popen(console_command(sidecar), stdout=subprocess.PIPE, text=True) as console:
+        try:
+            assert console.stdout is not None
+            url = json.loads(console.stdout.readline())["console"]
+            with urlopen(f"{url}api/stream", timeout=LONGEST_SECONDS) as stream:
+                reading = [sys.executable, "-P", "-c", "import sys\nwhile sys.stdin.buffer.read1(1 << 16): pass"]
+                with subprocess.Popen(reading, stdin=stream.fileno()) as page:
+                    yield console.pid, url
+                    page.kill()
+        finally:
+            console.terminate()
+            console.send_signal(signal.SIGCONT)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import secrets
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
+from itertools import count, product
 from math import ceil
 from time import sleep
 from typing import Any
@@ -204,24 +205,22 @@ def _dram(shape: BlockShape, options: TiersOptions, say: Say) -> list[Row]:
         pool, most = PagePool(shape, blocks, page_tokens, PROMPTS), max(options.threads)
         sides = {checked: EmbeddedSide(shape, blocks, pool, most, taken) for checked, taken in DIGESTS.items()}
         limit = Memcpy(shape, blocks)
-        try:
-            for path in ("get", "put"):
-                for threads in options.threads:
-                    say(f"{subject}: {path}, threads: {threads}")
-                    moved = getattr(limit, path)
-                    with Together(1) as alone, Together(threads) as team:
-                        turns = {(path, side): turn_of(team, getattr(sides[side], path), threads) for side in sides}
-                        if threads > 1:  # what memory gives to that many threads
-                            turns["memcpy", False] = turn_of(team, moved, threads)
-                        measured = against(turn_of(alone, moved, 1), turns, options.laps)
-                    for (what, verified), found in measured.items():
-                        rows.append(memcpy_row(DRAM, what, shape, blocks, order, found, verified, threads))
+        with ExitStack() as stack:
+            stack.callback(limit.close)
+            for side in sides.values():
+                stack.callback(side.store.close)
+            for path, threads in product(("get", "put"), options.threads):
+                say(f"{subject}: {path}, threads: {threads}")
+                moved = getattr(limit, path)
+                with Together(1) as alone, Together(threads) as team:
+                    turns = {(path, side): turn_of(team, getattr(sides[side], path), threads) for side in sides}
+                    if threads > 1:  # what memory gives to that many threads
+                        turns["memcpy", False] = turn_of(team, moved, threads)
+                    measured = against(turn_of(alone, moved, 1), turns, options.laps)
+                for (what, verified), found in measured.items():
+                    rows.append(memcpy_row(DRAM, what, shape, blocks, order, found, verified, threads))
             for side in sides.values():
                 nvme.check(side.store)
-        finally:
-            limit.close()
-            for side in sides.values():
-                side.store.close()
     return rows
 
 

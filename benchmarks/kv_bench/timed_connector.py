@@ -31,57 +31,47 @@ WAITS_WHEN_IDLE = frozenset({"get_finished", "get_transfer_results"})
 """In a step that computes nothing these hooks wait for loads to give them the processor; that is not counted."""
 
 
-@dataclass(slots=True)
-class LookupTimes:
-    """Of the last request asked for: clock times, 0 for what did not happen."""
-
-    asked: float = 0.0
-    found: float = 0.0
-    leased: float = 0.0
-
-    @property
-    def lookup_ms(self) -> float:
-        return 1e3 * max(0.0, self.found - self.asked)
-
-    @property
-    def lease_ms(self) -> float:
-        return 1e3 * max(0.0, self.leased - self.found) if self.leased else 0.0
-
-
 class TimedLookup(PrefixLookup):
-    """A look-up that records its times."""
+    """A look-up that records when it found blocks, and when it had leased them."""
 
-    def __init__(self, times: LookupTimes, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, times: dict[str, float], *args: Any, **kwargs: Any) -> None:
         self._times = times
         super().__init__(*args, **kwargs)
 
     def found(self) -> Match | None:
         match = super().found()
-        if match is not None and not self._times.found:
-            self._times.found = perf_counter()
+        if match is not None:
+            self._times.setdefault("found", perf_counter())
         return match
 
     def matched(self, *args: Any, **kwargs: Any) -> int | None:
         tokens = super().matched(*args, **kwargs)
-        if self.lease is not None and not self._times.leased:
-            self._times.leased = perf_counter()
+        if self.lease is not None:
+            self._times.setdefault("leased", perf_counter())
         return tokens
 
 
 class TimedConnector(KvStoreConnector):
-    """`times`: seconds and calls of this half's hooks. `lookup`: of the last request, in the scheduler's half."""
+    """`times`: seconds and calls of this half's hooks."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         self.times: dict[str, tuple[float, int]] = {}
-        self.lookup, self.depth, self.is_idle = LookupTimes(), 0, False
+        self.depth, self.is_idle = 0, False
+        self._lookup: dict[str, float] = {}
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             # The scheduler makes its own look-ups, and this process has only one scheduler.
-            setattr(scheduler, PrefixLookup.__name__, partial(TimedLookup, self.lookup))
+            setattr(scheduler, PrefixLookup.__name__, partial(TimedLookup, self._lookup))
 
     def on_new_request(self, request: Any) -> None:
-        self.lookup.asked, self.lookup.found, self.lookup.leased = perf_counter(), 0.0, 0.0
+        self._lookup.clear()
+        self._lookup["asked"] = perf_counter()
         super().on_new_request(request)
+
+    def lookup_ms(self) -> tuple[float, float]:
+        """Of the last request's look-up and lease, in the scheduler's half; 0 for what did not happen."""
+        asked, found, leased = (self._lookup.get(name, 0.0) for name in ("asked", "found", "leased"))
+        return 1e3 * max(0.0, found - asked), 1e3 * max(0.0, leased - found)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self.is_idle = isinstance(connector_metadata, StepPlanMetadata) and not connector_metadata.step.number
@@ -139,19 +129,18 @@ class Copies(KVConnectorMetadata):
 class BareConnector(KVConnectorBase_V1):
     """The cheapest possible vLLM connector, as a baseline for ours; either half.
 
-    Pages lie in one file of shared memory; the engine's thread copies them whole, before the step that needs them and
-    after the step that made them. No checksum, no other process, no lease, no limit but the file's length: any
-    connector takes at least this long for an external hit. Blocks are named by vLLM's own hashes, known in this process
-    only. Settings: `path` of the file, `slots` in it; blocks without a free slot are not kept."""
+    Pages lie in one file of shared memory; the engine's thread copies them whole, before the step that needs them, and
+    those that a request has made before the step behind its end. No checksum, no other process, no lease, no limit but
+    the file's length: any connector takes at least this long for an external hit. Blocks are named by vLLM's own
+    hashes, known in this process only. Settings: `path` of the file, `slots` in it; blocks without a free slot are not
+    kept. One request at a time: pages that are to be saved must not be taken before."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         settings = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._path, self._slots = settings["path"], settings["slots"]
         self._page_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self._requests: dict[str, Any] = {}
-        self._own_pages: dict[str, int] = {}
-        self._tables: dict[str, list[int]] = {}
+        self._own_pages = 0
         self._kept: dict[bytes, int] = {}
         self._next = Copies()
         self._planes: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -160,18 +149,19 @@ class BareConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layers = [tensor.flatten(1).view(torch.uint8) for tensor in kv_caches.values()]
-        size = sum(self._slots * layer.shape[1] for layer in layers)
-        kept = torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
+        sizes = [self._slots * layer.shape[1] for layer in layers]
+        kept = torch.from_file(self._path, shared=True, size=sum(sizes), dtype=torch.uint8)
         kept.zero_()  # touch every page before measuring
-        parts = kept.split([self._slots * layer.shape[1] for layer in layers])
         self._planes = [
-            (layer, part.view(self._slots, layer.shape[1])) for layer, part in zip(layers, parts, strict=True)
+            (layer, part.view(self._slots, -1)) for layer, part in zip(layers, kept.split(sizes), strict=True)
         ]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Copies)
         for layer, kept in self._planes:
+            for page, slot in metadata.saves:
+                kept[slot].copy_(layer[page])
             for page, slot in metadata.loads:
                 layer[page].copy_(kept[slot])
 
@@ -179,55 +169,30 @@ class BareConnector(KVConnectorBase_V1):
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None: ...
 
-    def wait_for_save(self) -> None:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, Copies)
-        for layer, kept in self._planes:
-            for page, slot in metadata.saves:
-                kept[slot].copy_(layer[page])
+    def wait_for_save(self) -> None: ...
 
     # Scheduler -------------------------------------------------------------------------------------------------------
 
-    def on_new_request(self, request: Any) -> None:
-        self._requests[request.request_id] = request
-
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         first, most = num_computed_tokens // self._page_tokens, (request.num_tokens - 1) // self._page_tokens
-        stop = self._own_pages[request.request_id] = first
+        stop = self._own_pages = first
         while stop < min(most, len(request.block_hashes)) and request.block_hashes[stop] in self._kept:
             stop += 1
         return (stop - first) * self._page_tokens, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         (table,) = blocks.get_block_ids()
-        first = self._own_pages[request.request_id]
-        for at in range(first, first + num_external_tokens // self._page_tokens):
+        for at in range(self._own_pages, self._own_pages + num_external_tokens // self._page_tokens):
             self._next.loads.append((table[at], self._kept[request.block_hashes[at]]))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         copies, self._next = self._next, Copies()
-        new = {one.req_id: one.block_ids for one in scheduler_output.scheduled_new_reqs}
-        cached = scheduler_output.scheduled_cached_reqs
-        grown = dict(zip(cached.req_ids, cached.new_block_ids, strict=True))
-        for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
-            request = self._requests.get(request_id)
-            if request is None:
-                continue
-            if request_id in new:
-                self._tables[request_id] = list(new[request_id][0])
-            elif grown.get(request_id):
-                self._tables[request_id] += grown[request_id][0]
-            first = request.num_computed_tokens // self._page_tokens
-            stop = (request.num_computed_tokens + scheduled) // self._page_tokens
-            for at in range(first, min(stop, len(request.block_hashes))):
-                name = request.block_hashes[at]
-                if name not in self._kept and len(self._kept) < self._slots:
-                    self._kept[name] = len(self._kept)
-                    copies.saves.append((self._tables[request_id][at], self._kept[name]))
         return copies
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._requests.pop(request.request_id, None)
-        self._own_pages.pop(request.request_id, None)
-        self._tables.pop(request.request_id, None)
+        whole = request.num_computed_tokens // self._page_tokens
+        for page, name in zip(block_ids[:whole], request.block_hashes, strict=False):
+            if name not in self._kept and len(self._kept) < self._slots:
+                self._kept[name] = len(self._kept)
+                self._next.saves.append((page, self._kept[name]))
         return False, None

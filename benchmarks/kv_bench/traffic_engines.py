@@ -97,9 +97,8 @@ class Engines:
             tokens = int(1.25 * (turns + 1) * workload.working_set_tokens)
             dram = min(tokens * kv_bytes_per_token(self.shape) + SPARE_BYTES, available_bytes() // 2)
             sidecar = stack.enter_context(Sidecar({"dram": dram, "nvme": "off"}, has_health=True))
-            sidecar.greeted()
             sidecar.ready()
-            told = f"http://{HOST}:{sidecar.told['http_port']}"
+            told = sidecar.http
         for name, role in PARTS.get(kind, {kind: "kv_both"}).items():
             tell(f"starting an engine: {name}", 0, 0)
             transfer = None if sidecar is None else connector(sidecar.socket) | {"kv_role": role}

@@ -24,11 +24,10 @@ from engine_adapter.hf.attention import ChunkMask
 from engine_adapter.hf.buffers import BufferSet
 from engine_adapter.hf.layers import even_cache
 from engine_adapter.hf_cache import CHUNK_TOKENS_CUDA, Generation, PrefixCache
-from kv_bench.kernels import LOAD, PlainCopy
+from kv_bench.kernels import FAILURES, LOAD, RAW, PlainCopy, told
 from kv_bench.llamas import EIGHT_B, TINY, TTFT_SHAPES, build, parse_tokens, peak_flops, prefill_flops
 from kv_bench.measure import Say, available_bytes, quiet_collector, timed
 from kv_bench.on_device import DeviceTimer, describe, device_named, give_memory_back
-from kv_bench.paged_pool import FAILURES, RAW, told
 from kv_bench.script import enough, one_of
 from kv_kernels.int8 import KC64
 from kvstore.block.codec import codec_named
@@ -87,7 +86,7 @@ def run(options: TtftOptions, say: Say, device: str | None = None, engine: str =
     say(f"a random {options.shape} Llama")
     # Beyond the longest context: room for what follows the prefix.
     try:
-        model = build(options.shape, chosen, max(options.contexts) + options.suffix_tokens + 64)
+        model = build(TTFT_SHAPES[options.shape], chosen, max(options.contexts) + options.suffix_tokens + 64)
     except torch.OutOfMemoryError as error:
         raise BadInput(f"{told(error)}; end what uses the GPU, or take a smaller --shape") from None
     bench, rows = _Ttft(model, options, chosen), list[Row]()

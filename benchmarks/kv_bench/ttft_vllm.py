@@ -272,12 +272,13 @@ class VllmBench:
         if "absent" in misses or NO_STORE & misses.keys():
             self.faults.append(f"{engine.name}: new prompts were not saved: {misses}")
 
-    def check_streams(self, running: int, part: str) -> None:
-        if running != self.options.streams:
-            self.faults.append(f"{part}: {running} of {self.options.streams} streams ran to its end")
-
-    def streams(self) -> list[list[int]]:
-        return [self.tokens(self.options.stream_tokens) for _ in range(self.options.streams)]
+    def among_streams(self, engine: Engine, verb: str, arrivals: list[list[int]], steps_between: int) -> Any:
+        """Note a fault unless all streams ran to the end."""
+        streams = [self.tokens(self.options.stream_tokens) for _ in range(self.options.streams)]
+        told = engine.do(verb, streams=streams, arrivals=arrivals, steps_between=steps_between)
+        if told["streams"] != len(streams):
+            self.faults.append(f"{verb}: {told['streams']} of {len(streams)} streams ran to its end")
+        return told
 
     def tokens(self, count: int) -> list[int]:
         numbers: list[int] = self._random.integers(0, self._vocabulary, count).tolist()
@@ -403,20 +404,19 @@ def itl(bench: VllmBench) -> list[Row]:
             bench.ask(engine, prefix)
         engine.do("settle")
         bench.say("ITL, hits arrive among streams")
-        arrivals = []
+        kinds, arrivals = list[str](), list[list[int]]()
         for number, prefix in enumerate(stored):
             pair = [(OWN, own[number % len(own)]), (EXTERNAL, prefix)]
             for kind, known in pair if number % 2 else reversed(pair):
-                arrivals.append({"kind": kind, "prompt": bench.with_suffix(known)})
-        how = {"arrivals": arrivals, "steps_between": options.steps_between}
-        told = engine.do("among_streams", streams=bench.streams(), **how)
-    bench.check_streams(told["streams"], ITL)
-    gaps: dict[str, list[float]] = {"none": told["alone"]["gaps_ms"], OWN: [], EXTERNAL: []}
+                kinds.append(kind)
+                arrivals.append(bench.with_suffix(known))
+        told = bench.among_streams(engine, "among_streams", arrivals, options.steps_between)
+    gaps: dict[str, list[float]] = {"none": told["alone_ms"], OWN: [], EXTERNAL: []}
     answered: dict[str, list[float]] = {OWN: [], EXTERNAL: []}
-    for window in told["arrivals"]:
-        bench.check("among streams", window["kind"], window["answer"], options.prefix_tokens)
-        gaps[window["kind"]] += window["gaps_ms"]
-        answered[window["kind"]].append(window["answer"]["ttft_ms"])
+    for kind, found in zip(kinds, told["arrivals"], strict=True):
+        bench.check("among streams", kind, found["answer"], options.prefix_tokens)
+        gaps[kind] += found["gaps_ms"]
+        answered[kind].append(found["answer"]["ttft_ms"])
     return itl_rows(gaps, answered)
 
 
@@ -449,10 +449,8 @@ def hooks(bench: VllmBench) -> list[Row]:
         bench.warm_up(DEFAULT, engine)
         bench.say("hooks, streams and new prompts")
         fresh = [bench.tokens(options.load_tokens) for _ in range(options.load_prompts)]
-        how = {"fresh": fresh, "steps_between": options.load_steps_between}
-        told = engine.do("under_load", streams=bench.streams(), **how)
+        told = bench.among_streams(engine, "under_load", fresh, options.load_steps_between)
         bench.check_saved(engine, fresh[0])
-    bench.check_streams(told["streams"], HOOKS)
     return [hooks_row(told["steps"], told["seconds"], told["hooks"])]
 
 

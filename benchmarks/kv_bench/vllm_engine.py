@@ -6,10 +6,11 @@ vLLM must be imported before anything that loads llvmlite, and logs to standard 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from time import perf_counter, process_time, sleep
 from typing import Any
 
+import numpy as np
 import torch
 import vllm
 from vllm import SamplingParams
@@ -60,15 +61,6 @@ class Answer:
             self.kvstore = (output.kv_transfer_params or {}).get("kvstore")
 
 
-@dataclass
-class ArrivalWindow:
-    """From an arrival among streams to its first token. gaps_ms: between tokens of a stream, over all streams."""
-
-    kind: str
-    gaps_ms: list[float] = field(default_factory=list)
-    answer: Answer = field(default_factory=Answer)
-
-
 class Driver:
     """An engine, its requests, and the clock."""
 
@@ -114,20 +106,21 @@ class Driver:
         return False
 
     def among_streams(self, step: dict[str, Any]) -> dict[str, Any]:
+        """Milliseconds between tokens of all streams: with no arrival, and from each arrival to its first token."""
         self._begin_streams(step["streams"])
-        alone, windows = ArrivalWindow("none"), []
-        for arrival in step["arrivals"]:
+        alone, arrivals = list[float](), []
+        for prompt in step["arrivals"]:
             for _ in range(step["steps_between"]):
                 self._outputs(alone)
-            window = ArrivalWindow(arrival["kind"])
-            self._answer(arrival["prompt"], _parameters(1), window)
-            windows.append(asdict(window))
-        return {"alone": asdict(alone), "arrivals": windows, "streams": self._end_streams()}
+            gaps = list[float]()
+            answer = self._answer(prompt, _parameters(1), gaps)
+            arrivals.append({"gaps_ms": gaps, "answer": asdict(answer)})
+        return {"alone_ms": alone, "arrivals": arrivals, "streams": self._end_streams()}
 
     def under_load(self, step: dict[str, Any]) -> dict[str, Any]:
         """Streams decode and new prompts arrive every so many steps: time of all steps, and of our hooks in them."""
         self._begin_streams(step["streams"])
-        before, every, fresh = self._hook_times(), step["steps_between"], step["fresh"]
+        before, every, fresh = self._hook_times(), step["steps_between"], step["arrivals"]
         steps, seconds = every * len(fresh), 0.0
         for number in range(steps):
             if number % every == 0:
@@ -135,10 +128,8 @@ class Driver:
             start = perf_counter()
             self._outputs()
             seconds += perf_counter() - start
-        hooks = {}
-        for name, (spent, calls) in self._hook_times().items():
-            spent_before, calls_before = before.get(name, (0.0, 0))
-            hooks[name] = (spent - spent_before, calls - calls_before)
+        after = {name: np.subtract(one, before.get(name, (0.0, 0))) for name, one in self._hook_times().items()}
+        hooks = {name: (float(spent), int(calls)) for name, (spent, calls) in after.items()}
         return {"steps": steps, "seconds": seconds, "hooks": hooks, "streams": self._end_streams()}
 
     # Inside ----------------------------------------------------------------------------------------------------------
@@ -149,14 +140,13 @@ class Driver:
         self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, parameters)
         return name
 
-    def _answer(self, prompt: Sequence[int], parameters: SamplingParams, window: ArrivalWindow | None = None) -> Answer:
-        answer = window.answer if window is not None else Answer()
+    def _answer(self, prompt: Sequence[int], parameters: SamplingParams, gaps: list[float] | None = None) -> Answer:
         is_handed_over = parameters.extra_args is not None
         loading_before, saved_before = self._loading_seconds(), self._saved_ms()
-        start = answer.began = perf_counter()
-        name = self._add(prompt, parameters)
+        start = perf_counter()
+        answer, name = Answer(start), self._add(prompt, parameters)
         while not answer.total_ms:
-            outputs = self._outputs(window)
+            outputs = self._outputs(gaps)
             for output in outputs:
                 if output.request_id == name:
                     answer.note(output, 1e3 * (perf_counter() - start))
@@ -165,24 +155,23 @@ class Driver:
             if perf_counter() - start > LONGEST_SECONDS:
                 raise TimeoutError(f"a request was not answered in {LONGEST_SECONDS:.0f} s")
         for half in self._halves[:1]:
-            answer.lookup_ms, answer.lease_ms = half.lookup.lookup_ms, half.lookup.lease_ms
+            answer.lookup_ms, answer.lease_ms = half.lookup_ms()
         answer.load_ms = 1e3 * (self._loading_seconds() - loading_before)
         answer.saved_ms = self._saved_ms() - saved_before
         return answer
 
-    def _outputs(self, window: ArrivalWindow | None = None) -> list[Any]:
+    def _outputs(self, gaps: list[float] | None = None) -> list[Any]:
         outputs: list[Any] = self._engine.step()
         now = perf_counter()
         for output in outputs:
             last = self._streams.get(output.request_id)
             if last is None or not output.outputs[0].token_ids:
                 continue
+            self._streams[output.request_id] = now
             if output.finished:
                 del self._streams[output.request_id]
-            else:
-                self._streams[output.request_id] = now
-            if window is not None:
-                window.gaps_ms.append(1e3 * (now - last))
+            if gaps is not None:
+                gaps.append(1e3 * (now - last))
         return outputs
 
     def _begin_streams(self, prompts: Sequence[Sequence[int]]) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,23 +22,13 @@ pytest.importorskip("transformers")
 import torch
 from rich.console import Console
 
-from kv_bench import (
-    codec,
-    codec_quality,
-    corpus,
-    kernels,
-    lookup,
-    nvme,
-    on_device,
-    paged_pool,
-    restart,
-    tiers,
-    ttft,
-)
+import benches
+from kv_bench import codec, codec_quality, corpus, kernels, lookup, nvme, on_device, restart, tiers, ttft
 from kv_bench.process import Sidecar
 from kv_bench.rig import BlockShape
 from kv_kernels.int8 import KC64, Axis
 from kvstore.block.errors import BadInput, StoreError
+from kvstore.cli.terminal import BAD_INPUT
 from kvstore.demo.model import load_trained
 from kvstore.traffic.row import BenchResult
 from paged_memory import kernels_can_run
@@ -159,13 +151,8 @@ def test_a_bench_has_its_rows(bench: Bench) -> None:
     shown = io.StringIO()
     result.render(Console(file=shown, width=250))
     assert all(word in shown.getvalue() for word in bench.words.split(" ")), shown.getvalue()
-    checks = {
-        "tiers": tiers_are_whole,
-        "codec": eight_bits_hold,
-        "kernels": every_row_is_its_twins,
-        "ttft": tiers_are_hit,
-    }
-    checks.get(bench.name, lambda result: None)(result)
+    checks = {"tiers": tiers_are_whole, "codec": eight_bits_hold, "kernels": every_row_is_its_twins}
+    {**checks, "ttft": tiers_are_hit}.get(bench.name, lambda result: None)(result)
 
 
 def tiers_are_whole(result: BenchResult) -> None:
@@ -209,7 +196,7 @@ def tiers_are_hit(result: BenchResult) -> None:
 
 @pytest.mark.parametrize("kernel", ["gather", "scatter", "gather_quantize", "dequantize_scatter", "digest"])
 def test_a_kernel_that_writes_nothing_is_a_fault(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    route = replace(paged_pool.route_named("twins", torch.device("cpu")), **{kernel: lambda *_: None})
+    route = replace(kernels.route_named("twins", torch.device("cpu")), **{kernel: lambda *_: None})
     monkeypatch.setattr(kernels, "route_named", lambda *_: route)
     found = kernels.run(KERNELS, quiet, "cpu", ("kernels",))
     name = "digest_slices" if kernel == "digest" else kernel
@@ -220,7 +207,7 @@ def test_a_kernel_that_cannot_be_launched_is_one_line_and_the_others_run(monkeyp
     def fails(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
 
-    route = replace(paged_pool.route_named("twins", torch.device("cpu")), scatter=fails)
+    route = replace(kernels.route_named("twins", torch.device("cpu")), scatter=fails)
     monkeypatch.setattr(kernels, "route_named", lambda *_: route)
     found = kernels.run(KERNELS, quiet, "cpu", ("kernels",))
     assert found.faults == ["scatter of raw failed: OutOfMemoryError: CUDA out of memory."] and len(found.rows) == 5
@@ -287,7 +274,7 @@ def test_a_match_that_is_not_whole_is_no_measurement() -> None:
         sidecar.greeted()
         with (
             pytest.raises(StoreError, match=r"lookup ended with 1: AssertionError: Match\(blocks=0"),
-            lookup.Clients(replace(LOOKUP, clients=1), sidecar.socket, 3) as clients,
+            lookup.clients_of(replace(LOOKUP, clients=1), sidecar.socket, 3) as clients,
         ):
             clients.match()
 
@@ -316,6 +303,14 @@ def test_a_prefix_that_does_not_come_from_its_tier_is_a_fault_and_what_does_not_
     assert [row["path"] for row in found.rows] == ["cold"] and "(--context)" in found.about["left_out"][0]
 
 
+def refused(script: str, *given: str) -> None:
+    """Raises what a script of its own says of its input."""
+    command = [sys.executable, str(Path(benches.__file__).with_name(script)), *given]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (BAD_INPUT, ""), ended
+    raise BadInput(ended.stderr.strip())
+
+
 @pytest.mark.parametrize(
     ("work", "words"),
     [
@@ -326,6 +321,9 @@ def test_a_prefix_that_does_not_come_from_its_tier_is_a_fault_and_what_does_not_
         (lambda folder: kernels.run(replace(KERNELS, route="hip"), quiet, "cpu"), "allowed: triton, twins"),
         (lambda folder: ttft.run(replace(TTFT, shape="9b"), quiet, "cpu"), "allowed: tiny, 1b, 8b"),
         (lambda folder: on_device.device_named("rocm"), "allowed: cuda, cpu"),
+        (lambda folder: refused("silent_sidecar.py", "llama"), "silent_sidecar.py: engine='llama'; allowed: hf, vllm"),
+        (lambda folder: refused("policy_cost.py", f"{folder}/no"), "policy_cost.py: trace=.*no. .* allowed: JSON"),
+        (lambda folder: refused("soak.py", f"{folder}/file"), "soak.py: file has no request in it"),
     ],
 )
 def test_what_cannot_be_is_one_line(work: Callable[[str], object], words: str, tmp_path: Path) -> None:

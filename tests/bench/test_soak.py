@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kv_bench.measure import quiet_collector
 from soak import MORE_DESCRIPTORS, SLOPE_MIB, Watched
 
 
@@ -42,12 +44,15 @@ def test_descriptors_that_stay_open_are_told_and_one_that_comes_and_goes_is_none
 
 
 def test_a_process_is_sampled() -> None:
-    """This one: with a descriptor more, and with memory of its own more."""
+    """This one: with a descriptor more, and with memory of its own more. The memory is mapped anew: malloc may hand out
+    what other tests gave back, which the process has already; and no garbage of theirs is freed meanwhile."""
     one = Watched(os.getpid())
-    one.sample(0.0)
-    held = np.ones(32 << 17)
-    with open(os.devnull) as _:
-        one.sample(1.0)
+    with quiet_collector():
+        one.sample(0.0)
+        held = np.frombuffer(mmap(-1, 32 << 20, MAP_PRIVATE | MAP_ANONYMOUS), np.uint8)
+        held.fill(1)
+        with open(os.devnull) as _:
+            one.sample(1.0)
     assert one.descriptors[1] - one.descriptors[0] == Counter({Path(os.devnull).name: 1})
     huge_page = 2  # MiB: the kernel may give one for less at either end
     assert one.mib[1] - one.mib[0] == pytest.approx(held.nbytes / (1 << 20), abs=2 * huge_page)
