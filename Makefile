@@ -144,7 +144,7 @@ browser: $(STAMP)
 	$(PYTEST) tests/console/test_browser.py tests/console/test_cost.py $(ARGS)
 
 test-vllm-matrix: $(STAMP) $(ENGINE_STAMP)
-	$(ENGINES)/bin/python benchmarks/vllm_matrix.py $(ARGS)
+	$(ENGINES)/bin/python -P tests/vllm_matrix.py $(ARGS)
 
 check: $(STAMP)
 	$(VENV)/bin/ruff check .

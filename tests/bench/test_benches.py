@@ -322,7 +322,7 @@ def refused(script: str, *given: str) -> None:
         (lambda folder: ttft.run(replace(TTFT, shape="9b"), quiet, "cpu"), "allowed: tiny, 1b, 8b"),
         (lambda folder: on_device.device_named("rocm"), "allowed: cuda, cpu"),
         (lambda folder: refused("silent_sidecar.py", "llama"), "silent_sidecar.py: engine='llama'; allowed: hf, vllm"),
-        (lambda folder: refused("policy_cost.py", f"{folder}/no"), "policy_cost.py: trace=.*no. .* allowed: JSON"),
+        (lambda folder: refused("soak.py", f"{folder}/no"), "soak.py: trace=.*no. .* allowed: JSON"),
         (lambda folder: refused("soak.py", f"{folder}/file"), "soak.py: file has no request in it"),
     ],
 )
