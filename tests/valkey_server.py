@@ -82,3 +82,10 @@ def valkey_server(folder: Path, options: Sequence[str] = (), python: str = sys.e
         yield server
     finally:
         server.kill()
+
+
+@pytest.fixture(scope="module")
+def server_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    """Under whichever name a module gives it."""
+    with valkey_server(tmp_path_factory.mktemp("valkey")) as server:
+        yield server

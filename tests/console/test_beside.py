@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -14,8 +13,10 @@ from typing import Any
 
 import pytest
 
-import console_faults
+import insight_cost
 import kvstore
+from console import console_faults
+from kv_bench.process import free_port
 from kvstore.block.errors import BadInput
 from kvstore.service.keeper import BESIDE_NICE
 from kvstore.service.settings import read_settings
@@ -23,11 +24,6 @@ from service.sidecar import patient
 from service.test_serve import ended, serving
 from waiting import wait_until
 from workbench import MODEL, ids, random_pages, small_layout
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 def status_at(port: int, token: str = "") -> Any:
@@ -93,7 +89,9 @@ def test_it_comes_and_comes_again_and_engines_notice_nothing(tmp_path: Path) -> 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core here: the console needs one of its own")
 def test_no_fault_of_a_console_changes_what_an_engine_finds() -> None:
     command = [sys.executable, console_faults.__file__, "--rounds", "1", "--seconds", "0.5"]
-    told = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout)  # its status is of times
+    environment = os.environ | {"PYTHONPATH": os.path.dirname(insight_cost.__file__)}
+    done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=False)
+    told = json.loads(done.stdout)  # the status is of times
     assert {one["of"] for one in told} == {"killed", "stopped", "flooded", "full"}
     assert all(one["times"] and one["p99_ms"] > 0 for one in told), "each of them happened"
 

@@ -16,7 +16,8 @@ import pytest
 
 from console.browser import CHROMIUM, Browser
 from console.running import Answered, RunningConsole, console
-from console.test_beside import free_port, status_at
+from console.test_beside import status_at
+from kv_bench.process import free_port
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.cli.console import AuditFile
 from kvstore.cli.main import _beside

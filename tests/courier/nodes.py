@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 import msgspec
 
 import kvstore
+from kv_bench.process import free_port
 from kvstore.block.account import HitTier
 from kvstore.block.identity import Prompt
 from kvstore.client.connection import asked_stat
@@ -36,11 +36,6 @@ BLOCK_TOKENS = 64
 MOST_BLOCKS = 48
 SOON = 60.0
 HOST_CLOCK = Path(__file__).resolve().parent / "host_clock"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def prompt(number: int, blocks: int = 20) -> list[int]:

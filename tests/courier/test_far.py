@@ -15,8 +15,9 @@ import pytest
 
 pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
 
-from courier.nodes import Asker, Node, free_port, make_keys, pool, wait_for_peers
+from courier.nodes import Asker, Node, make_keys, pool, wait_for_peers
 from courier.test_remote import say
+from kv_bench.process import free_port
 from kvstore.block.errors import Unreachable
 from kvstore.client.framing import TimedOut
 from kvstore.courier.figures import MANY_LATE

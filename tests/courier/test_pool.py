@@ -20,18 +20,14 @@ pytest.importorskip("valkey", reason="valkey is not installed (extra: test)")
 from courier.nodes import Asker, Node, pool, wait_for_peers
 from kvstore.block.account import MissReason
 from kvstore.protocol import messages as m
-from valkey_server import ValkeyServer, valkey_server
+from valkey_server import ValkeyServer, server_of_module
 from waiting import wait_until
 
 BLOCKS = 20
 LATE_SECONDS = 1.0
 """That a busy machine may add to a deadline."""
 
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
-    with valkey_server(tmp_path_factory.mktemp("valkey")) as server:
-        yield server
+directory = server_of_module
 
 
 @pytest.fixture(scope="module")

@@ -20,16 +20,12 @@ from courier.nodes import Asker, Node, pool
 from kvstore.block.account import MissReason
 from kvstore.protocol import messages as m
 from network.running import ENVIRONMENT
-from valkey_server import ValkeyServer, valkey_server
+from valkey_server import ValkeyServer, server_of_module
 from waiting import wait_until
 
 BLOCKS = 20
 
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
-    with valkey_server(tmp_path_factory.mktemp("valkey")) as server:
-        yield server
+engine = server_of_module
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ pytest.importorskip("valkey", reason="valkey is not installed (extra: test)")
 from courier.nodes import BLOCK_TOKENS, LAYOUT, SOON, Node, pool, prompt, wait_for_peers
 from kvstore.wire import score_pb2, store_pb2
 from network.running import Stubs, beside, grpc, network, token_of
-from valkey_server import ValkeyServer, valkey_server
+from valkey_server import ValkeyServer, server_of_module
 from waiting import wait_until
 from workbench import MODEL
 
@@ -30,11 +30,7 @@ HINTED = 32
 QUICK_SECONDS = 1.0
 """For an answer on a busy machine that waits for no directory."""
 
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
-    with valkey_server(tmp_path_factory.mktemp("valkey")) as server:
-        yield server
+directory = server_of_module
 
 
 @pytest.fixture(scope="module")

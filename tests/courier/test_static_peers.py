@@ -13,7 +13,8 @@ import pytest
 
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
 
-from courier.nodes import Asker, Node, free_port, make_keys, pool, wait_for_peers  # noqa: E402
+from courier.nodes import Asker, Node, make_keys, pool, wait_for_peers  # noqa: E402
+from kv_bench.process import free_port  # noqa: E402
 from kvstore.block.identity import Namespace  # noqa: E402
 from kvstore.courier.asking import Dialled, PeerAway  # noqa: E402
 from kvstore.network.dialling import GrpcPeers  # noqa: E402

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engine
 from engine_adapter.audit.audits import FIRST_HITS
 from engines import models
 from engines.models import ROOT
+from kv_bench.process import free_port
 
 pytestmark = pytest.mark.slow
 START_SECONDS = 180
@@ -44,13 +44,6 @@ def documented(model: str, url: str) -> list[str]:
     assert given.count("unix:/run/kvstore/kvstore.sock") == 1
     replaced = [word.replace("unix:/run/kvstore/kvstore.sock", url).replace("MODEL", model) for word in command]
     return [sys.executable, *replaced[1:]]
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 class Server:

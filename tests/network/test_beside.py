@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import kvstore
-from console.test_beside import free_port
+from kv_bench.process import free_port
 from kvstore.block.errors import BadInput
 from kvstore.service.keeper import BEAT_SECONDS, BESIDE_NICE
 from kvstore.service.settings import read_settings

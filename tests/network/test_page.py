@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import kvstore
-from console.test_beside import free_port
+from kv_bench.process import free_port
 from network.running import ENVIRONMENT, Issuer, Stubs, certified, grpc
 from service.sidecar import Sidecar, patient
 from waiting import wait_until

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from console.test_beside import free_port
+from kv_bench.process import free_port
 from kvstore.wire import store_pb2
 from network.running import (
     ENVIRONMENT,

@@ -15,7 +15,7 @@ from remote.test_valkey import CLOCK, PATIENT, empty, said
 from tiering.remote.driver import RemoteFault, remote_key, salt_key
 from tiering.remote.salts import MOST_SALTS, SALT_SECONDS, WARM_SECONDS, NamespaceSalts
 from tiering.remote.valkey import ValkeyAddress, ValkeyEngine
-from valkey_server import ValkeyServer, valkey_server
+from valkey_server import ValkeyServer, server_of_module
 
 TENANT, NAMESPACE, OTHER = b"tenant-16-bytes-", b"n" * 32, b"o" * 32
 
@@ -32,10 +32,7 @@ class Later:
         return CLOCK.monotonic_seconds() + self.ahead
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
-    with valkey_server(tmp_path_factory.mktemp("valkey")) as one:
-        yield one
+server = server_of_module
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from tiering.errors import TierError
 from tiering.remote.driver import RemoteFault, RemoteTimedOut, RemoteUnreachable, WrongSize
 from tiering.remote.resp import PIECE_BYTES
 from tiering.remote.valkey import RULES, ValkeyAddress, ValkeyEngine
-from valkey_server import ValkeyServer, valkey_server
+from valkey_server import ValkeyServer, server_of_module, valkey_server
 from waiting import wait_until
 
 CLOCK = SystemClock()
@@ -39,10 +39,7 @@ def soon(seconds: float) -> float:
     return CLOCK.monotonic_seconds() + seconds
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
-    with valkey_server(tmp_path_factory.mktemp("valkey")) as one:
-        yield one
+server = server_of_module
 
 
 class RemoteEngineContract:

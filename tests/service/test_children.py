@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from console.test_beside import free_port
+from kv_bench.process import free_port
 from kvstore.block.errors import StoreError
 from kvstore.cli import ask
 from network.running import Issuer, token_file

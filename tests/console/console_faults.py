@@ -1,6 +1,6 @@
 """What a faulty console costs an engine: look-ups while it is killed, stopped, flooded, or can write nothing.
 
-    python benchmarks/console_faults.py [--rounds 7] [--seconds 2]
+    PYTHONPATH=benchmarks python tests/console/console_faults.py [--rounds 7] [--seconds 2]
 
 Sidecar and client share one core; the console has the others. Each look-up has to find all blocks, and a prompt that is
 read back has to have its bytes. Compared are the 99th percentiles of a round.
