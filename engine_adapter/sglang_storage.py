@@ -55,8 +55,8 @@ WRITERS = {
     ),
     ("sglang.srt.utils.weight_checker", "WeightChecker"): "_reset_tensors",
 }
-"""What of a model's runner changes weights in place: SGLang's scheduler looks these up at each call. Its own methods it
-looked up at its start, before a backend that is attached later could follow them."""
+"""Methods that change weights in place, by class. SGLang's scheduler looks these up at each call, so a backend that is
+attached later can follow them, too; its own methods it bound at its start."""
 KEPT_FIGURES = 1024
 """Operations whose figures are kept until they are asked for."""
 Extra: TypeAlias = hicache_storage.HiCacheStorageExtraInfo | None
@@ -73,7 +73,7 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
     or a pool whose pages it cannot tell apart with certainty.
     """
 
-    _is_off = False  # for all of a process, also those that are attached later
+    _is_off = False  # of the process: of backends that are attached later, too
 
     @in_one_line("KvStoreHiCache")
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:

@@ -45,6 +45,7 @@ class MappedMemory:
     def __init__(self, address: int, size_bytes: int, writable: bool) -> None:
         self.address, self.size_bytes, self.writable = address, size_bytes, writable
         self.leaving: list[Callable[[Callable[[], object]], object]] = []
+        """Called by who maps the memory, when its last view is gone."""
 
     def before_unmap(self, leave: Callable[[Callable[[], object]], object]) -> None:
         """When the last view is gone, call `leave` in place of unmapping, with a function that unmaps, to be called

@@ -57,9 +57,9 @@ class QualityOptions:
 @dataclass(frozen=True, slots=True)
 class Variant:
     """K as a model with other weights has it. outlier: two rotary pairs of channels of every KV head are times this,
-    and queries divided by it: every product of a query and a key stays the same. bias: after the rotation, + and - so
-    many of K's root mean squares on two channels of every KV head, the same for every token: it adds one number to all
-    scores of a query, which a softmax cancels. So the model here reads what comes of the codec with both taken off.
+    as where queries are divided by it: every product of a query and a key stays the same. bias: after the rotation, +
+    and - so many of K's root mean squares on two channels of every KV head, the same for every token: it adds one
+    number to all scores of a query, which a softmax cancels. So the model reads K after the codec with both taken off.
     Large models show both effects, a small one neither, so a codec that fails on them would pass unnoticed."""
 
     name: str
@@ -202,7 +202,7 @@ def key_rms(model: Any, text: bytes) -> float:
 
 
 class _Subject:
-    """The model with buffers for one text."""
+    """The model with buffers for one text. Sets the model's attention for good."""
 
     def __init__(self, model: Any, tokens: int) -> None:
         AttentionInterface.register(ATTENTION_NAME, _attend_and_keep)

@@ -345,11 +345,11 @@ class PagedKernel:
             status = self._status[frames.start : frames.stop]
             self._route.saver(pools, self._codec, table, staged, 0, status)()
 
-    def pages(self, *_: object) -> list[Region]:
-        """Is for a device that checks accesses."""
+    def _regions(self, *_: object) -> list[Region]:
+        """For a device that checks accesses."""
         return []
 
-    tables = findings = pages
+    pages = tables = findings = _regions
 
     def end(self, kernels: Stream) -> None:
         """Statuses stay on the device."""

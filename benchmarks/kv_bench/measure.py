@@ -83,10 +83,8 @@ class Against:
         ratios = [(before.wall + after.wall) / 2 / cost.wall for cost, (before, after) in pairs]
         of_cpu = [(before.cpu + after.cpu) / 2 / cost.cpu for cost, (before, after) in pairs]
         seconds, limit = [cost.wall for cost in costs], [after.wall for _, after in limits]
-        quartiles, slow = (
-            (quantile(ratios, 0.25), quantile(ratios, 0.75)),
-            (quantile(seconds, 0.99), quantile(limit, 0.99)),
-        )
+        quartiles = quantile(ratios, 0.25), quantile(ratios, 0.75)
+        slow = quantile(seconds, 0.99), quantile(limit, 0.99)
         middle = median(seconds), median(limit), median(ratios)
         return Against(*middle, *quartiles, median(of_cpu), len(costs), *slow)
 

@@ -121,7 +121,7 @@ def _measured(shape: BlockShape, options: NvmeOptions, scratch: Path, say: Say) 
     fio, loop = Fio(options.fio, amount, side.next_slab()), Loop(amount, side.dram_frames)
 
     def rested(turn: Turn) -> Turn:
-        """The same turn after an idle time as long as fio's start."""
+        """The same turn after an idle time as long as fio takes to start and to end."""
 
         def after_a_rest() -> Cost:
             sleep(fio.pause_seconds)

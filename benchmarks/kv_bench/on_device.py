@@ -41,7 +41,7 @@ def device_named(given: str | None) -> torch.device:
 
 
 def transfer_device(device: torch.device) -> tuple[Device, frozenset[int]]:
-    """And the CPUs that are near it; empty for all."""
+    """The device, and the CPUs near it; none named for all."""
     number = device.index or 0
     return (CudaDevice(number), local_cpus(number)) if device.type == CUDA else (AtOnceDevice(), frozenset())
 

@@ -192,7 +192,7 @@ class Sidecar:
         self._scratch = tempfile.TemporaryDirectory(prefix="kvstore-")
         scratch = self.folder = Path(self._scratch.name)
         self.grpc, self.socket = f"unix:{scratch / 'grpc'}", str(scratch / "door")
-        self.admin, self.observe = (str(scratch / "kv" / f"{name}.sock") for name in ("admin", "observe"))
+        self.observe = str(scratch / "kv" / "observe.sock")
         settings = {"door_socket": self.socket, "log_level": "warning"}
         settings |= {f"store_{name}": str(value) for name, value in {"data": scratch / "kv", **store}.items()}
         if has_health:

@@ -92,6 +92,7 @@ class PagedScheduler:
         self.choice: LoadChoice | None = None
         self._clock, self._choose = clock, choose
         self.opener = NamespaceOpener(open_store, is_told=True)
+        """Opens the namespace; says why it is not open."""
         self._facts: NamespaceSpec | None = None
         self._told, self._step, self._numbers = -1, 0, count(2)
         self._ranks: tuple[int, ...] = (0,)

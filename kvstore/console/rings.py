@@ -4,7 +4,7 @@
 
 A counter's slot holds its increase, a gauge's its last value. An increase between two readings is spread over the slots
 between them in whole numbers, so that a window's slots add up to what was counted. A slot that no reading covers stays
-unknown, and pages draw a gap.
+unknown: `read` gives None for it, and pages draw a gap.
 """
 
 from __future__ import annotations
@@ -131,15 +131,15 @@ class Rings:
         stop = int(now // step) + 1
         first = stop - seconds // step
         times = [slot * step for slot in range(first, stop)]
-        counters = {name: rings[at].read(first, stop) for name, rings in self._counters.items()}
-        known = [at for values in counters.values() for at, value in enumerate(values) if value is not None]
+        counters = {one: rings[at].read(first, stop) for one, rings in self._counters.items()}
+        known = [slot for values in counters.values() for slot, value in enumerate(values) if value is not None]
         return SeriesAnswer(
             name,
             step,
             times,
             counters,
-            {name: rings[at].read(first, stop) for name, rings in self._gauges.items()},
-            {name: int(sum(value for value in values if value is not None)) for name, values in counters.items()},
+            {one: rings[at].read(first, stop) for one, rings in self._gauges.items()},
+            {one: int(sum(value for value in values if value is not None)) for one, values in counters.items()},
             times[min(known)] if known else None,
             [one for one in self._restarts if one >= times[0]],
         )

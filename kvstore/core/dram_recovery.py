@@ -60,7 +60,9 @@ class DramRecovery:
         self._blocks, self._extents = shared.blocks, shared.blocks.dram.taken_over
         self._keys, self._lock = shared.blocks.keys, shared.lock
         self.over = threading.Event()
+        """Set when it has ended."""
         self.closing = threading.Event()
+        """Set it to end it early."""
         self.taken = 0
         self.given_up = 0
 

@@ -154,15 +154,15 @@ class Leasing:
             waiting = (number, wanted)
             self._leases.promoting.append(waiting)
         assert deadline_ms is not None
-        with self._waiting(waiting):
+        with self._unpinned_if_interrupted(waiting):
             late = self._bring_up(number, wanted, self._clock.monotonic_seconds() + deadline_ms / 1000)
         with self._shared.lock:
             self._end_promoting(waiting)
             return self._grant_what_is_up(number, first_block, chain, wanted, tiers, end, late)
 
     @contextmanager
-    def _waiting(self, waiting: tuple[int, list[int]]) -> Iterator[None]:
-        """While rows that a lease has pinned are promoted. If it is interrupted, no lease needs these pins any more."""
+    def _unpinned_if_interrupted(self, waiting: tuple[int, list[int]]) -> Iterator[None]:
+        """Around the wait for a lease's pinned rows: an interrupt gives the pins back."""
         try:
             yield
         except BaseException:
@@ -267,7 +267,7 @@ class Leasing:
         deadline = self._clock.monotonic_seconds() + deadline_ms / 1000
         wanted: list[int] = []
         waiting = (number, wanted)
-        with self._waiting(waiting):
+        with self._unpinned_if_interrupted(waiting):
             blocks, tiers, end = self._pinned(waiting, keys, first_block)
             late = self._bring_up(number, wanted, deadline)
             found = self._found(number, wanted)

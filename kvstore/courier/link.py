@@ -1,9 +1,7 @@
-"""A tenant's connection to `courier.sock`, and what is learned on it: namespaces' numbers, mapped memory. It ends with
-the connection."""
+"""What a tenant's connection to `courier.sock` has: namespaces' numbers, mapped memory. It ends with the connection."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,8 +19,6 @@ ANSWER_SECONDS = 5.0
 """For requests that a running sidecar answers at once."""
 CONNECT_SECONDS = 2.0
 MOST_PAGES = 1024
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +94,7 @@ class CourierRun:
             digest = bytes.fromhex(listed.id)
             if digest in self.by_id:
                 return
-            Namespace.unpack(listed.packed)
+            Namespace.unpack(listed.packed)  # raises for one of another version
         except ValueError as error:
             raise Unavailable(MissReason.UNREACHABLE, f"a namespace of another version: {error}") from None
         verb = m.OpenNamespace(listed.packed, listed.payload_bytes)

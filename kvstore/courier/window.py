@@ -48,7 +48,8 @@ class Lending:
             self._count -= 1
             is_last = self._count == 0
         if is_last:
-            self._over()
+            over, self._over = self._over, lambda: None  # which leads to its holder, and back: no cycle is left
+            over()
 
 
 class ReservedWindow:
@@ -75,8 +76,7 @@ class ReservedWindow:
         self._blocks = len(reply.blocks)
         self._parts = len(columns)
         self._headers: list[bytes] = []  # of checked frames that are not adopted yet
-        lending = Lending(self._abort_rest)
-        self.lend, self.returned = lending.lend, lending.returned
+        self._lending = Lending(self._abort_rest)
         self._checks = FrameChecks(space.grant.stamps, self.keys)
         self.refused = False
         """Whether a frame came that does not belong in its slot."""
@@ -127,6 +127,14 @@ class ReservedWindow:
         if done < self.adopted + whole:  # the reservation is over: dropped, purged or expired
             self.failed = Unavailable(MissReason.DISABLED, "the sidecar gave the slots to another client")
         self.adopted = max(self.adopted, min(done, self.adopted + whole))
+
+    def lend(self) -> None:
+        """A source's call may write slots until `returned`."""
+        self._lending.lend()
+
+    def returned(self) -> None:
+        """A lent call has returned. Any thread."""
+        self._lending.returned()
 
     def close(self) -> None:
         """Adopt nothing more. Called once."""

@@ -75,11 +75,12 @@ def run(
         def first(done: PassResult) -> list[int]:
             return prompt_of(len(done.prompts), asked, done.prompts, done.answers)
 
+        count = len(asked)
+        cold = run_pass("cold", cold_cache, first, count, tokens, progress, plain)
+
         def again(done: PassResult) -> list[int]:
             return cold.prompts[len(done.prompts)]
 
-        count = len(asked)
-        cold = run_pass("cold", cold_cache, first, count, tokens, progress, plain)
         fill = run_pass("fill", warm_cache, again, count, tokens, progress)
         warm = run_pass("warm", warm_cache, again, count, tokens, progress)
         stored_blocks = store.usage().blocks if isinstance(store, EmbeddedStore) else fill.saved_blocks

@@ -42,6 +42,7 @@ class CountingTier:
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self._ledger = ledger = SlotLedger[Piece]()
+        # `check` verifies that the slots of all states add up to the capacity.
         self.reserve, self.free_slots, self.check = ledger.reserve, ledger.free_slots, ledger.check
         self.own, self.own_many, self.rows_in = ledger.own, ledger.own_many, ledger.rows_in
 

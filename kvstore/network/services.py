@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvstore.block.errors import BadInput
 from kvstore.network.answers import (
@@ -24,10 +24,12 @@ from kvstore.network.answers import (
 )
 from kvstore.network.links import ANSWER_SECONDS, CallTime, ListedSpace, OpenSpace, TenantLink, described
 from kvstore.network.watch import READY, StatusWatch
-from kvstore.pool.directory import HeldElsewhere
 from kvstore.protocol import messages as m
 from kvstore.protocol.words import pick, printable
 from kvstore.wire import admin_pb2, score_pb2, store_pb2
+
+if TYPE_CHECKING:
+    from kvstore.pool.directory import HeldElsewhere, Holder
 
 MOST_NODES = 256
 NODE_DIGITS = 32
@@ -147,7 +149,7 @@ class Others(Protocol):
 @dataclass(frozen=True, slots=True)
 class NodesScored:
     """nodes: by id, those that were named, or else the best ones, at most `MOST_NODES`, and the asked one; what has
-    nothing is left out but for the asked one. left_out: as of `HeldElsewhere`."""
+    nothing is left out but for the asked one. left_out: why more may have some; empty if none."""
 
     nodes: Mapping[str, Scored]
     left_out: str
@@ -165,24 +167,25 @@ class Scorer:
         empty. Other nodes' loads are expected to take as long as those of the asked node's engines."""
         own = call.tenant.node(call.time)
         by_tier = {own: hit_tokens(call.tenant.match(space, keys, call.time), space.block_tokens)}
-        held = self._elsewhere(call, space, keys, are_own, {*named} - {own}, bool(named))
-        by_tier |= {one.node.hex(): {str(one.tier): one.blocks * space.block_tokens} for one in held.holders}
+        holders, left_out = self._elsewhere(call, space, keys, are_own, {*named} - {own}, bool(named))
+        by_tier |= {one.node.hex(): {str(one.tier): one.blocks * space.block_tokens} for one in holders}
         best = sorted(by_tier, key=lambda node: (-sum(by_tier[node].values()), node))[:MOST_NODES]
         rates = self._watch.load_rates(call.tenant.tenant, space.id)
         wanted = {node: by_tier[node] for node in named or (*best, own) if node in by_tier}
         nodes = {node: Scored(tokens, load_seconds(tokens, rates)) for node, tokens in wanted.items()}
-        return NodesScored(nodes, held.left_out)
+        return NodesScored(nodes, left_out)
 
     def _elsewhere(
         self, call: DoorCall, space: OpenSpace, keys: list[bytes], are_own: bool, others: set[str], is_named: bool
-    ) -> HeldElsewhere:
+    ) -> tuple[Sequence[Holder], str]:
         if not keys or (is_named and not others):
-            return HeldElsewhere()
+            return (), ""
         if self._others is None:
-            return HeldElsewhere(left_out="no other nodes are known here" if others else "")
+            return (), "no other nodes are known here" if others else ""
         if call.time.left() < 2 * ELSEWHERE_SECONDS:
-            return HeldElsewhere(left_out="the call's deadline left no time for the directory")
-        return self._others.holding(call.tenant.tenant, space.id, keys, ELSEWHERE_SECONDS, are_own=are_own)
+            return (), "the call's deadline left no time for the directory"
+        held = self._others.holding(call.tenant.tenant, space.id, keys, ELSEWHERE_SECONDS, are_own=are_own)
+        return held.holders, held.left_out
 
 
 class ScoreService:

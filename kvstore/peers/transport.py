@@ -48,7 +48,7 @@ PROOF_BYTES = 32
 class PullStatus(enum.IntEnum):
     FRAME = 0
     WELCOME = 1
-    REFUSED = 3
+    REFUSED = 3  # 2 was never sent
 
 
 class FrameRecord(NamedTuple):

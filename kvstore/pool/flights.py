@@ -73,7 +73,9 @@ class Flights(Generic[K]):
 
     def leave(self, leader: Hashable) -> None:
         """The leader is gone, and all that it leads is over."""
-        self.end(list(self._led.get(leader, ())), leader)
+        with self._lock:
+            led = list(self._led.get(leader, ()))
+        self.end(led, leader)
 
     def _over(self, key: K) -> _Flight:
         flight = self._flights.pop(key)

@@ -129,6 +129,7 @@ class Sessions:
         self._sessions: dict[tuple[bytes, bytes], Session] = {}  # by tenant and token
         self._callers: dict[int, ClientState] = {}
         self.departed = DisconnectedClients(store)
+        """Clients that may still have memory mapped."""
         self._leased_places: Counter[bytes] = Counter()  # of all sessions of a tenant
         self._mapped: deque[int] = deque()  # extents given back, whose clients are not notified yet
 

@@ -26,7 +26,7 @@ from kvstore.client.socket_door import CallLimits
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from service.sidecar import Sidecar, patient
-from service.test_engines import lease_of, polled
+from service.test_engines import lease_of
 from service.test_serve import serving
 from waiting import wait_until
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
@@ -154,7 +154,7 @@ def test_whatever_is_late_first_nobody_waits_behind_it(said: dict[str, Any], ver
             "lease": lambda: handle.lease(match, deadline_ms=1),
             "put": lambda: handle.put(ids(64, 3), random_pages(LAYOUT, 1), deadline_ms=100),
             "attach": lambda: handle.attach(ticket),
-            "submit_lease": lambda: polled(handle.submit_lease(match, deadline_ms=1)),
+            "submit_lease": lambda: wait_until(handle.submit_lease(match, deadline_ms=1).poll),
         }
         with stopped(said["pid"]):
             assert first[verb]().reason is MissReason.DEADLINE
@@ -423,7 +423,7 @@ def test_a_poll_never_waits_for_a_sidecar_that_is_stopped(tmp_path: Path) -> Non
         finally:
             os.kill(said["pid"], signal.SIGCONT)
         patient(store)
-        wait_until(lambda: polled(handle.submit_match(ids(512))).blocks == 8)
+        wait_until(lambda: wait_until(handle.submit_match(ids(512)).poll).blocks == 8)
         lease = lease_of(handle)
         assert handle.get(lease, blank_pages(LAYOUT, 8)).tokens == 512
         lease.release()
@@ -449,8 +449,8 @@ def test_nothing_that_is_submitted_waits_for_a_sidecar_that_is_not_there(tmp_pat
     assert statistics.quantiles(took, n=20)[-1] < 0.002
     with serving(tmp_path, "--nvme", "64MiB"):
         patient(store)
-        wait_until(lambda: polled(handle.submit_match(ids(512))).blocks == 8)  # and the client made no blocking call
-        lease = polled(handle.submit_lease(polled(handle.submit_match(ids(512))), deadline_ms=5000))
+        wait_until(lambda: wait_until(handle.submit_match(ids(512)).poll).blocks == 8)  # no blocking call was made
+        lease = wait_until(handle.submit_lease(wait_until(handle.submit_match(ids(512)).poll), deadline_ms=5000).poll)
         blank = blank_pages(LAYOUT, 8)
         assert handle.get(lease, blank).tokens == 512 and same_tokens(PAGES, blank, range(512))
         lease.release()
