@@ -21,7 +21,7 @@ from network.running import Issuer, RunningNetwork, certified
 from service.sidecar import Sidecar
 from tiering.nvme.lmdb_index import LmdbMaker
 from waiting import wait_until
-from workbench import MODEL, ids, random_pages
+from workbench import MODEL, prompt_of, put_prompt
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="the openssl command is not installed")
 OLD = 1
@@ -94,8 +94,7 @@ class Load:
 
     def _stored(self, handle: NamespaceHandle, prompt: int, durability: str) -> object:
         """What is read of a prompt that was just put, each byte compared."""
-        given = ids(64 * BLOCKS, 1000 * prompt), random_pages(LAYOUT, BLOCKS, seed=prompt)
-        done = handle.put(*given, durability=durability)
+        done = put_prompt(handle, prompt, BLOCKS, durability=durability)
         found = read(handle, prompt)
         return found if done.reason is None else done
 
@@ -105,7 +104,7 @@ class Load:
         while not self._ends.is_set():
             is_anew = self.counts["calls"] % 5 == 0
             caller = self._running.caller(None, credentials=self._credentials) if is_anew else kept
-            ask = partial(caller.match, space.id, token_ids=ids(64 * BLOCKS, 1000 * OLD))
+            ask = partial(caller.match, space.id, token_ids=prompt_of(OLD, BLOCKS))
             self._judged(lambda: ask().blocks, BLOCKS, 0)  # noqa: B023
             self.counts["calls"] += 1
             if is_anew:

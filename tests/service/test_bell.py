@@ -208,7 +208,7 @@ def test_bells_are_closed_with_their_connections_and_for_others(sidecar: Sidecar
         )
         os.close(listener.notify_pipe)
         listener.notify_pipe = notify_pipe
-    assert opened_since(before, "pipe:").total() == 2
+    wait_until(lambda: opened_since(before, "pipe:").total() == 2)
     listener.close()
     wait_until(lambda: not opened_since(before, "pipe:"))
 
