@@ -23,7 +23,8 @@ import pytest
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.identity import ExtraKey, Namespace
-from kvstore.cli.ask import Warmed, WarmPrompt
+from kvstore.cli.ask import WarmPrompt
+from kvstore.cli.report import WarmReport
 from kvstore.protocol import messages as m
 from kvstore.protocol.replies import MatchReply
 from kvstore.status.tree import Readiness, SidecarStatus, TierStatus
@@ -76,7 +77,7 @@ PUBLISHED: dict[type, tuple[str, ...]] = {
     m.Counted: ("DropResponse", "DropAnyResponse"),
     m.Stat: ("StatRequest",),
     m.StatReply: ("StatResponse",),
-    Warmed: ("WarmResponse",),
+    WarmReport: ("WarmResponse",),
     WarmPrompt: ("Prompt",),
     ExtraKey: ("ExtraKey",),
     **{one: (one.__name__,) for one in IN_JSON},
