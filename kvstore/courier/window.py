@@ -49,6 +49,7 @@ class Lending:
             is_last = self._count == 0
         if is_last:
             self._over()
+            del self._over  # a holder's own: its memory is unmapped now, not when the garbage collector comes
 
 
 class ReservedWindow:
