@@ -485,8 +485,7 @@ def _add_document(app: FastAPI, version: str, acts: bool) -> None:
     kinds |= {"/api/operator": TicketAnswer, "/api/audit": list[AuditEntry]} if acts else {}
     kinds |= dict.fromkeys(posted, ActionAnswer)
     shown = [ApiError, *kinds.values(), *posted.values()]
-    found, components = msgspec.json.schema_components(shown, ref_template="#/components/schemas/{name}")
-    error, *schemas = found
+    (error, *schemas), components = msgspec.json.schema_components(shown, ref_template="#/components/schemas/{name}")
     document = get_openapi(title="kvstore console", version=version, routes=app.routes)
     document.setdefault("components", {})["schemas"] = components
     for (path, order), schema in zip(posted.items(), schemas[len(kinds) :], strict=True):

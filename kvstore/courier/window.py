@@ -48,8 +48,8 @@ class Lending:
             self._count -= 1
             is_last = self._count == 0
         if is_last:
-            over, self._over = self._over, lambda: None  # which leads to its holder, and back: no cycle is left
-            over()
+            self._over()
+            del self._over  # a holder's own: its memory is unmapped now, not when the garbage collector comes
 
 
 class ReservedWindow:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -29,6 +30,11 @@ def test_a_courier_stops_where_the_sidecar_adopted_fewer_than_asked(tmp_path: Pa
         wire = FramedSocket(str(sidecar.courier_path), ENGINE, b"", clock, CONNECT_SECONDS, tenant="default")
         run = CourierRun("default", SidecarConnection(wire, clock))
         (space,) = run.list_spaces()
+        abandoned = ReservedWindow(run, space, run.reserve(space, None, keys, 0), keys, HitTier.PEER)
+        abandoned.close()
+        of_abandoned = weakref.ref(abandoned)
+        del abandoned
+        assert of_abandoned() is None, "its slots would stay mapped until the garbage collector comes"
         window = ReservedWindow(run, space, run.reserve(space, None, keys, 0), keys, HitTier.PEER)
         other, payload = OtherNode(tenant(sidecar), SPACE, PAYLOAD), bytes(PAYLOAD[0])
         frames = [memoryview(other.header(0, keys, at, payload) + payload) for at in range(window.blocks)]
