@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
 
+from console.test_beside import command_of
 from courier.nodes import Asker, Node, pool
 from kvstore.block.account import MissReason
 from kvstore.protocol import messages as m
@@ -158,15 +159,11 @@ def test_the_keeper_starts_the_courier_and_starts_it_again(tmp_path: Path, engin
         stored([one], engine, 8)
         assert one.sidecar is not None
         children = Path(f"/proc/{one.sidecar.pid}/task/{one.sidecar.pid}/children")
-        (courier,) = (int(pid) for pid in children.read_text().split() if "network" in command_of(int(pid)))
+        (courier,) = (int(pid) for pid in children.read_text().split() if b"network\0" in command_of(pid))
         os.kill(courier, signal.SIGKILL)
         wait_until(lambda: one.stat()["elsewhere"]["couriers"] == 0)
         wait_until(lambda: one.stat()["elsewhere"]["couriers"] == 1)
         stored([one], engine, 9)
-
-
-def command_of(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
 
 
 def test_a_sidecar_without_couriers_is_asked_nothing(tmp_path: Path, engine: ValkeyServer) -> None:

@@ -154,10 +154,6 @@ class Rig:
         assert not self.queue.bugs(), self.queue.bugs()
 
 
-def wait_for(event: threading.Event) -> None:
-    assert event.wait(LONG_SECONDS)
-
-
 def read(handle: NamespaceHandle, number: int, blocks: int = BLOCKS) -> int:
     return read_prompt(handle, number, blocks).blocks
 
@@ -691,7 +687,7 @@ def test_a_window_ends_early_when_a_request_waits(tmp_path: Path, monkeypatch: p
         assert hang.began.wait(LONG_SECONDS)
         try:
             busy = [
-                rig.queue.submit(f"busy {number}", READS, Priority.WAITING, partial(wait_for, ended))
+                rig.queue.submit(f"busy {number}", READS, Priority.WAITING, partial(wait_until, ended.is_set))
                 for number in range(3)  # with the scrub's, all threads there are
             ]
             wait_until(lambda: rig.queue.depths()[Priority.WAITING] == 0)

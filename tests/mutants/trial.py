@@ -109,8 +109,8 @@ class Copy:
             shutil.rmtree(self.root / ".hypothesis", ignore_errors=True)  # no example of one mutant is tried on another
         status = self._running.returncode
         found = _FINDING.search(output)
-        finding = f"still running after {limit:.0f} s" if hung else found.group(1) if found else _last_line(output)
-        return Outcome(status, time.monotonic() - begun, finding, hung)
+        said = found.group(1) if found else output.strip().rpartition("\n")[2]
+        return Outcome(status, time.monotonic() - begun, f"still running after {limit:.0f} s" if hung else said, hung)
 
     def end(self) -> None:
         """Whatever runs, with all that it has started."""
@@ -161,7 +161,3 @@ def judged(with_it: Outcome) -> tuple[Verdict, str]:
 def limit_of(seconds: float) -> float:
     """How long tests may take with a mutant that take so long without one."""
     return max(LEAST_LIMIT_SECONDS, LIMIT_PER_SECOND * seconds)
-
-
-def _last_line(output: str) -> str:
-    return (output.strip().splitlines() or [""])[-1]
