@@ -269,6 +269,8 @@ def test_links_lead_somewhere(page: str) -> None:
     for target in targets:
         if not re.match(r"[a-z]+:", target):
             check_link(page, target)
+    for file in re.findall(r"\b(?:tests|benchmarks)/[\w/]+\.py\b", (ROOT / page).read_text("utf-8")):
+        assert (ROOT / file).is_file(), f"{page}: there is no {file}"
 
 
 def test_pages_that_other_files_name_are_there() -> None:
