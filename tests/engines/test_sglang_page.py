@@ -3,7 +3,6 @@ page's numbers, equal to the token."""
 
 from __future__ import annotations
 
-import subprocess
 import urllib.request
 from pathlib import Path
 
@@ -19,15 +18,10 @@ from kvstore.node import SystemClock
 from metrics.scraped import Scrape
 from waiting import wait_until
 
-NEEDED = "fastapi", "uvicorn", "markdown_it"
 pytestmark = [
     pytest.mark.skipif(
         CHROMIUM is None,
         reason="there is no chromium here: apt-get install --no-install-recommends chromium fonts-dejavu-core",
-    ),
-    pytest.mark.skipif(
-        subprocess.run([sidecar_python(), "-c", f"import {', '.join(NEEDED)}"], capture_output=True).returncode != 0,
-        reason=f"the sidecar's Python, {sidecar_python()}, lacks one of the console's packages: {', '.join(NEEDED)}",
     ),
 ]
 OWN, LONG = 3, 150

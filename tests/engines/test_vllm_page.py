@@ -4,7 +4,6 @@ the token."""
 from __future__ import annotations
 
 import random
-import subprocess
 import time
 import urllib.request
 from collections import Counter
@@ -29,16 +28,11 @@ from kvstore.node import SystemClock
 from metrics.scraped import Scrape
 from waiting import wait_until
 
-NEEDED = "fastapi", "h11", "markdown_it"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         CHROMIUM is None,
         reason="there is no chromium here: apt-get install --no-install-recommends chromium fonts-dejavu-core",
-    ),
-    pytest.mark.skipif(
-        subprocess.run([sidecar_python(), "-c", f"import {', '.join(NEEDED)}"], capture_output=True).returncode != 0,
-        reason=f"the sidecar's Python, {sidecar_python()}, lacks one of the console's packages: {', '.join(NEEDED)}",
     ),
 ]
 BLOCK, BURST = 128, 100
