@@ -158,7 +158,7 @@ gpu: $(if $(PYTHON),,$(STAMP))
 	@$(or $(PYTHON),$(VENV)/bin/python) benchmarks/gpu.py $(foreach stage,$(STAGE),--stage $(stage)) $(ARGS)
 
 torture: $(STAMP)
-	PYTHONPATH=tests:benchmarks $(VENV)/bin/python -m torture $(ARGS)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests:$(CURDIR)/benchmarks $(VENV)/bin/python -m torture $(ARGS)
 
 # For tests of deploy/prometheus, which skip without it. Debian's package, on a machine that has apt; KVSTORE_PROMTOOL names
 # another one, and PATH is searched as well.
