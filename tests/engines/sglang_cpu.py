@@ -93,6 +93,8 @@ def imported() -> dict[str, ModuleType]:
 
 
 SGLANG = imported()
+sys.modules["sglang.srt.mem_cache.pool_host.base"].HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # type: ignore[attr-defined]
+"""SGLang would leave 10 GiB free for others, which engines that are tested beside this one may have."""
 PAGE, LAYERS, HEADS, WIDTH = 64, 4, 2, 64
 LATENT, ROPE = 64, 64
 MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head", "page_unified")
