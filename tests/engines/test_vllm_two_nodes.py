@@ -39,7 +39,7 @@ WAYS = ["peers", "directory"]
 
 def without_network_packages() -> str:
     """Why the sidecars' Python cannot be a node of a pool; nothing where it can."""
-    command = [sidecar_python(), "-c", "import grpc, grpc_health, valkey"]
+    command = [sidecar_python(), "-c", "import grpc, grpc_health"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stderr.strip().rpartition("\n")[2]
 
@@ -47,7 +47,7 @@ def without_network_packages() -> str:
 WHY_NOT = without_network_packages()
 pytestmark = [
     pytest.mark.slow,  # two engines and two nodes, each with two processes
-    pytest.mark.skipif(bool(WHY_NOT), reason=f"a node needs extras server and valkey: {WHY_NOT}"),
+    pytest.mark.skipif(bool(WHY_NOT), reason=f"a node needs the extra server: {WHY_NOT}"),
 ]
 
 
