@@ -8,7 +8,7 @@ A state is of one boundary and serves prefixes that end exactly there, so states
     4  and every `every_tokens`, counted from the prompt's start, so that all prompts with that prefix share them
 
 Rule 4 alone is bounded by bytes: its states take at most `share` of what the KV between them takes. The others keep up
-to three for each request. (Marconi, MLSys 2025, keeps 1 to 3.) Pure: no clock, no store, no model.
+to three for each request. (Marconi, MLSys 2025, has 1 to 3.) Pure: no clock, no store, no model.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from math import ceil
 from kvstore.block.errors import BadInput, shown
 from kvstore.block.layout import MAX_BLOCK_TOKENS, MAX_PLANE_WIDTH, is_whole
 
-DEFAULT_SHARE = 0.5
-"""One state of Qwen3.5-27B is 147 MiB, as much as the KV of 2,350 of its tokens: one every 2,350 / 0.5 = 4,700 tokens
-takes half of what its KV takes. A prompt that shares its beginning with no earlier prompt's end is then computed from
-2,350 tokens before the place where they part, on average, and not from its start."""
+DEFAULT_SHARE = 0.125
+"""One state of Qwen3.5-27B is 147 MiB, as much as the KV of 2,350 of its tokens: one every 2,350 / 0.125 = 18,800
+tokens takes an eighth of what its KV takes. More of them find more only where there is room for everything: elsewhere
+they push out KV that would have been found (docs/policies.md has the figures)."""
 MOST_SHARE = 64.0
 _MOST_BYTES = MAX_PLANE_WIDTH << 20
 

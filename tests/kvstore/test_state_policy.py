@@ -15,7 +15,7 @@ ENDS = StatePolicy(64, 153_944_064, 65_536, 0)
 
 
 def test_states_between_ends_take_no_more_than_the_share_of_the_kv() -> None:
-    assert QWEN.every_tokens == 6 * 784
+    assert QWEN.every_tokens == 24 * 784
     assert QWEN.every_tokens * QWEN.kv_bytes_per_token * DEFAULT_SHARE >= QWEN.state_bytes
     assert (QWEN.every_tokens - 784) * QWEN.kv_bytes_per_token * DEFAULT_SHARE < QWEN.state_bytes
     assert StatePolicy(64, 153_944_064, 0).every_tokens == ENDS.every_tokens == 0
