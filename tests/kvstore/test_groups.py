@@ -209,10 +209,10 @@ def test_a_window_without_its_pages_is_one_line_and_touches_nothing(a: Bench) ->
         for verb in (ns.get, ns.get_by_layer):
             with pytest.raises(LayoutMismatch) as caught:
                 verb(lease, into.pages)
-            assert one_line(caught.value, "page 25", "'sliding'", "begin at page 26", "100 tokens before token 512")
+            assert one_line(caught.value, "page 25", "'sliding'", "begin at page 26", "window=100", "to token 512")
         with pytest.raises(LayoutMismatch) as caught:
             ns.get(lease, target(TWO, 256, {"sliding": 10}).prompt.pages, 256)
-        assert one_line(caught.value, "page 9", "begin at page 10", "before token 512")
+        assert one_line(caught.value, "page 9", "begin at page 10", "up to token 512")
     assert_same_planes(into.pages.planes, before)
 
 
