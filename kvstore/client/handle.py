@@ -2,6 +2,7 @@
 
     match > lease > get > release,  put                                      get_by_layer: for attention to begin early
     submit_match, submit_lease: the same for a thread that must not wait     attach: a lease of another process
+    which, submit_which: of blocks that are no chain, such as states, those that are there
 
 The handle hashes prompts and encodes pages; `get` decodes them and checks every byte that it hands out. The store
 behind the `Door` sees keys, places and digests only. The same handle works on a store in this process and on one behind
@@ -222,6 +223,21 @@ class NamespaceHandle(HandOffVerbs):
         cancelled = m.Matched(MatchReply(0, reason=MissReason.DISABLED, detail="it was cancelled"))
         matched = partial(self._matched, tokens, asked.keys)
         return PendingReply(submitted, matched, partial(matched, cancelled))
+
+    def which(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of these blocks are readable, each for itself: not as a chain. Pins, changes and counts nothing. Those
+        that were not asked for, because the store does not answer or takes fewer keys, are not.
+
+        For blocks that stand alone, as states do (`kvstore.client.states`): a lease of one is of a chain of one.
+        """
+        return _flags(self.door.call(m.Which(self.number, list(keys)), m.Held), len(keys))
+
+    def submit_which(self, keys: Sequence[bytes], deadline_ms: float = 50) -> PendingReply[list[bool]]:
+        """`which` for a thread that must not wait: `poll` returns it once it is there, or none of them once it is
+        late."""
+        check_deadline(deadline_ms)
+        submitted = self.door.submit(m.Which(self.number, list(keys)), m.Held, float(deadline_ms) / 1000)
+        return PendingReply(submitted, partial(_flags, count=len(keys)), lambda: [False] * len(keys))
 
     def lease(self, match: Match, first_token: int = 0, deadline_ms: float = 50, request: str = "") -> Lease:
         """Pin what `match` found, or less: blocks that were evicted meanwhile, or would pin too much, are cut off with
@@ -562,6 +578,11 @@ class NamespaceHandle(HandOffVerbs):
         is_whole = isinstance(priority, Integral) and not isinstance(priority, bool)
         if not is_whole or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise BadInput(f"priority={priority!r}; give a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+
+
+def _flags(held: m.Held, count: int) -> list[bool]:
+    bits = f"{int.from_bytes(held.bits, 'little'):0{count}b}"[::-1]
+    return [bit == "1" for bit in bits[:count]]
 
 
 def _check_kind(name: str, value: object, kind: type, wanted: str) -> None:
