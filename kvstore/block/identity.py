@@ -377,18 +377,7 @@ class Namespace:
     def pack(self) -> bytes:
         """As bytes that `unpack` reads: what a disk keeps beside blocks, so that a new process can name them."""
         layout = self.layout
-        groups = [
-            [
-                group.name,
-                group.layers,
-                group.kv_heads,
-                group.plane_widths,
-                group.dtype,
-                group.attention,
-                *group.window_fields,
-            ]
-            for group in layout.groups
-        ]
+        groups = [group.describe() for group in layout.groups]
         cut = [layout.block_tokens, layout.head_shards, layout.layer_shards, layout.packing]
         fields = [NAMESPACE_VERSION, self.model, self.weights_epoch, self.codec, dict(self.config), groups, cut]
         return zlib.compress(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
@@ -408,9 +397,9 @@ class Namespace:
                 raise BadInput(f"blocks of {shown(block_tokens)} tokens")
             kinds = []
             for group in _listed(groups, 1, MAX_GROUPS):
-                name, layers, heads, widths, dtype, attention, *window = _listed(group, 6, 7)
+                name, layers, heads, widths, dtype, attention, *further = _listed(group, 6, 8)
                 layers, widths = _listed(layers, 1, MAX_LAYERS), _listed(widths, 1, 2)
-                kinds.append(KvGroup(name, tuple(layers), heads, tuple(widths), dtype, attention, *window))
+                kinds.append(KvGroup(name, tuple(layers), heads, tuple(widths), dtype, attention, *further))
             layout = Layout(tuple(kinds), block_tokens, 1, head_shards, layer_shards, packing)
             return Namespace(model, layout, codec, epoch, config)
         except BadInput as error:

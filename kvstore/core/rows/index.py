@@ -156,6 +156,11 @@ class PrefixIndex:
                 pass
         return len(keys)
 
+    def which(self, namespace: int, keys: Sequence[bytes]) -> bytes:
+        """Which of these keys are visible, each for itself, as a bit each from the lowest of the first byte on."""
+        visible = np.fromiter(map(self._names[namespace].visible.__contains__, keys), bool, len(keys))
+        return np.packbits(visible, bitorder="little").tobytes()
+
     def why_not(self, namespace: int, key: bytes, parent: int) -> TierMiss | None:
         """Why a key is not visible; None if its parent goes on with other children only."""
         names = self._names[namespace]
