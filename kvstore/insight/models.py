@@ -290,6 +290,7 @@ MOST_CONFIG_BYTES = 1 << 20
 _FULL, _SLIDING, _CHUNKED, _LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
 _IN_WINDOW_IF_SHORT = ("mistral", "mixtral", "phi3", "starcoder2")
 """If `sliding_window` is set and shorter than the longest context, all layers have it."""
+_DELTAS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 _PATTERNS: dict[str, Callable[[Mapping[str, Any]], tuple[str, ...]]] = {
     # Layer pattern, repeated, for configurations without `layer_types`.
     "gemma2": lambda config: (_SLIDING, _FULL),
@@ -298,9 +299,7 @@ _PATTERNS: dict[str, Callable[[Mapping[str, Any]], tuple[str, ...]]] = {
     "gpt_oss": lambda config: (_SLIDING, _FULL),
     "cohere2": lambda config: _every(config.get("sliding_window_pattern", 4), _SLIDING),
     "llama4": lambda config: _every(4, _CHUNKED),
-    "qwen3_next": lambda config: _every(config.get("full_attention_interval", 4), _LINEAR),
-    "qwen3_5": lambda config: _every(config.get("full_attention_interval", 4), _LINEAR),
-    "qwen3_5_moe": lambda config: _every(config.get("full_attention_interval", 4), _LINEAR),
+    **dict.fromkeys(_DELTAS, lambda config: _every(config.get("full_attention_interval", 4), _LINEAR)),
 }
 _LATENTS = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")
 _INDEXED = ("deepseek_v32", "glm_moe_dsa")
@@ -494,7 +493,7 @@ class _ConfigReader:
         return kinds, (self._linear(linear),) if linear else ()
 
     def _linear(self, layers: int) -> StateLayers:
-        if self._type not in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+        if self._type not in _DELTAS:
             raise BadInput(f"layers of linear attention in a {self._type}, and what they keep is not guessed")
         return _delta(
             layers,

@@ -255,10 +255,9 @@ def refusals(model: ModelKv) -> tuple[str, ...]:
         found.append(
             f"models with recurrent states today, and {layers} layers of this one have them: {_NOTHING_STORED}"
         )
-    if KvKind.CHUNK in kinds:
-        found.append(f"chunked local attention today, which this model has: {_NOTHING_STORED}")
-    if KvKind.INDEX in kinds:
-        found.append(f"an indexer's keys beside the KV today, which this model has: {_NOTHING_STORED}")
+    for kind, words in ((KvKind.CHUNK, "chunked local attention"), (KvKind.INDEX, "an indexer's keys beside the KV")):
+        if kind in kinds:
+            found.append(f"{words} today, which this model has: {_NOTHING_STORED}")
     if len(model.row_bytes) > 1:
         found.append(f"layers of two sizes today, which this model has: {_NOTHING_STORED}")
     elif KvKind.WINDOW in kinds:
