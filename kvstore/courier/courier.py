@@ -19,7 +19,7 @@ from itertools import count as counted_from
 
 import msgspec
 
-from kvstore.block.account import MissReason
+from kvstore.block.account import HeldElsewhere, MissReason
 from kvstore.block.errors import BadInput, Unreachable
 from kvstore.block.identity import NodeIdentity
 from kvstore.client.connection import SidecarConnection, Unavailable
@@ -40,7 +40,7 @@ from kvstore.peers.tokens import NONCE_BYTES, PullTerms, ask_mac, pull_secret
 from kvstore.peers.transport import OfferedFrames, PeerFault, PullBusy
 from kvstore.pool.announcer import Announcer
 from kvstore.pool.choice import HolderChoice
-from kvstore.pool.directory import MAX_FINGERPRINTS, HeldElsewhere, NodeEntry
+from kvstore.pool.directory import MAX_FINGERPRINTS, NodeEntry
 from kvstore.pool.hottest import LEAVING_SECONDS, MOST_OFFERED_BLOCKS, MOST_OFFERED_BYTES
 from kvstore.pool.members import AliveTable
 from kvstore.protocol import messages as m
