@@ -29,8 +29,8 @@ from engine_adapter.hf.hbm_blocks import HbmBlocks
 from engine_adapter.hf.inputs import checked_new_tokens, checked_stop_tokens, names_its_words, prompt_of, prompts_of
 from engine_adapter.hf.layers import ModelCall, even_cache, ragged_cache
 from engine_adapter.hf.model import check_model, layout_of
-from engine_adapter.hf.sampling import Sampling
-from engine_adapter.hf.settings import Chooser, choose_for, chooser_of
+from engine_adapter.hf.sampling import Sampling, choose, draw
+from engine_adapter.hf.settings import Chooser, chooser_of
 from engine_adapter.hf.watch import ModelIdentity, ModelWatch
 from engine_adapter.hf_news import CacheNews
 from kvstore.block.errors import BadInput, LayoutMismatch, StoreClosed, StoreError
@@ -300,7 +300,7 @@ class PrefixCache:
         try:
             for row in rows:
                 self._save_what_is_shared(row, rows[: row.number], buffers)
-                first = choose_for([row], self._prefill(row, buffers))[0]
+                first = _next_tokens([row], self._prefill(row, buffers))[0]
                 self._news.pass_ends(time.perf_counter())
                 token = row.accept(first, stop_tokens, watch.now())
                 yield from watch.hand_out([token])
@@ -309,7 +309,7 @@ class PrefixCache:
                 if all(row.is_stopped for row in rows):
                     break
                 self._save_next(rows, buffers)
-                chosen = choose_for(rows, decoder.step())
+                chosen = _next_tokens(rows, decoder.step())
                 now = watch.now()
                 going = [pair for pair in zip(rows, chosen, strict=True) if not pair[0].is_stopped]
                 accepted = [row.accept(token_id, stop_tokens, now) for row, token_id in going]
@@ -575,6 +575,22 @@ class _Watch:
         paused = time.perf_counter()
         yield from tokens
         self._start += time.perf_counter() - paused
+
+
+def _next_tokens(rows: Sequence[_PromptRow], logits: torch.Tensor) -> list[int]:
+    """Of each row, from logits, [rows, vocabulary]. All rows have one sampling."""
+    sampling = rows[0].chooser.sampling
+    if all(row.chooser.processors is None for row in rows):
+        chosen: list[int] = choose(logits, sampling).tolist()
+        return chosen
+    scores = torch.stack(
+        [
+            score if row.is_stopped else row.chooser.processed(row.tokens, score)
+            for row, score in zip(rows, logits.float(), strict=True)
+        ]
+    )
+    chosen = scores.argmax(dim=-1).tolist() if sampling is None else draw(scores, sampling.generator).tolist()
+    return chosen
 
 
 def _common(one: array[int], other: array[int]) -> int:

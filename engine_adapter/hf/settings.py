@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import copy
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from engine_adapter.hf.sampling import Sampling, choose, draw
+from engine_adapter.hf.sampling import Sampling
 from kvstore.block.errors import BadInput
 
 APPLIED = frozenset(
@@ -70,14 +70,6 @@ WITHOUT_EFFECT = frozenset(
 Processors = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class HasTokens(Protocol):
-    """A row of a batch: its prompt and what was generated, and how its next token is chosen."""
-
-    tokens: array[int]
-    chooser: Chooser
-    is_stopped: bool
-
-
 @dataclass(frozen=True)
 class Chooser:
     """How one row's next token is chosen. processors: of transformers, called with the row's tokens and its scores;
@@ -85,6 +77,12 @@ class Chooser:
 
     sampling: Sampling | None
     processors: Processors | None
+
+    def processed(self, tokens: array[int], scores: torch.Tensor) -> torch.Tensor:
+        """A row's scores, [vocabulary], by the processors. tokens: its prompt and what was generated."""
+        assert self.processors is not None, "one config holds for all rows"
+        # Cloned: these come out of a forward pass in inference mode, and processors may write.
+        return self.processors(_as_row(tokens, scores.device), scores[None].clone())[0]
 
 
 def chooser_of(
@@ -140,27 +138,6 @@ def check_settings(config: Any) -> None:
                 f"the model's generation config has {name}={value!r}, which PrefixCache does not know; set it to "
                 f"{standard[name]!r}"
             )
-
-
-def choose_for(rows: Sequence[HasTokens], logits: torch.Tensor) -> list[int]:
-    """The next token of each row, from logits, [rows, vocabulary]. All rows have one sampling."""
-    sampling = rows[0].chooser.sampling
-    if all(row.chooser.processors is None for row in rows):
-        chosen: list[int] = choose(logits, sampling).tolist()
-        return chosen
-    scores = logits.float()
-    processed = [
-        score if row.is_stopped else _processed(row, score[None])[0] for row, score in zip(rows, scores, strict=True)
-    ]
-    scores = torch.stack(processed)
-    chosen = scores.argmax(dim=-1).tolist() if sampling is None else draw(scores, sampling.generator).tolist()
-    return chosen
-
-
-def _processed(row: HasTokens, scores: torch.Tensor) -> torch.Tensor:
-    assert row.chooser.processors is not None, "one config holds for all rows"
-    # Cloned: these come out of a forward pass in inference mode, and processors may write.
-    return row.chooser.processors(_as_row(row.tokens, scores.device), scores.clone())
 
 
 def _as_row(tokens: array[int], device: torch.device) -> torch.Tensor:
