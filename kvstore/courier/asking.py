@@ -39,6 +39,10 @@ class Dialled:
 Answers: TypeAlias = Callable[[float], list[peer_pb2.HasResponse | None]]
 """The answers that are there after so many seconds at most; None for the others. May be called again."""
 
+AskedBy: TypeAlias = tuple[bytes, Callable[[], float]]
+"""The asking node's id, by its certificate, empty if it has none (on loopback); and for how many seconds it still
+waits, which raises `TimedOut` once it does not."""
+
 
 class PeerCalls(Protocol):
     """Thread-safe. Each call ends within its seconds."""
@@ -111,17 +115,6 @@ class UsableTransports:
 
     def _is_usable(self, node: bytes, name: str, now: float) -> bool:
         return now >= self._unreached.get((node, name), (0.0, 0.0))[0]
-
-
-class AskedBy(Protocol):
-    """The asking node: by its certificate, or unknown (on loopback without certificates)."""
-
-    @property
-    def node(self) -> bytes: ...
-
-    def seconds_left(self) -> float:
-        """How long it still waits."""
-        ...
 
 
 def has_mac(identity_key: bytes, terms: PullTerms) -> bytes:

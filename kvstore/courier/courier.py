@@ -439,7 +439,8 @@ class PeerHolder:
             return peer_pb2.OpenPullResponse(reason=BUSY)
         is_offered = False
         try:
-            wait = min(request.wait_ms / 1000, call.seconds_left(), LONGEST_WAIT_SECONDS)
+            _, seconds_left = call
+            wait = min(request.wait_ms / 1000, seconds_left(), LONGEST_WAIT_SECONDS)
             answer = self._opened(run, space, terms, door, wait)
             is_offered = bool(answer.token)
             return answer
@@ -461,7 +462,8 @@ class PeerHolder:
         if not self._taking.acquire(blocking=False):
             return peer_pb2.OfferResponse(reason=BUSY)
         try:
-            blocks, reason = self._courier.take_offer(*found, min(call.seconds_left(), LEAVING_SECONDS))
+            _, seconds_left = call
+            blocks, reason = self._courier.take_offer(*found, min(seconds_left(), LEAVING_SECONDS))
         except Unavailable as away:
             return peer_pb2.OfferResponse(reason=str(away.reason))
         finally:
@@ -541,7 +543,8 @@ class PeerHolder:
         joined = request.keys  # read once: each access to a message's field copies it
         if len(joined) % KEY_BYTES:
             raise BadInput(f"keys of {len(joined)} bytes; give {KEY_BYTES} for each block")
-        if call.node and request.node != call.node:
+        node, _ = call
+        if node and request.node != node:
             raise BadInput("the node of the message is another one than that of the caller's certificate")
         run = next((one for one in self._courier.runs() if one.fingerprint == request.fingerprint), None)
         if run is None:

@@ -58,18 +58,6 @@ class DoorCall:
         return self.link
 
 
-@dataclass(frozen=True, slots=True)
-class PeerCall:
-    """Another node's call: its id, by its certificate; empty without certificates."""
-
-    node: bytes
-    time: CallTime
-
-    def seconds_left(self) -> float:
-        """How long it still waits. Raises `TimedOut`."""
-        return self.time.left()
-
-
 class StoreService:
     """`kvstore.v1.Store`."""
 
