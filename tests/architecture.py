@@ -163,7 +163,7 @@ CLOSED_ROOMS = {
         "pydantic": (),
         "grpc": (
             "kvstore/network/grpc_server.py",
-            "kvstore/network/dialling.py",
+            "kvstore/courier/dialling.py",
             "kvstore/wire/store_pb2_grpc.py",
             "kvstore/wire/admin_pb2_grpc.py",
             "kvstore/wire/score_pb2_grpc.py",

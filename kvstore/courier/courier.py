@@ -25,7 +25,8 @@ from kvstore.block.identity import NodeIdentity
 from kvstore.client.connection import SidecarConnection, Unavailable
 from kvstore.client.framing import FramedSocket, drained
 from kvstore.courier.announcing import Follower
-from kvstore.courier.asking import VERSION, AskedBy, PeerCalls, UsableTransports, has_mac, offer_mac
+from kvstore.courier.asking import VERSION, AskedBy, UsableTransports, has_mac, offer_mac
+from kvstore.courier.dialling import GrpcPeers
 from kvstore.courier.directory import DirectoryAddress, ValkeyDirectory
 from kvstore.courier.fetch import Fetcher, FetchJob, places_answer
 from kvstore.courier.figures import BANNED, DIRECTORY, MOST_SHOWN, PEER, REMOTE, UP, Figures, OncePerKind
@@ -94,7 +95,7 @@ class CourierParts:
     new_token: Callable[[int], bytes]
     figures: Figures
     told: OncePerKind
-    calls: PeerCalls | None = None
+    calls: GrpcPeers | None = None
     peers: Sequence[str] = ()
     doors: dict[str, FrameDoor] = field(default_factory=dict)
     transports: dict[str, PullTransport] = field(default_factory=dict)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from kvstore.block.errors import BadInput
 from kvstore.config import NetworkSettings, RemoteSettings, host_and_port
 from kvstore.courier.courier import Courier, CourierParts
+from kvstore.courier.dialling import GrpcPeers, channel_credentials
 from kvstore.courier.directory import DirectoryAddress
 from kvstore.courier.figures import Figures, OncePerKind
 from kvstore.courier.remote_source import RemoteWays
 from kvstore.network.credentials import Rotated, SourceFile
-from kvstore.network.dialling import GrpcPeers, channel_credentials
 from kvstore.network.serve import NetworkParts
 from kvstore.peers.door import SocketFrameDoor
 from kvstore.peers.reader import PullTransport
@@ -50,7 +50,7 @@ def make_courier(
     directory = None
     if network.wants_peers:
         assert network.listen is not None, "`check_network` saw to it"
-        credentials = Rotated(files, channel_credentials, clock) if files is not None else None
+        credentials = Rotated(files, channel_credentials, clock).now if files is not None else None
         if network.directory is not None:
             password = _secret_of(network.directory_password_file, parts)
             directory = DirectoryAddress.read(network.directory), lambda: password().decode()

@@ -1,4 +1,4 @@
-"""The gRPC server: callers' rights, deadlines and concurrency; the only file that knows grpc.
+"""The gRPC server: callers' rights, deadlines and concurrency; the only file here that knows grpc.
 
     headers > credential, right, deadline > a lane of the caller's > the message > the service > the answer
 
