@@ -624,11 +624,6 @@ class Courier:
             was.close()
         return session
 
-    @property
-    def service(self) -> PeerHolder | None:
-        """`kvstore.v1.Peer`; None without other nodes."""
-        return self.holder if self.parts.calls is not None else None
-
     def holding(
         self, tenant: str, namespace: str, keys: Sequence[bytes], seconds: float, *, are_own: bool
     ) -> HeldElsewhere:
