@@ -35,7 +35,7 @@ def plan(
     head_dim: Annotated[str | None, option("N", "and the numbers of a head.")] = None,
     dtype: Annotated[str, option("NAME", "Of the engine's KV pool. The model's own if left out.")] = "",
     codec: Annotated[str, option("NAME", "Of the store: int8-kc64 or raw. int8-kc64 where it can be.")] = "",
-    block: Annotated[str, option("N", "Tokens of a block: a multiple of 64.")] = "64",
+    block: Annotated[str, option("N", "Tokens of a block.")] = "64",
     tensor_parallel: Annotated[str, option("N", "GPUs that share the model.")] = "1",
     context: Annotated[str, option("N", "Tokens of a user's prompt and answer.")] = "8192",
     gpu_memory: Annotated[str, option("SIZE", "Of one GPU: how many users fit beside the weights.")] = "0",

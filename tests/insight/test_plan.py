@@ -242,7 +242,7 @@ def test_an_indexer_has_no_eight_bits() -> None:
     [
         ({"dtype": "int4"}, "--dtype 'int4'; allowed: float32"),
         ({"codec": "zip"}, "codec 'zip' is not known; allowed: int8-kc64, raw"),
-        ({"block_tokens": 100}, "block_tokens=100 does not fit"),
+        ({"block_tokens": 5000}, "block_tokens=5000 does not fit"),
         ({"tensor_parallel": 3}, "--tensor-parallel 3 does not divide the 8 KV heads of llama-3.1-8b"),
         ({"utilisation": 1.5}, "--utilisation 1.5; give a share"),
         ({"utilisation": float("nan")}, "--utilisation nan; give a share"),
