@@ -128,7 +128,7 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
         try:
             layout = chunk_layout(name, tokens, [run.size for run in runs])
         except BadInput as error:
-            raise BadInput(f"KvStoreHiCache: {error}; start SGLang with --page-size 64, or a multiple of it") from None
+            raise BadInput(f"KvStoreHiCache: {error}; start SGLang with a smaller --page-size") from None
         spec = NamespaceSpec(1, "", self._model, layout, "raw", self._epoch, facts, str(self._config.model_name or ""))
         self.registered_pools[name] = host_pool
         self._spaces[name] = ChunkSpace(spec, runs, slots, self._stores, self.outcomes)

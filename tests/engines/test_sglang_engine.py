@@ -51,7 +51,7 @@ def pages_of(page: int) -> int:
 
 @pytest.mark.parametrize(
     ("layout", "page", "first", "second"),
-    [("layer_first", 64, 1, 0), ("page_first_direct", 64, 0, 1), ("page_first_direct", 256, 1, 1)],
+    [("layer_first", 64, 1, 0), ("page_first_direct", 16, 0, 1), ("page_first_direct", 256, 1, 1)],
 )
 def test_a_restarted_engine_finds_what_the_first_one_stored(
     layout: str, page: int, first: int, second: int, engines: WholeEngines, right: list[list[int]], tmp_path: Path

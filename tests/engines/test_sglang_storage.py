@@ -372,8 +372,8 @@ def test_parameters_are_checked(extra: dict[str, Any], what: str, weights: Path)
 def test_pages_that_are_no_blocks_are_refused(weights: Path) -> None:
     backend = KvStoreHiCache(config_of(extra_config={"url": "unix:x", "model_dir": str(weights)}), {})
     pool = host_pool(device_pool("mha"), "page_first", 8)
-    pool.page_size = 16
-    with pytest.raises(BadInput, match="--page-size 64"):
+    pool.page_size, pool.size = 8192, 3 * 8192
+    with pytest.raises(BadInput, match=r"at most 4096.*smaller --page-size"):
         backend.register_mem_pool_host(pool)
     backend.close()
 
