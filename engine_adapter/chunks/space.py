@@ -148,6 +148,13 @@ class ChunkSpace:
         self._outcomes.count(found=blocks, missing=len(names) - blocks)
         return blocks
 
+    def which(self, names: Sequence[bytes]) -> list[bool]:
+        """Which chunks are stored here, each for itself."""
+        with self._outcomes.caught():
+            if (handle := self.handle) is not None and names:
+                return handle.which(self.prompt(handle, names).keys)
+        return [False] * len(names)
+
     def had(self, chunks: int) -> None:
         """The engine's own cache has so many chunks of a prompt, before those that are looked up."""
         with self._outcomes.caught():
@@ -207,7 +214,8 @@ class ChunkSpace:
                     left_ms = max(0.0, 1000 * (ends_at - self._clock()))
                     alone = Prompt(self.block_tokens, chain.keys[known + at : known + at + 1]), pages.cut(at, at + 1)
                     result = handle.put(*alone, deadline_ms=left_ms)
-                    held[at], new = result.stopped_at is None, new + result.stored
+                    held[at], new = result.stopped_at is None or result.in_flight > 0, new + result.stored
+                    in_flight += result.in_flight
                 self._outcomes.told(result.reason)
         present, failed = sum(held) - in_flight - new, len(held) - sum(held)
         self._outcomes.count(stored=new, present=present, in_flight=in_flight, failed_stores=failed)
