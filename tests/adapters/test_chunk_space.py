@@ -118,6 +118,21 @@ def test_a_corrupt_chunk_ends_what_is_loaded(engine: Engine, sidecar: Sidecar) -
     assert engine.load(NAMES[:20], range(100, 120)) == 20
 
 
+def test_pinning_finds_chunks_in_any_tier_and_promotes_none(tmp_path: Path) -> None:
+    url, sizes = f"embedded:{tmp_path / 'kv'}", {"dram": "16MiB", "nvme": "64MiB", "extent": "1MiB"}
+    with kvstore.open(url, **sizes) as store:
+        assert all(Engine(store).store(NAMES[:20], range(20)))
+    with kvstore.open(url, **sizes) as store:
+        engine = Engine(store)
+        found, lease = engine.space.pin(NAMES, SECONDS)
+        assert found == 20 and lease is not None and not lease.blocks, "all are on disk"
+        assert engine.load(NAMES[:8], range(8)) == 8
+        found, lease = engine.space.pin(NAMES, SECONDS)
+        assert found == 20 and lease is not None and lease.blocks == 8 and store.usage().leases == 1
+        lease.release()
+        assert store.usage().leases == 0 and engine.space.pin(NAMES[20:], SECONDS) == (0, None)
+
+
 def test_clearing_evicts_for_all(engine: Engine, sidecar: Sidecar) -> None:
     engine.store(NAMES[:20], range(20))
     assert engine.space.clear() and engine.space.found(NAMES[:20]) == 0
