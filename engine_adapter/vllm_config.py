@@ -37,7 +37,7 @@ def unsupported(config: Any, groups: Any, *, is_failure_told: bool, are_states_t
     that a request's load has failed, which is needed where it cannot be told which pages (`is_told_by_page`).
     are_states_told: whether it tells in which pages recurrent states are whole."""
     parallel = config.parallel_config
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return f"{name}={getattr(parallel, name)} is not supported; allowed: 1"
     if config.model_config.runner_type != "generate":
@@ -139,9 +139,16 @@ def unwaitable(config: Any) -> str:
     second model runner goes on from a wrong place (vLLM issue 49250)."""
     if config.scheduler_config.async_scheduling:
         return "steps are scheduled ahead (async_scheduling)"
+    if stages_of(config) > 1:
+        return "steps are scheduled ahead (pipeline_parallel_size)"
     if getattr(config, "use_v2_model_runner", False):
         return "the second model runner (VLLM_USE_V2_MODEL_RUNNER)"
     return ""
+
+
+def stages_of(config: Any) -> int:
+    """Pipeline stages of an engine: workers with other layers."""
+    return int(getattr(config.parallel_config, "pipeline_parallel_size", 1))
 
 
 def with_load_mode(settings: ConnectorSettings, unwaitable: str) -> tuple[ConnectorSettings, str]:
@@ -303,6 +310,7 @@ def config_fields(config: Any, facts: Sequence[WorkerSpec], version: str) -> Map
         kv_scales="+".join(sorted({one.scales for one in facts})),
         rope=rope,
         device=facts[0].device,
+        stages=stages if (stages := stages_of(config)) > 1 else None,  # a rank's numbers are then of other layers
         # For these a position's K depends on how long a prompt may get.
         max_model_len=model.max_model_len if any(kind in rope for kind in ("longrope", "dynamic")) else None,
         draft=" ".join(filter(None, (getattr(config.speculative_config, "method", None), draft_fingerprint(config)))),
