@@ -48,6 +48,8 @@ def unsupported(config: Any, groups: Any, *, is_failure_told: bool, are_states_t
         return "calculate_kv_scales makes scales of the first prompt's KV, and another engine's are others"
     if getattr(groups, "hisparse_host_num_blocks", None) is not None:
         return "KV that is kept in host memory beside the engine (HiSparse); give vLLM no HiSparse configuration"
+    if any(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) for group in groups.kv_cache_groups):
+        return "windows that vLLM computes again behind each hit (bounded replay)"
     specs = [
         spec for group in cached_groups(groups).values() for spec in layer_specs(group.kv_cache_spec, ("",)).values()
     ]

@@ -96,6 +96,7 @@ NESTED = Spec(kv_cache_specs={"a": FULL, "b": FULL.like(head_size=64)})
         (engine(NESTED, WINDOW), True, ""),
         (engine(Spec(kv_cache_specs={"a": FULL, "b": Spec()})), True, "KV groups of kind Spec"),
         (engine(FULL, RING), True, ""),
+        (engine(FULL, WINDOW.like(prefix_cacheable=False, prefix_replay_tokens=100)), True, "bounded replay"),
         (engine(RING), True, "no KV group whose prefixes vLLM itself would reuse"),
         (engine(FULL, hisparse_host_num_blocks=9), True, "HiSparse"),
         (engine(FULL, WINDOW), True, ""),
