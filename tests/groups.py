@@ -6,7 +6,7 @@ Planes are full of random bits before anything is loaded: whatever a load writes
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,9 +29,16 @@ def full(name: str, layers: tuple[int, ...], **options: Any) -> KvGroup:
     return KvGroup(name, layers, **shape)
 
 
-def canary_planes(layout: Layout, pages: int, page_tokens: int, seed: int, shared: bool = False) -> Planes:
+def canary_planes(
+    layout: Layout,
+    pages: int,
+    page_tokens: int,
+    seed: int,
+    shared: bool = False,
+    sizes: Mapping[str, int] | None = None,
+) -> Planes:
     """Random bits, NaNs among them. shared: the groups' first layers have one memory, their second ones another, as
-    engines do; they must be of one shape."""
+    engines do; they must be of one shape. sizes: of the pages of groups that have others, by name."""
     generator = torch.Generator().manual_seed(seed)
     planes: Planes = {}
     for group in layout.groups:
@@ -40,8 +47,9 @@ def canary_planes(layout: Layout, pages: int, page_tokens: int, seed: int, share
                 planes[layer] = [plane.view_as(plane) for plane in planes[layout.groups[0].layers[at]]]
                 continue
             planes[layer] = []
+            rows = (sizes or {}).get(group.name, page_tokens) // group.row_tokens
             for width in group.plane_widths:
-                plane = torch.zeros(pages, page_tokens, group.kv_heads, width, dtype=getattr(torch, group.dtype))
+                plane = torch.zeros(pages, rows, group.kv_heads, width, dtype=getattr(torch, group.dtype))
                 bits = plane.view(torch.uint8)
                 bits.copy_(torch.randint(0, 256, bits.shape, dtype=torch.uint8, generator=generator))
                 planes[layer].append(plane)
@@ -67,15 +75,16 @@ class Prompt:
 
     def page(self, group: str, token: int) -> int | None:
         """The physical page of a token, counted from where these pages begin; None where there is none."""
-        of_group, number = self.pages.of_group(group), token // self.pages.page_tokens
+        of_group = self.pages.of_group(group)
+        number = token // of_group.page_tokens
         if not of_group.first_page <= number < of_group.stop_page:
             return None
         return int(of_group.table[number - of_group.first_page])
 
     def numbers(self, group: KvGroup, layer: int, plane: int, token: int) -> torch.Tensor:
-        """Those of the page that begins with this token: [page_tokens, heads, width]."""
+        """Those of the page that begins with this token: [rows, heads, width]."""
         page = self.page(group.name, token)
-        assert page is not None and not token % self.pages.page_tokens
+        assert page is not None and not token % self.pages.of_group(group.name).page_tokens
         return self.pages.planes[layer][plane][page]
 
 
@@ -83,7 +92,7 @@ class Prompt:
 class Load:
     """What a load of blocks start .. stop - 1 into some pages comes to, told without any code of the store's.
 
-    bad: blocks with a bad frame, by the group's name.
+    bad: blocks with a bad frame, by the group's name. sizes: of the pages of groups that have others.
     """
 
     layout: Layout
@@ -92,30 +101,45 @@ class Load:
     first_pages: Mapping[str, int]
     stop: int
     bad: Mapping[str, Sequence[int]]
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def start(self) -> int:
         """The block that it begins in."""
         return self.first_token // self.layout.block_tokens
 
+    def page(self, group: KvGroup) -> int:
+        """Tokens of one of its pages."""
+        return self.sizes.get(group.name, self.page_tokens)
+
     def needed(self, group: KvGroup, blocks: int) -> range:
         """Tokens of a group that a prefix of so many blocks needs from these pages, in whole pages."""
-        end, page = blocks * self.layout.block_tokens, self.page_tokens
-        seen = [token for token in range(self.first_token, end) if not group.window or token > end - group.window]
-        return range(seen[0] // page * page, end) if seen else range(0)  # whole pages: a block is so many of them
+        end, page = blocks * self.layout.block_tokens, self.page(group)
+        sees = {
+            Attention.FULL: lambda token: True,
+            Attention.SLIDING: lambda token: token > end - group.window,
+            Attention.CHUNKED: lambda token: token // group.window == end // group.window,
+            Attention.STATE: lambda token: token >= end - self.layout.block_tokens,
+        }[group.attention]
+        seen = [token for token in range(self.first_token, end) if sees(token)]
+        return range(seen[0] // page * page, end) if seen else range(end, end)  # a block is whole pages
 
     def has_pages(self, blocks: int) -> bool:
         """Whether the pages hold all that such a prefix needs."""
-        begins = {name: self.first_token + page * self.page_tokens for name, page in self.first_pages.items()}
         return all(
-            not self.needed(group, blocks) or self.needed(group, blocks).start >= begins.get(group.name, 0)
+            not self.needed(group, blocks)
+            or self.needed(group, blocks).start
+            >= self.first_token + self.first_pages.get(group.name, 0) * self.page(group)
             for group in self.layout.groups
         )
 
     def end(self) -> int:
         """Blocks that are loaded in the end."""
-        end = self.first_fault()
-        return end if end == self.stop or (self.has_pages(end) and not self._broken(end)) else self.start
+        fault = self.first_fault()
+        if fault == self.stop:
+            return fault
+        end = next((blocks for blocks in range(fault, self.start, -1) if self.has_pages(blocks)), self.start)
+        return self.start if self._broken(end) else end
 
     def first_fault(self) -> int:
         """The first bad block that the whole load has to do with; its end where there is none."""
@@ -136,7 +160,7 @@ def expected_planes(before: Planes, into: Prompt, source: Prompt, load: Load, en
     else as it was."""
     after = copied(before)
     for group in load.layout.groups:
-        for token in load.needed(group, end)[:: load.page_tokens]:
+        for token in load.needed(group, end)[:: load.page(group)]:
             page = into.page(group.name, token - load.first_token)
             assert page is not None
             for layer in group.layers:
@@ -156,14 +180,14 @@ def check_loaded(
         of_group = into.pages.of_group(group.name)
         ends = {load.stop, load.first_fault(), end, *on_the_way}
         tried = {token for blocks in ends for token in load.needed(group, blocks)}
-        for token in load.needed(group, end)[:: load.page_tokens]:
+        for token in load.needed(group, end)[:: load.page(group)]:
             for layer in group.layers:
                 for plane in range(len(group.plane_widths)):
                     got = into.numbers(group, layer, plane, token - load.first_token)
                     want = source.numbers(group, layer, plane, token)
                     assert same_bits(got, want), f"page of token {token} of layer {layer}, plane {plane}"
         for number, page in enumerate(of_group.table, of_group.first_page):
-            if load.first_token + number * load.page_tokens in tried:
+            if load.first_token + number * load.page(group) in tried:
                 for layer in group.layers:
                     for tensor, now in zip(touched[layer], into.pages.planes[layer], strict=True):
                         tensor[page] = now[page]
@@ -184,15 +208,18 @@ def spread(
     order: Sequence[int],
     pages: int,
     firsts: Mapping[str, int] | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> Prompt:
     """Pages of a prompt: each group takes the next ones of `order`, which names each physical page once. The last group
-    has the common page table, if it has all pages."""
-    left, firsts = iter(order), firsts or {}
+    has the common page table, if it has all pages, and these have the common size. sizes: of groups with others."""
+    left, firsts, sizes = iter(order), firsts or {}, sizes or {}
     groups = {}
     for group in layout.groups:
-        first = firsts.get(group.name, 0)
-        groups[group.name] = GroupPages([next(left) for _ in range(pages - first)], first)
+        first, size = firsts.get(group.name, 0), sizes.get(group.name, 0)
+        count = pages * page_tokens // (size or page_tokens) - first
+        groups[group.name] = GroupPages([next(left) for _ in range(count)], first, size)
     table: Sequence[int] = range(pages)
-    if not groups[layout.groups[-1].name].first_page:
+    last = groups[layout.groups[-1].name]
+    if not last.first_page and last.page_tokens in (0, page_tokens):
         table = groups.pop(layout.groups[-1].name).table
     return Prompt(Pages(planes, table, page_tokens, groups), layout)

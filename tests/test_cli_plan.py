@@ -94,6 +94,7 @@ def test_a_recording_says_rates_and_hits(tmp_path: Path, here: Here) -> None:
         (("llama-3.1-8b", "--nvme-overhead", "x"), "--nvme-overhead 'x'; give milliseconds, 0 or more"),
         (("llama-3.1-8b", "--prefill-rate", "x"), "--prefill-rate 'x'; give tokens per second"),
         (("llama-3.1-8b", "--gpu-memory", "80GB"), "--gpu-memory is shared with the weights; give --weights"),
+        (("qwen3.5-27b", "--state-share", "65"), "a share of 65.0 for states; give their bytes for each byte of KV"),
         (("llama-3.1-8b", "--trace", "none.jsonl"), "none.jsonl: No such file or directory"),
         (("llama-3.1-8b", "--trace", "/"), "--trace / is a folder; give a file in it"),
         (

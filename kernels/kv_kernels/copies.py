@@ -42,7 +42,7 @@ class BlockCopy(Protocol):
     """A codec bound to pages and to one part. Not thread-safe; bind one per thread.
 
     Both verbs take any number of blocks, of which the first token of block i lies tokens[i] tokens into the pages of
-    the part's group.
+    the part's group. A token here, and in all of `kv_kernels`, is one row of a plane, whatever that covers.
     """
 
     def encode(self, tokens: Sequence[int], into: Sequence[Span], digest: Digest) -> Encoded:

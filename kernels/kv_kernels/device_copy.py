@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from kv_kernels import triton_int8, triton_raw
 from kv_kernels.copies import BlockCopy, Digest, Encoded, Flaw
 from kv_kernels.device import Device, Direction, Region, Stream
 from kv_kernels.device_tables import DIGEST_BYTES, Findings, TableMemory, Tables, TableShape
+from kv_kernels.int8 import GROUP
 from kv_kernels.pinned import PinnedExtents
 from kv_kernels.pools import RAW_BYTES, PoolTable
 from kv_kernels.transfer import Loader, Saver
@@ -32,6 +34,8 @@ from kv_kernels.transfer_state import LayerSlice, Transfer, TransferOutcome, lay
 from kv_kernels.triton_digest import SHORTEST_BYTES, digest_slices
 
 _Rows = np.ndarray[Any, Any]
+SHORT_ROW = 128
+"""Numbers: what a program moves at a time."""
 
 
 class DeviceContext(NamedTuple):
@@ -62,10 +66,13 @@ class DeviceCopy:
         """planes: per layer slice, per plane, [pages, page_tokens, heads, width] on the device; table: physical pages.
         codec: `int8.KC64`, None for bytes as they are. plain: another route, for when this one takes no
         more. Raises `ValueError` with the reason where these pages are not for this route."""
+        self._page_tokens = planes[0][0].shape[1]
+        if codec is None and self._page_tokens == block_tokens:
+            planes = _in_rows(planes)
         self._pools = PoolTable.of(planes, torch.empty(len(planes), len(planes[0]), dtype=torch.int64, device="meta"))
         if codec is None and self._pools.dtype.itemsize not in RAW_BYTES:
             raise ValueError(f"numbers of {self._pools.dtype.itemsize} bytes")
-        if block_tokens % 64 or slice_bytes % 16:
+        if slice_bytes % 16 or (codec is not None and block_tokens % GROUP):
             raise ValueError(f"blocks of {block_tokens} tokens, layer slices of {slice_bytes} bytes")
         if not SHORTEST_BYTES <= slice_bytes <= ways.segment_bytes:
             raise ValueError(
@@ -76,7 +83,6 @@ class DeviceCopy:
         self._plain = plain
         self._table = np.array(table, np.int64)
         self._addresses = np.array([[plane.data_ptr() for plane in layer] for layer in planes], np.int64).reshape(-1)
-        self._page_tokens = self._pools.page_tokens
         self._block_pages = block_tokens // self._page_tokens
         self._slice_bytes = slice_bytes
         self._block_digests_bytes = DIGEST_BYTES * len(planes)
@@ -263,6 +269,30 @@ class _Scatter(_Kernel):
             triton_raw.scatter(move.pools[at], table, staged)
         else:
             triton_int8.dequantize_scatter(move.pools[at], move.codec, table, staged)
+
+
+def _in_rows(planes: Sequence[Sequence[torch.Tensor]]) -> Sequence[Sequence[torch.Tensor]]:
+    """Pages that are blocks of few rows, as states are, seen as many short rows, one program for 64 of them. As they
+    are where they differ, or a page is not one run in the payload's order."""
+    shapes = [plane.shape[1:] for plane in planes[0]]
+    are_runs = all(
+        [plane.shape[1:] for plane in layer] == shapes
+        and all(plane[:1].transpose(1, 2).is_contiguous() for plane in layer)
+        for layer in planes
+    )
+    if shapes[0][0] >= GROUP or not are_runs:
+        return planes
+    sizes = [shape.numel() for shape in shapes]
+    rows = gcd(*sizes)
+    while rows % 2 == 0 and max(sizes) // rows < SHORT_ROW:
+        rows //= 2
+    return [
+        [
+            plane.as_strided((len(plane), rows, 1, size // rows), (plane.stride(0), size // rows, size // rows, 1))
+            for plane, size in zip(layer, sizes, strict=True)
+        ]
+        for layer in planes
+    ]
 
 
 def _page(plane: torch.Tensor, page: int) -> Region:

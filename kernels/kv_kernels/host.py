@@ -286,6 +286,11 @@ def address(tensor: Any) -> int:
     return int(tensor.ctypes.data if isinstance(tensor, np.ndarray) else tensor.data_ptr())
 
 
+def page_bytes(tensor: Any) -> int:
+    """Bytes from one page of a plane to the next."""
+    return abs(int(_strides(tensor)[0]))
+
+
 def are_writable(planes: Sequence[Sequence[Any]]) -> bool:
     """Whether pages can be loaded into all of these: none is read-only, and no two numbers of one share their memory,
     as those of an expanded tensor do."""

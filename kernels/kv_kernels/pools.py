@@ -145,9 +145,9 @@ def check_launch(
     if not pools.device == table.device == payloads.device:
         given = f"pools on {pools.device}, page table on {table.device}, payloads on {payloads.device}"
         raise ValueError(f"{given}; all of them belong on one device")
-    if block_tokens == 0 or block_tokens % GROUP:
+    if block_tokens == 0 or (codec is not None and block_tokens % GROUP):
         given = f"{table.shape[1]} pages of {pools.page_tokens} tokens"
-        raise ValueError(f"{given} are a block of {block_tokens} tokens; a block has a multiple of {GROUP}")
+        raise ValueError(f"{given} are a block of {block_tokens} tokens; in 8 bits a block has a multiple of {GROUP}")
     form = _form(pools, codec, block_tokens)
     if form is None:
         slice_bytes = pools.heads * block_tokens * sum(pools.widths) * pools.dtype.itemsize

@@ -3,7 +3,7 @@
     pool    one tensor [pages, page_tokens, heads, width] per layer and plane, named by its address
     payload [layer][plane][head, token, width] in C order, at `payload_at` in row b of a uint8 tensor
 
-One launch covers all blocks, layers, heads and planes; a program copies the 64 tokens of one block, layer and head. The
+One launch covers all blocks, layers, heads and planes; a program copies 64 tokens of one block, layer and head. The
 host allocates nothing and waits for nothing. Offsets have 64 bits: the pages of 128k tokens of an 8B model hold more
 numbers than 32 bits can count.
 This file, `triton_int8` and `triton_digest` are the only ones that import triton.
@@ -36,13 +36,13 @@ def gather(pools: PoolTable, table: torch.Tensor, payloads: torch.Tensor, payloa
     Raises `ValueError` where these do not fit together (`pools.check_launch`).
     """
     launch = check_launch(pools, None, table, payloads, payload_at)
-    run(_gather, pools, table, payloads, payload_at, launch, _constants(pools))
+    run(_gather, pools, table, payloads, payload_at, launch, _constants(pools), launch.block_tokens)
 
 
 def scatter(pools: PoolTable, table: torch.Tensor, payloads: torch.Tensor, payload_at: int = 0) -> None:
     """The mirror of `gather`. A page id of -1 leaves that page out; no page may be named twice."""
     launch = check_launch(pools, None, table, payloads, payload_at)
-    run(_scatter, pools, table, payloads, payload_at, launch, _constants(pools))
+    run(_scatter, pools, table, payloads, payload_at, launch, _constants(pools), launch.block_tokens)
 
 
 def run(
@@ -57,7 +57,7 @@ def run(
     warps: int = WARPS,
 ) -> None:
     """Launch a kernel with what all of them are told, one program per block, layer, 64 tokens and head."""
-    groups = launch.block_tokens // GROUP
+    groups = -(-launch.block_tokens // GROUP)
     programs = launch.blocks * pools.layers * groups * pools.heads
     if programs == 0:
         return
@@ -127,6 +127,7 @@ def _gather(
     heads,
     k_strides,
     v_strides,
+    tokens,
     PLANES: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     INTEGER: tl.constexpr,
@@ -139,23 +140,22 @@ def _gather(
     block, layer, group, head = place(layers, groups, heads)
     payload = payloads + block * row_bytes + payload_at + layer * slice_bytes
     payload = payload.to(tl.pointer_type(INTEGER))
-    page, within = pages_of(table + block * table_row, group * 64, 64, PAGE_TOKENS)
-    # Whole blocks of a head, in tokens.
-    line = (head * groups + group) * 64 + tl.arange(0, 64)
+    token, page, within = places_of(table + block * table_row, group, tokens, PAGE_TOKENS)
+    line = head * tokens + token
     pool = pool_at(addresses, layer, 0, PLANES, INTEGER, ALIGNED)
     lines = pool + page * k_strides[0] + within * k_strides[1] + head * k_strides[2]
     for at in range(0, K_WIDTH, K_STEP):
         column = at + tl.arange(0, K_STEP)
-        inside = (column < K_WIDTH)[None, :]
+        inside = (page >= 0)[:, None] & (column < K_WIDTH)[None, :]
         numbers = tl.load(lines[:, None] + column[None, :].to(tl.int64) * k_strides[3], mask=inside)
         tl.store(payload + line[:, None] * K_WIDTH + column[None, :], numbers, mask=inside)
     if PLANES == 2:
-        payload += heads.to(tl.int64) * groups * 64 * K_WIDTH
+        payload += heads.to(tl.int64) * tokens * K_WIDTH
         pool = pool_at(addresses, layer, 1, PLANES, INTEGER, ALIGNED)
         lines = pool + page * v_strides[0] + within * v_strides[1] + head * v_strides[2]
         for at in range(0, V_WIDTH, V_STEP):
             column = at + tl.arange(0, V_STEP)
-            inside = (column < V_WIDTH)[None, :]
+            inside = (page >= 0)[:, None] & (column < V_WIDTH)[None, :]
             numbers = tl.load(lines[:, None] + column[None, :].to(tl.int64) * v_strides[3], mask=inside)
             tl.store(payload + line[:, None] * V_WIDTH + column[None, :], numbers, mask=inside)
 
@@ -174,6 +174,7 @@ def _scatter(
     heads,
     k_strides,
     v_strides,
+    tokens,
     PLANES: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     INTEGER: tl.constexpr,
@@ -186,8 +187,8 @@ def _scatter(
     block, layer, group, head = place(layers, groups, heads)
     payload = payloads + block * row_bytes + payload_at + layer * slice_bytes
     payload = payload.to(tl.pointer_type(INTEGER))
-    page, within = pages_of(table + block * table_row, group * 64, 64, PAGE_TOKENS)
-    line = (head * groups + group) * 64 + tl.arange(0, 64)
+    token, page, within = places_of(table + block * table_row, group, tokens, PAGE_TOKENS)
+    line = head * tokens + token
     pool = pool_at(addresses, layer, 0, PLANES, INTEGER, ALIGNED)
     lines = pool + page * k_strides[0] + within * k_strides[1] + head * k_strides[2]
     for at in range(0, K_WIDTH, K_STEP):
@@ -196,7 +197,7 @@ def _scatter(
         numbers = tl.load(payload + line[:, None] * K_WIDTH + column[None, :], mask=wanted)
         tl.store(lines[:, None] + column[None, :].to(tl.int64) * k_strides[3], numbers, mask=wanted)
     if PLANES == 2:
-        payload += heads.to(tl.int64) * groups * 64 * K_WIDTH
+        payload += heads.to(tl.int64) * tokens * K_WIDTH
         pool = pool_at(addresses, layer, 1, PLANES, INTEGER, ALIGNED)
         lines = pool + page * v_strides[0] + within * v_strides[1] + head * v_strides[2]
         for at in range(0, V_WIDTH, V_STEP):
@@ -216,6 +217,15 @@ def place(layers, groups, heads):
     number //= groups
     layer = number % layers
     return (number // layers).to(tl.int64), layer.to(tl.int64), group.to(tl.int64), head.to(tl.int64)
+
+
+@triton.jit
+def places_of(row, group, tokens, PAGE_TOKENS: tl.constexpr):
+    """A group's 64 tokens, the page of each, and its place in that page. The page is -1 for those that are left out,
+    and behind a block's last token."""
+    token = group * 64 + tl.arange(0, 64)
+    page = tl.load(row + token // PAGE_TOKENS, mask=token < tokens, other=-1)
+    return token, page.to(tl.int64), (token % PAGE_TOKENS).to(tl.int64)
 
 
 @triton.jit

@@ -74,6 +74,7 @@ class MissReason(StrEnum):
     OUT_OF_RANGE = "out_of_range"  # not stored: its numbers are too far apart for the codec's scales
     INCOMPLETE = "incomplete"  # not stored: the engine has freed pages of one of its groups, as behind a window
     BUSY = "busy"  # as much is in flight for the client as may be; it can ask again soon
+    NO_STATE = "no_state"  # the KV is there, and no state of recurrent layers at this boundary
 
 
 # What a tier reports about a block, as a reason for its tokens. Total: a test walks over every member of `TierMiss`.

@@ -56,8 +56,8 @@ class RawCodec(_PartCodec):
 
     def bind(self, pages: Pages, layout: Layout, part: Part) -> BlockCopy:
         """Host memory is copied run by run at memcpy speed; see `routes` for pages on a device."""
-        table, planes = _checked(pages, layout, part)
-        return routes.raw_copy(planes, table, pages.page_tokens, part.block_tokens, self._devices)
+        planes, table, page_rows = _checked(pages, layout, part)
+        return routes.raw_copy(planes, table, page_rows, part.rows, self._devices)
 
 
 class Int8Codec(_PartCodec):
@@ -72,12 +72,10 @@ class Int8Codec(_PartCodec):
 
     def bind(self, pages: Pages, layout: Layout, part: Part) -> BlockCopy:
         """Host memory goes through compiled loops; see `routes` for pages on a device."""
-        table, planes = _checked(pages, layout, part)
+        planes, table, page_rows = _checked(pages, layout, part)
         try:
-            dtype = part.group.dtype
-            return routes.int8_copy(
-                payload.int8_form(self.name, part), planes, table, pages.page_tokens, dtype, self._devices
-            )
+            form = payload.int8_form(self.name, part)
+            return routes.int8_copy(form, planes, table, page_rows, part.group.dtype, self._devices)
         except ValueError as error:
             raise LayoutMismatch(f"layers {list(part.layers)}: {error}") from None
 
@@ -139,26 +137,28 @@ class Codecs:
             return None
 
 
-def _checked(pages: Pages, layout: Layout, part: Part) -> tuple[list[int], list[list[Any]]]:
-    """The page table, and of each layer the planes of this part's heads. Raises `LayoutMismatch`."""
-    table = page_numbers(pages.of_group(part.group.name).table)
-    _check(pages, table, layout, part)
+def _checked(pages: Pages, layout: Layout, part: Part) -> tuple[list[list[Any]], list[int], int]:
+    """Of each layer the planes of this part's heads, the page table, and the rows of a page. Raises
+    `LayoutMismatch`."""
+    of_group = pages.of_group(part.group.name)
+    table, page_rows = page_numbers(of_group.table), of_group.page_tokens // part.group.row_tokens
+    if part.block_tokens % of_group.page_tokens or of_group.page_tokens % part.group.row_tokens:
+        raise LayoutMismatch(
+            f"pages of {of_group.page_tokens} tokens do not divide a block of {part.block_tokens} into whole rows of "
+            f"{part.group.row_tokens} (group {part.group.name!r}); choose block_tokens as a multiple of the page"
+        )
+    _check(pages, table, page_rows, layout, part)
     planes = [list(pages.planes[layer]) for layer in part.layers]
     if part.kv_heads < part.group.kv_heads:
         planes = [[plane[:, :, part.head_start : part.head_stop] for plane in layer] for layer in planes]
-    return table, planes
+    return planes, table, page_rows
 
 
-def _check(pages: Pages, table: list[int], layout: Layout, part: Part) -> None:
+def _check(pages: Pages, table: list[int], page_rows: int, layout: Layout, part: Part) -> None:
     group = part.group
     lowest, highest = min(table, default=0), max(table, default=-1)
-    page_shapes = [(pages.page_tokens, group.kv_heads, width) for width in group.plane_widths]
+    page_shapes = [(page_rows, group.kv_heads, width) for width in group.plane_widths]
     known: object = None  # the dtype that was found right last
-    if part.block_tokens % pages.page_tokens:
-        raise LayoutMismatch(
-            f"pages of {pages.page_tokens} tokens do not divide a block of {part.block_tokens}; "
-            "choose block_tokens as a multiple of the page"
-        )
     for layer in part.layers:
         if layer not in pages.planes:
             raise LayoutMismatch(f"pages hold no layer {layer}; the layout has layers {list(layout.layers)}")
@@ -174,7 +174,7 @@ def _check(pages: Pages, table: list[int], layout: Layout, part: Part) -> None:
             if plane.shape[1:] != want:
                 raise LayoutMismatch(
                     f"layer {layer} has pages of shape {tuple(plane.shape)}; the layout wants "
-                    f"[pages, {want[0]}, {want[1]}, {want[2]}] as [pages, page_tokens, kv_heads, width]"
+                    f"[pages, {want[0]}, {want[1]}, {want[2]}] as [pages, rows of a page, kv_heads, width]"
                 )
             if plane.dtype is not known:
                 given = host.dtype_name(plane)

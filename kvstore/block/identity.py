@@ -352,6 +352,12 @@ class Namespace:
                     f"{MAX_FIELD_CHARACTERS} and {MAX_VALUE_CHARACTERS} characters"
                 )
 
+    @property
+    def beside(self) -> str:
+        """The digest, in hexadecimal, of the namespace whose prompts these blocks go with: for states that of the KV.
+        Empty for a namespace of its own."""
+        return self.config.get("beside", "")
+
     def fields(self) -> dict[str, str]:
         """Every field by name, as text: what the digest covers, and what two namespaces are compared by."""
         described = {
@@ -377,18 +383,7 @@ class Namespace:
     def pack(self) -> bytes:
         """As bytes that `unpack` reads: what a disk keeps beside blocks, so that a new process can name them."""
         layout = self.layout
-        groups = [
-            [
-                group.name,
-                group.layers,
-                group.kv_heads,
-                group.plane_widths,
-                group.dtype,
-                group.attention,
-                *group.window_fields,
-            ]
-            for group in layout.groups
-        ]
+        groups = [group.describe() for group in layout.groups]
         cut = [layout.block_tokens, layout.head_shards, layout.layer_shards, layout.packing]
         fields = [NAMESPACE_VERSION, self.model, self.weights_epoch, self.codec, dict(self.config), groups, cut]
         return zlib.compress(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
@@ -408,9 +403,9 @@ class Namespace:
                 raise BadInput(f"blocks of {shown(block_tokens)} tokens")
             kinds = []
             for group in _listed(groups, 1, MAX_GROUPS):
-                name, layers, heads, widths, dtype, attention, *window = _listed(group, 6, 7)
+                name, layers, heads, widths, dtype, attention, *further = _listed(group, 6, 8)
                 layers, widths = _listed(layers, 1, MAX_LAYERS), _listed(widths, 1, 2)
-                kinds.append(KvGroup(name, tuple(layers), heads, tuple(widths), dtype, attention, *window))
+                kinds.append(KvGroup(name, tuple(layers), heads, tuple(widths), dtype, attention, *further))
             layout = Layout(tuple(kinds), block_tokens, 1, head_shards, layer_shards, packing)
             return Namespace(model, layout, codec, epoch, config)
         except BadInput as error:

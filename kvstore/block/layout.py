@@ -7,7 +7,7 @@ family of all its parts. The payload of a part, which is the order of bytes in e
 
     for each layer of the part:            one *layer slice*, with a digest of its own in the frame's header
         for each plane (K, V; or one latent plane for MLA):
-            [kv_head, token, width]        C order, in the group's dtype
+            [kv_head, row, width]          C order, in the group's dtype; a row is of one token, or of `row_tokens`
 
 This file knows no engine, no codec and no tensor.
 """
@@ -16,15 +16,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from math import gcd
+from math import lcm
 from numbers import Integral
 
 from kvstore.block.errors import BadInput, shown
 
 BLOCK_TOKENS_UNIT = 64
-"""Blocks are multiples of this many tokens: codecs keep their parameters per 64 tokens."""
+"""Blocks are multiples of this where the engine's page allows it: 8-bit codecs keep their parameters per 64 tokens."""
+LARGEST_DEFAULT_TOKENS = 256
+"""A page that would need a larger block than that to share the unit is a block of its own."""
 
-MAX_BLOCK_TOKENS, MAX_PAGE_TOKENS = 4096, 1 << 20
+MAX_BLOCK_TOKENS = 4096
 
 MAX_GROUPS, MAX_LAYERS, MAX_LAYER_NUMBER = 64, 1024, (1 << 16) - 1
 MAX_KV_HEADS, MAX_PLANE_WIDTH, MAX_WINDOW = 1 << 12, 1 << 24, 1 << 31
@@ -46,10 +48,12 @@ DTYPE_BYTES: dict[str, int] = {
 
 
 class Attention(StrEnum):
-    """The kind of attention of a group's layers; it decides which blocks of a prefix a load needs."""
+    """What a group's layers keep of the tokens they have seen; it decides which blocks of a prefix a load needs."""
 
     FULL = "full"
     SLIDING = "sliding"  # a token sees the last `window` tokens, itself included; a load needs only a prefix's end
+    CHUNKED = "chunked"  # a token sees its own chunk of `window` tokens; a load needs the chunk that a prefix ends in
+    STATE = "state"  # a recurrent state, as it was behind each block's last token; a load needs the last block's
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,9 @@ class KvGroup:
 
     layers: the model's layer numbers. kv_heads: 1 for MQA and MLA. plane_widths: elements per token and head of each
     plane: (head_dim, head_dim) for K and V, (latent + rope,) for MLA's one plane. dtype: a key of `DTYPE_BYTES`.
-    window: tokens, of a sliding group: the query at position p sees the keys p - window + 1 .. p. 0 for any other.
+    window: tokens. Of a sliding group: the query at position p sees the keys p - window + 1 .. p; of a chunked one: the
+    keys from p // window * window on; 0 for any other. row_tokens: tokens that one stored row covers: 1, more for
+    compressed latents, and for a state all tokens of the block.
     """
 
     name: str
@@ -68,6 +74,7 @@ class KvGroup:
     dtype: str
     attention: Attention = Attention.FULL
     window: int = 0
+    row_tokens: int = 1
 
     def __post_init__(self) -> None:
         check_name("the name of a group", self.name)
@@ -98,21 +105,41 @@ class KvGroup:
                 f"group {self.name!r} has attention {shown(self.attention)}; allowed: {', '.join(Attention)}"
             )
         object.__setattr__(self, "attention", Attention(self.attention))
-        least, most = (1, MAX_WINDOW) if self.attention is Attention.SLIDING else (0, 0)
+        has_window = self.attention in (Attention.SLIDING, Attention.CHUNKED)
+        least, most = (1, MAX_WINDOW) if has_window else (0, 0)
         if not is_whole(self.window, least, most):
             raise BadInput(
                 f"group {self.name!r} has attention {self.attention!s} and window={shown(self.window)}; give a window "
-                f"of 1 token or more (at most {MAX_WINDOW}) with Attention.SLIDING, and none with any other"
+                f"of 1 token or more (at most {MAX_WINDOW}) with Attention.SLIDING or CHUNKED, and none with any other"
+            )
+        if not is_whole(self.row_tokens, 1, MAX_BLOCK_TOKENS):
+            raise BadInput(
+                f"group {self.name!r} has row_tokens={shown(self.row_tokens)}; give the tokens that one row covers, 1 "
+                f"or more, at most {MAX_BLOCK_TOKENS}"
             )
 
     @property
     def element_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
 
-    @property
-    def window_fields(self) -> tuple[int, ...]:
-        """The window, if there is one. Without one a group is described, and digested, as before windows existed."""
-        return (self.window,) if self.window else ()
+    def describe(self) -> list[object]:
+        """Plain values, for the namespace's digest and for its packed form. Window and rows are named only where they
+        say something: other groups keep the digests that they had before there were any."""
+        further = [self.window, self.row_tokens] if self.row_tokens != 1 else [self.window] if self.window else []
+        shape = [self.name, list(self.layers), self.kv_heads, list(self.plane_widths), self.dtype, str(self.attention)]
+        return [*shape, *further]
+
+    def needed_from(self, end: int) -> int:
+        """The first token of which a prefix of `end` tokens, in whole blocks, needs these layers' KV."""
+        match self.attention:
+            case Attention.FULL:
+                return 0
+            case Attention.SLIDING:
+                return max(0, end - self.window + 1)
+            case Attention.CHUNKED:
+                return end // self.window * self.window
+            case Attention.STATE:
+                return max(0, end - self.row_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +159,14 @@ class Part:
         object.__setattr__(self, "kv_heads", self.head_stop - self.head_start)
 
     @property
+    def rows(self) -> int:
+        """Rows of each plane of a block."""
+        return self.block_tokens // self.group.row_tokens
+
+    @property
     def plane_bytes(self) -> tuple[int, ...]:
-        """Bytes of each plane of one layer slice: kv_heads x block_tokens x width x bytes per element."""
-        return tuple(
-            self.kv_heads * self.block_tokens * width * self.group.element_bytes for width in self.group.plane_widths
-        )
+        """Bytes of each plane of one layer slice: kv_heads x rows x width x bytes per element."""
+        return tuple(self.kv_heads * self.rows * width * self.group.element_bytes for width in self.group.plane_widths)
 
     @property
     def slice_bytes(self) -> int:
@@ -157,10 +187,10 @@ class Part:
 class Layout:
     """The shape of a block: groups, block size, and how a block is cut into parts.
 
-    page_tokens: tokens in one of the engine's pages; block_tokens must be a multiple of it and of 64, and is by default
-    the smallest such number. head_shards: tensor-parallel ranks that hold different heads; with more ranks than KV
-    heads the heads are replicated and stored once. layer_shards: pipeline stages, or a way to keep frames small.
-    packing: how the numbers are packed inside a plane, part of the namespace.
+    page_tokens: tokens in one of the engine's pages, the least common multiple where groups differ; block_tokens must
+    be a multiple of it, by default `default_block_tokens`. head_shards: tensor-parallel ranks that hold different
+    heads; with more ranks than KV heads the heads are replicated and stored once. layer_shards: pipeline stages, or a
+    way to keep frames small. packing: how the numbers are packed inside a plane, part of the namespace.
     """
 
     groups: tuple[KvGroup, ...]
@@ -194,6 +224,13 @@ class Layout:
         if is_whole(self.block_tokens, 0, 0):
             object.__setattr__(self, "block_tokens", default_block_tokens(self.page_tokens))
         check_block_tokens(self.block_tokens, self.page_tokens)
+        for group in self.groups:
+            is_state = group.attention is Attention.STATE
+            if group.row_tokens != self.block_tokens if is_state else self.block_tokens % group.row_tokens:
+                raise BadInput(
+                    f"group {group.name!r} ({group.attention}) has rows of {group.row_tokens} tokens in blocks of "
+                    f"{self.block_tokens}; rows must divide the block, and a state has one row of all its tokens"
+                )
         object.__setattr__(self, "parts", _cut_into_parts(self))
 
     @property
@@ -266,18 +303,7 @@ class Layout:
     def describe(self) -> dict[str, object]:
         """Plain values for the namespace's digest: everything that decides what a payload's bytes mean."""
         return {
-            "groups": [
-                [
-                    group.name,
-                    list(group.layers),
-                    group.kv_heads,
-                    list(group.plane_widths),
-                    group.dtype,
-                    str(group.attention),
-                    *group.window_fields,
-                ]
-                for group in self.groups
-            ],
+            "groups": [group.describe() for group in self.groups],
             "parts": [[list(part.layers), part.head_start, part.head_stop] for part in self.parts],
             "packing": self.packing,
         }
@@ -304,26 +330,23 @@ def _check_layers(layers: int) -> None:
 
 
 def default_block_tokens(page_tokens: int) -> int:
-    """The smallest multiple of 64 that is also a multiple of the engine's page."""
-    if not is_whole(page_tokens, 1, MAX_PAGE_TOKENS):
+    """The smallest multiple of 64 that is also a multiple of the engine's page; the page itself where it is above 64
+    and that multiple above `LARGEST_DEFAULT_TOKENS`."""
+    if not is_whole(page_tokens, 1, MAX_BLOCK_TOKENS):
         raise BadInput(
-            f"page_tokens={shown(page_tokens)} is not a page size; give 1 or more, at most {MAX_PAGE_TOKENS}"
+            f"page_tokens={shown(page_tokens)} is not a page size; give 1 or more, at most {MAX_BLOCK_TOKENS}"
         )
-    return page_tokens * BLOCK_TOKENS_UNIT // gcd(page_tokens, BLOCK_TOKENS_UNIT)
+    common = lcm(page_tokens, BLOCK_TOKENS_UNIT)
+    return common if page_tokens < BLOCK_TOKENS_UNIT or common <= LARGEST_DEFAULT_TOKENS else page_tokens
 
 
 def check_block_tokens(block_tokens: int, page_tokens: int) -> None:
     """Raise `BadInput` unless blocks of this size can be stored and cut from pages of that size."""
-    smallest = default_block_tokens(page_tokens)
-    if smallest > MAX_BLOCK_TOKENS:
-        raise BadInput(
-            f"page_tokens={page_tokens} would need blocks of {smallest} tokens, and {MAX_BLOCK_TOKENS} is the most; "
-            "give a page that shares more factors with 64, e.g. 16, 32 or 64"
-        )
-    if not is_whole(block_tokens, 1, MAX_BLOCK_TOKENS) or block_tokens % smallest:
+    default = default_block_tokens(page_tokens)
+    if not is_whole(block_tokens, 1, MAX_BLOCK_TOKENS) or block_tokens % page_tokens:
         raise BadInput(
             f"block_tokens={shown(block_tokens)} does not fit an engine page of {page_tokens} tokens: it must be a "
-            f"multiple of {smallest}, at most {MAX_BLOCK_TOKENS}; use {smallest}"
+            f"multiple of {page_tokens}, at most {MAX_BLOCK_TOKENS}; use {default}"
         )
 
 

@@ -13,7 +13,7 @@ garbage, and the caller must not report those pages as loaded.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from numbers import Integral
 from operator import index
@@ -35,21 +35,30 @@ class GroupPages:
     """The pages of one group of layers that has a page table of its own.
 
     table: table[i] is the physical page of logical page first_page + i. Logical pages before `first_page` are missing:
-    an engine frees pages behind a sliding window, which no token will see again.
+    an engine frees pages behind a sliding window, which no token will see again. page_tokens: of one of these pages; 0
+    for as many as the `Pages` say.
     """
 
     table: Sequence[int]
     first_page: int = 0
+    page_tokens: int = 0
 
     def __post_init__(self) -> None:
         _length(self.table)
         if not isinstance(self.first_page, Integral) or self.first_page < 0:
             raise BadInput(f"first_page={self.first_page!r} is not a page of the prompt; give a whole number from 0 up")
+        if not isinstance(self.page_tokens, Integral) or self.page_tokens < 0:
+            raise BadInput(f"page_tokens={self.page_tokens!r} of a group; give a whole number, or 0 for the others'")
 
     @property
     def stop_page(self) -> int:
         """The logical page that they end before."""
         return self.first_page + len(self.table)
+
+    @property
+    def first_token(self) -> int:
+        """The token that they begin with, counted as `Pages` does."""
+        return self.first_page * self.page_tokens
 
 
 @dataclass(frozen=True)
@@ -57,12 +66,12 @@ class Pages:
     """A view of paged KV, for reading or for writing.
 
     planes: for each layer number one tensor per plane (torch, or numpy's unsigned integers of the same width), each
-        of shape [pages, page_tokens, kv_heads, width] with any strides: a permuted view of whatever the engine has. All
-        heads of the group are given; a part takes its share.
+        of shape [pages, page_tokens // row_tokens, kv_heads, width] with any strides: a permuted view of whatever the
+        engine has. All heads of the group are given; a part takes its share.
     table: the physical page of every logical page, in token order. Page i holds the tokens from i * page_tokens on,
         counted from the `first_token` that is passed beside the pages.
-    groups: by name, the groups of the layout that have page tables of their own; all others use `table`. They end where
-        `table` does.
+    groups: by name, the groups of the layout that have page tables of their own; all others use `table`. They end at
+        the token where `table` does.
     """
 
     planes: Mapping[int, Sequence[Any]]
@@ -73,16 +82,17 @@ class Pages:
     def __post_init__(self) -> None:
         if not isinstance(self.page_tokens, Integral) or self.page_tokens < 1:
             raise BadInput(f"page_tokens={self.page_tokens!r} is not a page size; give a whole number, 1 or more")
-        pages = _length(self.table)
+        tokens = _length(self.table) * self.page_tokens
         if not isinstance(self.groups, Mapping):
             raise BadInput(f"groups of type {type(self.groups).__name__}; give kvstore.GroupPages by the group's name")
         for name, group in self.groups.items():
             if not isinstance(group, GroupPages):
                 raise BadInput(f"pages of type {type(group).__name__} for group {name!r}; give kvstore.GroupPages(...)")
-            if group.stop_page != pages:
+            page = group.page_tokens or self.page_tokens
+            if group.stop_page * page != tokens:
                 raise BadInput(
-                    f"group {name!r} has {len(group.table)} pages from page {group.first_page} on, and the page table "
-                    f"ends at page {pages}; give all groups pages up to the same token"
+                    f"group {name!r} has {len(group.table)} pages of {page} tokens from page {group.first_page} on, "
+                    f"and the page table ends at token {tokens}; give all groups pages up to the same token"
                 )
 
     @property
@@ -90,19 +100,35 @@ class Pages:
         return len(self.table) * self.page_tokens
 
     def of_group(self, name: str) -> GroupPages:
-        """The pages that hold a group's layers."""
-        return self.groups.get(name) or GroupPages(self.table)
+        """The pages that hold a group's layers, with their size."""
+        group = self.groups.get(name) or GroupPages(self.table)
+        return group if group.page_tokens else replace(group, page_tokens=self.page_tokens)
 
     def cut(self, first_page: int, stop_page: int) -> Pages:
-        """The pages from one logical page up to another."""
+        """The pages from one page of `table` up to another, and of each group those of the same tokens. Raises
+        `BadInput` where that would split a group's page."""
         stop_page = min(stop_page, len(self.table))
         first_page = min(first_page, stop_page)
         groups = {}
-        for name, group in self.groups.items():
-            first = min(max(group.first_page, first_page), stop_page)
-            table = group.table[max(0, first - group.first_page) : max(0, stop_page - group.first_page)]
-            groups[name] = GroupPages(table, first - first_page)
+        for name in self.groups:
+            group = self.of_group(name)
+            start, start_rest = divmod(first_page * self.page_tokens, group.page_tokens)
+            stop, stop_rest = divmod(stop_page * self.page_tokens, group.page_tokens)
+            if start_rest or stop_rest:
+                raise BadInput(
+                    f"a cut from token {first_page * self.page_tokens} to {stop_page * self.page_tokens} splits a page "
+                    f"of group {name!r}; cut at multiples of its {group.page_tokens} tokens"
+                )
+            first = min(max(group.first_page, start), stop)
+            table = group.table[max(0, first - group.first_page) : max(0, stop - group.first_page)]
+            groups[name] = replace(group, table=table, first_page=first - start)
         return Pages(self.planes, self.table[first_page:stop_page], self.page_tokens, groups)
+
+    def check_first_token(self, first_token: int) -> None:
+        """Raise `BadInput` unless pages of all groups can begin with this token of a prompt."""
+        for page in {self.page_tokens, *(self.of_group(name).page_tokens for name in self.groups)}:
+            if first_token < 0 or first_token % page:
+                raise BadInput(f"first_token={first_token} is not a page boundary; give a multiple of {page}")
 
     def check_groups(self, layout: Layout) -> None:
         """Raise `LayoutMismatch` where a group is named that the layout does not have."""
@@ -123,19 +149,35 @@ class Pages:
         binding a codec to these pages, which checks that all layers are there."""
         if len(layout.groups) == 1:
             return
-        named = [set(page_numbers(self.of_group(group.name).table)) for group in layout.groups]
+        named = [sorted(page_numbers(self.of_group(group.name).table)) for group in layout.groups]
         # Engines give layers of several groups the same memory, and each group pages of its own in it.
         memory = [
-            {host.address(plane) for layer in group.layers for plane in self.planes[layer]} for group in layout.groups
+            {host.address(plane): host.page_bytes(plane) for layer in group.layers for plane in self.planes[layer]}
+            for group in layout.groups
         ]
         for one, other in combinations(range(len(named)), 2):
-            common = named[one] & named[other] if memory[one] & memory[other] else None
-            if common:
-                first, second = layout.groups[one].name, layout.groups[other].name
-                raise LayoutMismatch(
-                    f"groups {first!r} and {second!r} have planes in common, and page {min(common)} of them; a page "
-                    "can hold one piece of a prompt only"
-                )
+            for address in memory[one].keys() & memory[other].keys():
+                common = _first_common(named[one], memory[one][address], named[other], memory[other][address])
+                if common is not None:
+                    first, second = layout.groups[one].name, layout.groups[other].name
+                    raise LayoutMismatch(
+                        f"groups {first!r} and {second!r} have planes in common, and page {common} of them; a page "
+                        "can hold one piece of a prompt only"
+                    )
+
+
+def _first_common(one: Sequence[int], one_bytes: int, other: Sequence[int], other_bytes: int) -> int | None:
+    """The first page of `one`, ascending, whose memory a page of `other` has too. bytes: from a page to the next."""
+    if one_bytes == other_bytes:
+        return min(set(one) & set(other), default=None)
+    ends = iter(other)
+    page = next(ends, None)
+    for number in one:
+        while page is not None and (page + 1) * other_bytes <= number * one_bytes:
+            page = next(ends, None)
+        if page is not None and page * other_bytes < (number + 1) * one_bytes:
+            return number
+    return None
 
 
 def page_numbers(table: Sequence[int]) -> list[int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from kv_kernels.int8_form import KC64, SliceForm, slice_form
+from kv_kernels.int8_form import GROUP, KC64, SliceForm, slice_form
 from kvstore.block.errors import BadInput, shown
 from kvstore.block.layout import Layout, Part
 from tiering.frame import frame_bytes
@@ -33,12 +33,9 @@ def codec_meant(name: str) -> str:
 def int8_form(codec: str, part: Part) -> SliceForm:
     """The form of an 8-bit layer slice. Raises `BadInput` for numbers that these codecs cannot write."""
     group = part.group
-    if group.dtype not in INT8_DTYPES:
-        raise BadInput(
-            f"codec {codec!r} cannot write KV of dtype {group.dtype} (group {group.name!r}); "
-            f"allowed: {', '.join(INT8_DTYPES)}; use codec='raw'"
-        )
-    return slice_form(codec, part.kv_heads, part.block_tokens, group.plane_widths, group.element_bytes)
+    if hindrance := _hindrance(part):
+        raise BadInput(f"codec {codec!r} cannot write KV of {hindrance} (group {group.name!r}); use codec='raw'")
+    return slice_form(codec, part.kv_heads, part.rows, group.plane_widths, group.element_bytes)
 
 
 def payload_bytes(codec: str, part: Part) -> int:
@@ -58,5 +55,11 @@ def block_bytes(codec: str, layout: Layout) -> int:
 
 def default_codec(layout: Layout) -> str:
     """The adapters' default: `int8-kc64`, and `raw` for numbers that no 8-bit codec writes."""
-    is_writable = all(group.dtype in INT8_DTYPES for group in layout.groups)
-    return KC64 if is_writable else RAW
+    return RAW if any(map(_hindrance, layout.parts)) else KC64
+
+
+def _hindrance(part: Part) -> str:
+    """Why 8-bit codecs cannot write a part; empty if they can."""
+    if part.group.dtype not in INT8_DTYPES:
+        return f"dtype {part.group.dtype}, only of {', '.join(INT8_DTYPES)}"
+    return f"{part.rows} rows a block, only of a multiple of {GROUP}" if part.rows % GROUP else ""

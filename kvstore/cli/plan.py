@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from kvstore.block.states import DEFAULT_SHARE
 from kvstore.cli.terminal import (
     Json,
     app,
@@ -35,7 +36,7 @@ def plan(
     head_dim: Annotated[str | None, option("N", "and the numbers of a head.")] = None,
     dtype: Annotated[str, option("NAME", "Of the engine's KV pool. The model's own if left out.")] = "",
     codec: Annotated[str, option("NAME", "Of the store: int8-kc64 or raw. int8-kc64 where it can be.")] = "",
-    block: Annotated[str, option("N", "Tokens of a block: a multiple of 64.")] = "64",
+    block: Annotated[str, option("N", "Tokens of a block.")] = "64",
     tensor_parallel: Annotated[str, option("N", "GPUs that share the model.")] = "1",
     context: Annotated[str, option("N", "Tokens of a user's prompt and answer.")] = "8192",
     gpu_memory: Annotated[str, option("SIZE", "Of one GPU: how many users fit beside the weights.")] = "0",
@@ -54,6 +55,9 @@ def plan(
     dram_overhead: Annotated[str | None, option("MS", "Of each load from it. 2 if left out.")] = None,
     nvme_speed: Annotated[str | None, option("RATE", "From NVMe to all GPUs, or off. 3GB/s if left out.")] = None,
     nvme_overhead: Annotated[str | None, option("MS", "Of each load from it. 5 if left out.")] = None,
+    state_share: Annotated[
+        str, option("SHARE", "Bytes of recurrent states between the ends of prompts, of the KV's.")
+    ] = str(DEFAULT_SHARE),
     trace: Annotated[
         str | None, path_option("FILE", "Take rates and hit rates from a recording (kvstore record).")
     ] = None,
@@ -117,6 +121,7 @@ def plan(
         "dram_bytes": parse_size(dram, "--dram"),
         "nvme_bytes": parse_size(nvme, "--nvme"),
         "prefill_rate": real(prefill_rate, "--prefill-rate", "give tokens per second, 0.001 or more"),
+        "state_share": real(state_share, "--state-share", "give the bytes of states for each byte of KV, 0 or more"),
         "tiers": tuple(one for one in tiers if one is not None),
     }
     request = plans.PlanRequest(**options)

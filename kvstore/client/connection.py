@@ -373,7 +373,7 @@ class PendingCall(Generic[R]):
 
 def is_quick(verb: m.Verb) -> bool:
     """Whether a running sidecar answers this at once, however busy it is."""
-    if isinstance(verb, m.MatchPrefix):
+    if isinstance(verb, m.MatchPrefix | m.Which):
         return len(verb.keys) <= QUICK_KEYS
     return isinstance(verb, m.Ping | m.Attach)
 
@@ -483,6 +483,8 @@ def check_answer(verb: m.Verb, answer: m.Answer, parts: int | None) -> None:
             _hold(all(len(stamp) == STAMP_BYTES for stamp in grant.stamps), "a stamp of another length")
         case m.MatchPrefix(), m.Matched():
             _check_match(answer.reply, len(verb.keys))
+        case m.Which(), m.Held():
+            _hold(len(answer.bits) in (0, -(-len(verb.keys) // 8)), "bits of other blocks")
         case m.LeasePrefix(), m.Leased():
             _check_lease(answer.reply, verb.first_block, len(verb.keys), parts)
         case m.Reserve(), m.Reserved():

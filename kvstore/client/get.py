@@ -6,11 +6,13 @@
               first_token                 end - window + 1      end
     full      |##################################################|      of each block all layers
     sliding   |          nothing is touched      |###############|      the window before the end, in whole pages
+    chunked   |             nothing is touched          |########|      the chunk that the end lies in, likewise
+    state     |                nothing is touched             |##|      the last block, which has the state behind it
 
-What it reports as loaded holds in every group: of a full one every token up to the end, of a sliding one the window
-before it. If a block fails, the end moves back to that block, and what the windows before the new end lack is read, if
-there are pages for it. If there are none, or that fails too, the end is where the get began. Must never count a token
-whose copy was not compared, nor write outside the pages that are its to fill.
+What it reports as loaded holds in every group: all that a prefix of so many tokens needs of it
+(`KvGroup.needed_from`). If a block fails, the end moves back to that block, or further if pages lack what such an end
+needs; and what was not read of that is read. If that fails too, or no end has its pages, the end is where the get
+began. Must never count a token whose copy was not compared, nor write outside the pages that are its to fill.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import NamedTuple
 from kv_kernels.copies import BlockCopy
 from kvstore.block.account import Account, MissReason
 from kvstore.block.errors import LayoutMismatch, StoreClosed, Unreachable
-from kvstore.block.layout import KvGroup, Layout, Part
+from kvstore.block.layout import Attention, KvGroup, Layout, Part
 from kvstore.block.pages import Codec, Digest, Pages
 from kvstore.client.lease import Lease
 from kvstore.protocol import messages as m
@@ -41,9 +43,9 @@ costs."""
 class Loaded:
     """Result of `get`: pages hold the prompt's tokens up to `tokens`, verified; anything behind is not valid.
 
-    Of a sliding group they hold those of the window before `tokens`, rounded down to a page; earlier pages are
-    unchanged. account: as in the lease, with failures turned into misses. reason: why it is less than leased, else
-    None.
+    Of a group without full attention they hold what a prefix of so many tokens needs, rounded down to a page; earlier
+    pages are unchanged. account: as in the lease, with failures turned into misses. reason: why it is less than
+    leased, else None.
     """
 
     tokens: int
@@ -108,8 +110,7 @@ class GetOperation:
         pages.check_groups(source.layout)
         # By group, the first token that has a page.
         self._given = {
-            group.name: first_token + pages.of_group(group.name).first_page * pages.page_tokens
-            for group in source.layout.groups
+            group.name: first_token + pages.of_group(group.name).first_token for group in source.layout.groups
         }
         self._check_windows()
 
@@ -172,7 +173,7 @@ class GetOperation:
 
     def _mend(self) -> None:
         """After the end moved back: windows before it begin earlier."""
-        if not any(group.window for group in self._source.layout.groups):
+        if all(group.attention is Attention.FULL for group in self._source.layout.groups):
             return
         self._cut(self._covered(self._end), self._reason)
         lacking = []
@@ -205,10 +206,10 @@ class GetOperation:
             count = min(len(payloads), self._end - first)
             if count <= 0:
                 continue
-            tokens = [block * self._block_tokens - column.base for block in range(first, first + count)]
-            skip = max(0, column.first - first * self._block_tokens)
-            source = self._source
-            good = column.coder.decode(payloads[:count], tokens, skip, expected[:count], source.digest)
+            row = column.part.group.row_tokens
+            rows = [(block * self._block_tokens - column.base) // row for block in range(first, first + count)]
+            skip = max(0, column.first - first * self._block_tokens) // row
+            good = column.coder.decode(payloads[:count], rows, skip, expected[:count], self._source.digest)
             if good < count:
                 self._report(first + good, column.part)
                 self._cut(first + good, MissReason.CORRUPT)
@@ -269,10 +270,8 @@ class GetOperation:
 
     def _needed(self, group: KvGroup, end: int) -> int:
         """The first token that a load up to this block needs of a group."""
-        if not group.window:
-            return self._first_token
-        page = self._pages.page_tokens
-        return max(self._first_token, max(0, end * self._block_tokens - group.window + 1) // page * page)
+        needed = group.needed_from(end * self._block_tokens)
+        return max(self._first_token, needed - needed % self._pages.of_group(group.name).page_tokens)
 
     def _lacks(self, group: KvGroup, end: int) -> bool:
         """Whether a load up to this block needs pages of a group that are not there."""
@@ -280,9 +279,12 @@ class GetOperation:
         return needed < min(self._given[group.name], end * self._block_tokens)
 
     def _covered(self, end: int) -> int:
-        """The last end, not behind this one, that a load can have. A shorter load needs earlier pages: if this one
-        lacks some, so do all shorter ones except the empty one."""
-        return self._start if any(self._lacks(group, end) for group in self._source.layout.groups) else end
+        """The last end, not behind this one, that a load can have. A shorter load may need earlier pages; at a chunk's
+        beginning it needs none of that group."""
+        groups = self._source.layout.groups
+        while end > self._start and any(self._lacks(group, end) for group in groups):
+            end -= 1
+        return end
 
     def _check_pages(self) -> None:
         """Check that no page is loaded twice. Runs after all codecs were bound to the pages."""
@@ -291,16 +293,13 @@ class GetOperation:
 
     def _check_windows(self) -> None:
         for group in self._source.layout.groups:
-            given, page = self._given[group.name], self._pages.page_tokens
-            if not group.window and given > self._first_token:
-                raise LayoutMismatch(
-                    f"group {group.name!r} has full attention, and its pages begin at page "
-                    f"{(given - self._first_token) // page} of the table; give it all of them"
-                )
-            if self._stop > self._start and self._lacks(group, self._end):
+            given, page = self._given[group.name], self._pages.of_group(group.name).page_tokens
+            lacks = self._stop > self._start and self._lacks(group, self._end)
+            if lacks or (given > self._first_token and group.attention is Attention.FULL):
                 needed = self._needed(group, self._end)
+                window = f" (window={group.window})" if group.window else ""
                 raise LayoutMismatch(
                     f"page {(needed - self._first_token) // page} of group {group.name!r} is missing: its pages begin "
-                    f"at page {(given - self._first_token) // page}, and its window of {group.window} tokens before "
-                    f"token {self._end * self._block_tokens} begins in that one"
+                    f"at page {(given - self._first_token) // page}, and with {group.attention} attention{window} a "
+                    f"load up to token {self._end * self._block_tokens} needs them from that one on"
                 )

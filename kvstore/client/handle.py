@@ -2,6 +2,7 @@
 
     match > lease > get > release,  put                                      get_by_layer: for attention to begin early
     submit_match, submit_lease: the same for a thread that must not wait     attach: a lease of another process
+    which, submit_which: of blocks that are no chain, such as states, those that are there
 
 The handle hashes prompts and encodes pages; `get` decodes them and checks every byte that it hands out. The store
 behind the `Door` sees keys, places and digests only. The same handle works on a store in this process and on one behind
@@ -223,6 +224,21 @@ class NamespaceHandle(HandOffVerbs):
         matched = partial(self._matched, tokens, asked.keys)
         return PendingReply(submitted, matched, partial(matched, cancelled))
 
+    def which(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of these blocks are readable, each for itself: not as a chain. Pins, changes and counts nothing. Those
+        that were not asked for, because the store does not answer or takes fewer keys, are not.
+
+        For blocks that stand alone, as states do (`kvstore.client.states`): a lease of one is of a chain of one.
+        """
+        return _flags(self.door.call(m.Which(self.number, list(keys)), m.Held), len(keys))
+
+    def submit_which(self, keys: Sequence[bytes], deadline_ms: float = 50) -> PendingReply[list[bool]]:
+        """`which` for a thread that must not wait: `poll` returns it once it is there, or none of them once it is
+        late."""
+        check_deadline(deadline_ms)
+        submitted = self.door.submit(m.Which(self.number, list(keys)), m.Held, float(deadline_ms) / 1000)
+        return PendingReply(submitted, partial(_flags, count=len(keys)), lambda: [False] * len(keys))
+
     def lease(self, match: Match, first_token: int = 0, deadline_ms: float = 50, request: str = "") -> Lease:
         """Pin what `match` found, or less: blocks that were evicted meanwhile, or would pin too much, are cut off with
         a reason.
@@ -277,7 +293,8 @@ class NamespaceHandle(HandOffVerbs):
 
         into: pages that cover the prompt's tokens from `first_token` on, which is a page boundary at or after the
         lease's first block. Loads up to the lease's end or the pages', whichever comes first, in whole blocks. Of a
-        sliding group only the window before that end is read; earlier pages of it are not needed, and not touched.
+        group without full attention only what that end needs is read; earlier pages of it are neither needed nor
+        touched.
         Tokens before `first_token` are the engine's own, in all groups. Raises `LayoutMismatch` if pages that this load
         needs are missing, and `LeaseExpired` for a released lease; one that `release_request` released is a miss.
         """
@@ -298,11 +315,9 @@ class NamespaceHandle(HandOffVerbs):
         _check_kind("into", into, Pages, "kvstore.Pages(planes=..., table=..., page_tokens=...)")
         if lease.released and not lease.ended:
             raise LeaseExpired("the lease was released; take a new one")
-        if first_token < lease.first_token or first_token % into.page_tokens:
-            raise BadInput(
-                f"first_token={first_token} must be a multiple of the page ({into.page_tokens} tokens) and not before "
-                f"the lease's first token {lease.first_token}"
-            )
+        into.check_first_token(first_token)
+        if first_token < lease.first_token:
+            raise BadInput(f"first_token={first_token}; give at least the lease's first token, {lease.first_token}")
         return GetOperation(self._source, lease, into, first_token)
 
     def release(self, lease: Lease) -> None:
@@ -362,8 +377,7 @@ class NamespaceHandle(HandOffVerbs):
         pages.check_groups(self.layout)
         coders = [self._codec.bind(pages, self.layout, part) for part in self._parts]
         pages.check_apart(self.layout)
-        given = [pages.of_group(part.group.name).first_page * pages.page_tokens for part in self._parts]
-        bases = [first_token + tokens for tokens in given]
+        bases = [first_token + pages.of_group(part.group.name).first_token for part in self._parts]
         complete = -(-max(bases) // self.block_tokens)
         stored: set[int] = set()
         present = len(keys)
@@ -504,21 +518,22 @@ class NamespaceHandle(HandOffVerbs):
         flaw: Flaw | None = None
         cuts = set(range(count - LAST_BLOCKS, 0, -EARLY_BLOCKS)) if self.door.commits_early else set()
         try:
-            for part, coder, base in zip([one.index for one in self._parts], coders, bases, strict=True):
+            for one, coder, base in zip(self._parts, coders, bases, strict=True):
+                part, row = one.index, one.group.row_tokens
                 if not reply.places[part]:  # another process fills it
                     continue
                 size = self._grant.payload_bytes[part]
                 frames = self.door.memory(reservation, reply.places[part], writable=True)
                 spans = [cut(span, HEADER_BYTES, size) for span in frames]
-                tokens = [block * self.block_tokens - base for block in reply.blocks[:count]]
+                rows = [(block * self.block_tokens - base) // row for block in reply.blocks[:count]]
                 first = 0
                 digests: list[Sequence[bytes]] = []
                 # Closed before any slot is given up: a device may still be writing into later ones.
-                known = min(len(tokens), len(spans))
+                known = min(len(rows), len(spans))
                 if reading is not None and not reading.begin():
                     return 0, None, None
                 try:
-                    with closing(coder.encode(tokens[:known], spans[:known], self._digest)) as encoding:
+                    with closing(coder.encode(rows[:known], spans[:known], self._digest)) as encoding:
                         for at, encoded in enumerate(encoding, 1):
                             if isinstance(encoded, Flaw):  # later blocks are not stored: a put stores a prefix
                                 flaw, count = encoded, at - 1
@@ -557,13 +572,17 @@ class NamespaceHandle(HandOffVerbs):
             raise BadInput(f"durability={durability!r}; allowed: {', '.join(DURABILITIES)}")
         if durability == "disk" and not self._grant.durable:
             raise BadInput("durability='disk' needs an NVMe tier, which this store does not have; open it with nvme=")
-        if first_token < 0 or first_token % pages.page_tokens:
-            raise BadInput(f"first_token={first_token} is not a page boundary; give a multiple of {pages.page_tokens}")
+        pages.check_first_token(first_token)
         if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, Real) or not 0 < ttl < 1 << 40):
             raise BadInput(f"ttl={ttl!r}; give seconds above 0 and below 2**40, or None")
         is_whole = isinstance(priority, Integral) and not isinstance(priority, bool)
         if not is_whole or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise BadInput(f"priority={priority!r}; give a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+
+
+def _flags(held: m.Held, count: int) -> list[bool]:
+    bits = f"{int.from_bytes(held.bits, 'little'):0{count}b}"[::-1]
+    return [bit == "1" for bit in bits[:count]]
 
 
 def _check_kind(name: str, value: object, kind: type, wanted: str) -> None:

@@ -55,10 +55,11 @@ MOVING_SHARE = 10
 """While memory moves to other clients, a sidecar without notifications is pinged this many times as often."""
 
 
-PlainVerb = m.Changes | m.Await | m.SealTicket | m.OpenTicket | m.Locate
+PlainVerb = m.Changes | m.Which | m.Await | m.SealTicket | m.OpenTicket | m.Locate
 """Requests about a namespace with one answer."""
-_KIND_OF_ANSWER: dict[type, type[m.Changed | m.Awaited | m.Sealed | m.TicketOpened | m.Located]] = {
+_KIND_OF_ANSWER: dict[type, type[m.Changed | m.Held | m.Awaited | m.Sealed | m.TicketOpened | m.Located]] = {
     m.Changes: m.Changed,
+    m.Which: m.Held,
     m.Await: m.Awaited,
     m.SealTicket: m.Sealed,
     m.OpenTicket: m.TicketOpened,
@@ -171,6 +172,8 @@ class SocketDoor:
             self._settle(run)
             if isinstance(request, PlainVerb):
                 most, steps = seconds, cast(Exchange[A], self._plain(run, request, number))
+                if isinstance(request, m.Which):
+                    most += run.allowance(len(request.keys), self.clock.monotonic_seconds())
             else:
                 most = min(seconds, MAX_DEADLINE_MS / 1000)
                 most += run.allowance(len(request.keys), self.clock.monotonic_seconds())
@@ -203,7 +206,7 @@ class SocketDoor:
         match request:
             case m.LeasePrefix():
                 return min(request.deadline_ms, MAX_DEADLINE_MS) / 1000 + limits.lease
-            case m.MatchPrefix() | AttachLease() | m.Locate():
+            case m.MatchPrefix() | m.Which() | AttachLease() | m.Locate():
                 return limits.match
             case m.Await():
                 return min(request.seconds, MAX_AWAIT_SECONDS) + limits.mapping
@@ -228,7 +231,7 @@ class SocketDoor:
                 return run.walk(
                     self._reserving(run, request, self._number(run, request.namespace, time)), time.left(), time.left
                 )
-            case m.Await() | m.SealTicket() | m.OpenTicket() | m.Locate():
+            case m.Which() | m.Await() | m.SealTicket() | m.OpenTicket() | m.Locate():
                 plain = self._plain(run, request, self._number(run, request.namespace, time))
                 return run.walk(plain, time.left(), time.left)
             case m.Persist():
@@ -258,7 +261,7 @@ class SocketDoor:
         return self._hold(run, leased) if leased.lease else NamedLease(leased)
 
     def _plain(self, run: SidecarConnection, request: PlainVerb, number: int) -> Exchange[m.Answer]:
-        if isinstance(request, m.Locate):
+        if isinstance(request, m.Locate | m.Which):
             request = msgspec.structs.replace(request, keys=request.keys[: run.max_keys])
         if isinstance(request, m.SealTicket) and len(request.keys) > run.max_keys:
             raise Unavailable(MissReason.UNSUPPORTED, f"{len(request.keys)} blocks; this sidecar takes {run.max_keys}")

@@ -107,6 +107,8 @@ class Store(Shared):
         match request:
             case m.MatchPrefix():
                 return m.Matched(self.match(client.named[request.namespace], request.keys))
+            case m.Which():
+                return m.Held(self.which(client.named[request.namespace], request.keys))
             case m.LeasePrefix():
                 number = client.named[request.namespace]
                 return m.Leased(self.lease(number, request.keys, request.first_block, request.deadline_ms))
@@ -170,6 +172,12 @@ class Store(Shared):
                 blocks, tiers = len(rows), self.tiers(rows)
             reason, detail = self.why(number, keys, blocks)
             return MatchReply(blocks, tiers, reason, detail)
+
+    def which(self, number: int, keys: Sequence[bytes]) -> bytes:
+        """Which of these blocks are readable, each for itself, as in `m.Held`. Counts as nothing."""
+        with self.lock:
+            is_served = not self.closed and number not in self._namespaces.unfound
+            return self.blocks.index.which(number, keys) if is_served else b""
 
     def lease(self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float) -> LeaseReply:
         """Pin the longest readable prefix; blocks in lower tiers are promoted until the deadline."""

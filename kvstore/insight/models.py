@@ -1,7 +1,7 @@
 """KV shapes of models, layer by layer: a table of known models, and a reader of Hugging Face's `config.json`.
 
     full      K and V of every token                     latent    one row for all heads (MLA), the same on each rank
-    window    the engine keeps the last `tokens` alone   index     keys of a sparse attention's indexer, beside a latent
+    window    the engine keeps the last `tokens` alone   index     keys of a sparse attention's indexer, beside its KV
     chunk     the same, of a chunk of `tokens`           state     per sequence, whatever its length; no KV at all
 
 A model that this file does not understand is refused by name, never guessed. Pure: reads text, opens no file.
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 from itertools import cycle, islice
+from math import prod
 from typing import Any
 
 from kvstore.block.errors import BadInput, shown
 from kvstore.block.layout import DTYPE_BYTES, MAX_KV_HEADS, MAX_LAYERS, MAX_PLANE_WIDTH, MAX_WINDOW, is_whole
 
-DEFAULT_DTYPE = "bfloat16"
-_MIB = 1 << 20
+DEFAULT_DTYPE, _F32 = "bfloat16", "float32"
 _INDEX_BYTES = 132
 """Bytes per token of one indexer layer: 128 numbers of fp8 and a scale of 4 bytes (DeepSeek-V3.2)."""
 
@@ -65,15 +65,25 @@ class KvLayers:
 
 @dataclass(frozen=True, slots=True)
 class StateLayers:
-    """Layers that keep a state of fixed size per sequence: Mamba, linear attention."""
+    """Layers that keep a state of fixed size per sequence: Mamba, linear attention. tensors: of each layer, the shape
+    and the dtype of its convolution's state and of its recurrence's, in vLLM's order."""
 
     layers: int
-    bytes_each: int
+    tensors: tuple[tuple[tuple[int, ...], str], ...]
+
+    @property
+    def bytes_each(self) -> int:
+        return sum(prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in self.tensors)
 
     @property
     def bytes(self) -> int:
         """Of one sequence."""
         return self.layers * self.bytes_each
+
+    @property
+    def formula(self) -> str:
+        sizes = (" x ".join(f"{one:,}" for one in (*shape, DTYPE_BYTES[dtype])) for shape, dtype in self.tensors)
+        return f"{self.layers} layers x ({' + '.join(f'{size} B' for size in sizes)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +106,11 @@ class ModelKv:
         """Of one sequence."""
         return sum(one.bytes for one in self.states)
 
+    @property
+    def row_bytes(self) -> set[int]:
+        """Bytes that a token takes in one layer, of all layers that keep K and V or a latent."""
+        return {one.bytes_per_token(self.dtype) // one.layers for one in self.layers if one.kind is not KvKind.INDEX}
+
 
 # The table -------------------------------------------------------------------------------------------------------
 
@@ -112,26 +127,40 @@ def _latent(layers: int, rank: int = 512, rope: int = 64) -> KvLayers:
     return KvLayers(KvKind.LATENT, layers, 1, (rank + rope,))
 
 
-def _index(layers: int) -> KvLayers:
-    return KvLayers(KvKind.INDEX, layers, 1, (_INDEX_BYTES,), dtype="uint8")
+def _index(layers: int, width: int = _INDEX_BYTES, dtype: str = "uint8") -> KvLayers:
+    return KvLayers(KvKind.INDEX, layers, 1, (width,), dtype=dtype)
 
 
-def _delta(layers: int, v_heads: int, k_heads: int = 16, k_dim: int = 128, v_dim: int = 128, kernel: int = 4) -> Any:
-    convolved = 2 * k_heads * k_dim + v_heads * v_dim
-    return StateLayers(layers, 4 * v_heads * k_dim * v_dim + 2 * convolved * (kernel - 1))
+def _state(layers: int, convolved: int, kernel: int, recurrence: tuple[int, int, int], dtype: str) -> StateLayers:
+    """convolved: channels of the convolution, which looks back `kernel` - 1 tokens. dtype: the recurrence's."""
+    return StateLayers(layers, (((kernel - 1, convolved), DEFAULT_DTYPE), (recurrence, dtype)))
 
 
-def _mamba2(layers: int, heads: int, state: int, groups: int = 8, head_dim: int = 64, kernel: int = 4) -> StateLayers:
-    convolved = heads * head_dim + 2 * groups * state
-    return StateLayers(layers, 4 * heads * head_dim * state + 2 * convolved * (kernel - 1))
+def _delta(
+    layers: int, v_heads: int, k_heads: int = 16, k_dim: int = 128, v_dim: int = 128, kernel: int = 4, dtype: str = _F32
+) -> StateLayers:
+    """Gated delta nets: Q, K and V are convolved."""
+    return _state(layers, 2 * k_heads * k_dim + v_heads * v_dim, kernel, (v_heads, v_dim, k_dim), dtype)
+
+
+def _kda(layers: int, heads: int, head_dim: int = 128, kernel: int = 4) -> StateLayers:
+    """Kimi's delta attention: as many heads of Q and K as of V."""
+    return _delta(layers, heads, heads, head_dim, head_dim, kernel)
+
+
+def _mamba2(
+    layers: int, heads: int, state: int, groups: int = 8, head_dim: int = 64, kernel: int = 4, dtype: str = _F32
+) -> StateLayers:
+    """Mamba 2: X, B and C are convolved."""
+    return _state(layers, heads * head_dim + 2 * groups * state, kernel, (heads, head_dim, state), dtype)
 
 
 _CHUNKS = KvLayers(KvKind.CHUNK, 36, 8, (128, 128), 8192)
 _MIMO = (KvLayers(KvKind.FULL, 9, 4, (192, 128)), _window(39, 8, 192, 128, 128))
-_NOT_COUNTED = "keys of its indexer are not counted: their width was not found"
 
 # Columns: name, repository whose config.json has it, layers, states. Shapes were read in copies of these files (litgpt,
-# aiconfigurator); states follow from the heads. Not read: Llama 4's split into full and chunked layers.
+# aiconfigurator), of MiniMax M3 in vLLM's defaults for it. Not read: Llama 4's split into full and chunked layers, and
+# the heads of Kimi K3's recurrent layers.
 _ROWS: tuple[tuple[Any, ...], ...] = (
     ("llama-2-7b", "meta-llama/Llama-2-7b-hf", _full(32, 32, 128)),
     ("llama-2-70b", "meta-llama/Llama-2-70b-hf", _full(80, 8, 128)),
@@ -182,7 +211,7 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
     ("kimi-k2", "moonshotai/Kimi-K2-Instruct", _latent(61)),
     ("kimi-k2.5", "moonshotai/Kimi-K2.5", _latent(61)),
     ("kimi-k2.7", "moonshotai/Kimi-K2.7", _latent(61)),
-    ("kimi-k3", "moonshotai/Kimi-K3", _latent(24), StateLayers(69, 6 * _MIB)),
+    ("kimi-k3", "moonshotai/Kimi-K3", _latent(24), _kda(69, 96)),
     ("glm-4.5", "zai-org/GLM-4.5", _full(92, 8, 128)),
     ("glm-4.7", "zai-org/GLM-4.7", _full(92, 8, 128)),
     ("glm-4.7-flash", "zai-org/GLM-4.7-Flash", _latent(47)),
@@ -191,7 +220,7 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
     ("glm-5.2", "zai-org/GLM-5.2", _latent(78), _index(21)),
     ("minimax-m2.5", "MiniMaxAI/MiniMax-M2.5", _full(62, 8, 128)),
     ("minimax-m2.7", "MiniMaxAI/MiniMax-M2.7", _full(62, 8, 128)),
-    ("minimax-m3", "MiniMaxAI/MiniMax-M3", _full(60, 4, 128), _NOT_COUNTED),
+    ("minimax-m3", "MiniMaxAI/MiniMax-M3", _full(60, 4, 128), _index(57, 128, DEFAULT_DTYPE)),
     ("nemotron-3-nano", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B", _full(6, 2, 128), _mamba2(23, 64, 128)),
     ("nemotron-3-super", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B", _full(8, 2, 128), _mamba2(40, 128, 128)),
     ("nemotron-3-ultra", "nvidia/NVIDIA-Nemotron-3-Ultra", _full(12, 2, 128), _mamba2(48, 256, 128)),
@@ -207,7 +236,6 @@ def _model(name: str, repository: str, *pieces: Any) -> ModelKv:
         f"config.json of {repository}",
         tuple(one for one in pieces if isinstance(one, KvLayers)),
         tuple(one for one in pieces if isinstance(one, StateLayers)),
-        notes=tuple(one for one in pieces if isinstance(one, str)),
     )
 
 
@@ -262,6 +290,7 @@ MOST_CONFIG_BYTES = 1 << 20
 _FULL, _SLIDING, _CHUNKED, _LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
 _IN_WINDOW_IF_SHORT = ("mistral", "mixtral", "phi3", "starcoder2")
 """If `sliding_window` is set and shorter than the longest context, all layers have it."""
+_DELTAS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 _PATTERNS: dict[str, Callable[[Mapping[str, Any]], tuple[str, ...]]] = {
     # Layer pattern, repeated, for configurations without `layer_types`.
     "gemma2": lambda config: (_SLIDING, _FULL),
@@ -270,9 +299,7 @@ _PATTERNS: dict[str, Callable[[Mapping[str, Any]], tuple[str, ...]]] = {
     "gpt_oss": lambda config: (_SLIDING, _FULL),
     "cohere2": lambda config: _every(config.get("sliding_window_pattern", 4), _SLIDING),
     "llama4": lambda config: _every(4, _CHUNKED),
-    "qwen3_next": lambda config: _every(config.get("full_attention_interval", 4), _LINEAR),
-    "qwen3_5": lambda config: _every(config.get("full_attention_interval", 4), _LINEAR),
-    "qwen3_5_moe": lambda config: _every(config.get("full_attention_interval", 4), _LINEAR),
+    **dict.fromkeys(_DELTAS, lambda config: _every(config.get("full_attention_interval", 4), _LINEAR)),
 }
 _LATENTS = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")
 _INDEXED = ("deepseek_v32", "glm_moe_dsa")
@@ -363,6 +390,12 @@ class _ConfigReader:
             if isinstance(given, str) and given in DTYPE_BYTES:
                 return given
         return DEFAULT_DTYPE
+
+    def _state_dtype(self) -> str:
+        given = self._config.get("mamba_ssm_dtype") or self._config.get("mamba_ssm_cache_dtype") or _F32
+        if given not in ("float32", "float16", "bfloat16"):
+            raise BadInput(f"the dtype {shown(given)} of its states; allowed: float32, float16, bfloat16")
+        return str(given)
 
     def _notes(self) -> tuple[str, ...]:
         for field in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
@@ -460,18 +493,17 @@ class _ConfigReader:
         return kinds, (self._linear(linear),) if linear else ()
 
     def _linear(self, layers: int) -> StateLayers:
-        if self._type not in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+        if self._type not in _DELTAS:
             raise BadInput(f"layers of linear attention in a {self._type}, and what they keep is not guessed")
-        state = _delta(
+        return _delta(
             layers,
             self._number("linear_num_value_heads", 1 << 16),
             self._number("linear_num_key_heads", 1 << 16),
             self._number("linear_key_head_dim", MAX_PLANE_WIDTH),
             self._number("linear_value_head_dim", MAX_PLANE_WIDTH),
             self._number("linear_conv_kernel_dim", 1 << 16),
+            self._state_dtype(),
         )
-        assert isinstance(state, StateLayers)
-        return state
 
     def _latents(self) -> Counter[Any]:
         layers = self._layers()
@@ -528,5 +560,6 @@ class _ConfigReader:
             self._number("n_groups", 1 << 16),
             self._number("mamba_head_dim", MAX_PLANE_WIDTH),
             self._number("conv_kernel", 1 << 16),
+            self._state_dtype(),
         )
         return +kinds, (state,) if state.layers else ()

@@ -18,6 +18,7 @@ from rich.text import Text
 from kvstore.block.errors import BadInput
 from kvstore.block.layout import DTYPE_BYTES, Attention, KvGroup, Layout
 from kvstore.block.payload import RAW, block_bytes, default_codec, payload_bytes
+from kvstore.block.states import DEFAULT_SHARE, StatePolicy
 from kvstore.config import format_size
 from kvstore.insight.models import KvKind, KvLayers, ModelKv
 from kvstore.insight.replays import MOST_BLOCKS, QUADRATIC_TOKENS, Builder, Progress, headed
@@ -26,8 +27,6 @@ from tiering.frame import frame_bytes
 from tiering.policies.lru import LeafFirstLru
 
 DAY_SECONDS = 86_400
-STATE_EVERY_TOKENS = 1024
-"""Assumed interval between stored states, for their cost per token."""
 MOST_BYTES = 1 << 62
 LADDER = 7
 """DRAM sizes that a trace is tried with; each doubles the one before, and the last holds the whole trace."""
@@ -83,7 +82,8 @@ class PlanRequest:
     dtype: of the engine's KV pool; empty for the model's. codec: of the store; empty for the adapters' default.
     gpu_memory_bytes, activation_bytes: of one GPU. weights_bytes: of the whole model, which tensor_parallel GPUs share.
     utilisation: share of the GPU's memory that the engine may take. new_tokens_per_second: tokens that no cache has
-    yet. prefill_rate: tokens per second of a short prompt. Whole numbers are checked where they are read.
+    yet. prefill_rate: tokens per second of a short prompt. state_share: of the KV's bytes (`StatePolicy`). Whole
+    numbers are checked where they are read.
     """
 
     model: ModelKv
@@ -104,8 +104,10 @@ class PlanRequest:
     prefill_rate: float = 10_000.0
     tiers: tuple[TierSpeed, ...] = ASSUMED_TIERS
     trace: TraceFigures | None = None
+    state_share: float = DEFAULT_SHARE
 
     def __post_init__(self) -> None:
+        StatePolicy(1, 1, 1, self.state_share)  # raises for a share that cannot be
         if self.dtype and self.dtype not in DTYPE_BYTES:
             raise BadInput(f"--dtype {self.dtype[:40]!r}; allowed: {', '.join(DTYPE_BYTES)}")
         if not 0 < self.utilisation <= 1:
@@ -242,21 +244,23 @@ def plan(request: PlanRequest) -> SizePlan:
     return SizePlan(request, parts.codec, refusals(request.model), notes, shown)
 
 
+_NOTHING_STORED = "nothing of it is stored, and what is said of tiers and loads below is what it would take"
+
+
 def refusals(model: ModelKv) -> tuple[str, ...]:
     """What of a model this store does not keep today, in words."""
-    found = []
+    found, kinds = [], {one.kind for one in model.layers}
     if model.states:
         layers = sum(one.layers for one in model.states)
         found.append(
-            f"models with recurrent states today, and {layers} layers of this one have them: nothing of it is stored, "
-            "and what is said of tiers and loads below is of its attention layers alone"
+            f"models with recurrent states today, and {layers} layers of this one have them: {_NOTHING_STORED}"
         )
-    if any(one.kind is KvKind.CHUNK for one in model.layers):
-        found.append(
-            "chunked local attention today, which this model has: nothing of it is stored, and what is said of tiers "
-            "and loads below is what its KV would take"
-        )
-    if any(one.kind is KvKind.WINDOW for one in model.layers):
+    for kind, words in ((KvKind.CHUNK, "chunked local attention"), (KvKind.INDEX, "an indexer's keys beside the KV")):
+        if kind in kinds:
+            found.append(f"{words} today, which this model has: {_NOTHING_STORED}")
+    if len(model.row_bytes) > 1:
+        found.append(f"layers of two sizes today, which this model has: {_NOTHING_STORED}")
+    elif KvKind.WINDOW in kinds:
         found.append("sliding windows with transformers; with vLLM 0.31 or later it stores them for all tokens")
     return tuple(found)
 
@@ -342,6 +346,12 @@ class _Parts:
         self.codec = request.codec or default_codec(self._layout)
         self._block = block_bytes(self.codec, self._layout)
         self._token = self._block / self._layout.block_tokens
+        states = self._model.state_bytes
+        policy = StatePolicy(
+            request.block_tokens, max(1, states), self._model.bytes_per_token(self._dtype), request.state_share
+        )
+        self._state_every = policy.every_tokens
+        self._state_token = states / self._state_every if self._state_every else 0.0
         trace = request.trace
         self.new_tokens_per_second = trace.new_tokens_per_second if trace else request.new_tokens_per_second
 
@@ -368,11 +378,10 @@ class _Parts:
             formula = f"heads are divided among {ranks} GPUs, and copied where there are fewer; a latent is on each"
             yield Figure("bytes_per_token_and_gpu", "on each GPU", value, "bytes/token", formula)
         if model.states:
-            formula = " + ".join(f"{one.layers} layers x {one.bytes_each:,} B" for one in model.states)
+            formula = " + ".join(one.formula for one in model.states)
             yield Figure("state_bytes", "state of a sequence", model.state_bytes, "bytes", formula)
-            every = model.state_bytes / STATE_EVERY_TOKENS
-            formula = f"state / {STATE_EVERY_TOKENS:,}, if one were kept so often"
-            yield Figure("state_bytes_per_token", "state kept for reuse", every, "bytes/token", formula)
+            formula = f"state / {total:,} B: as much as the KV of so many tokens"
+            yield Figure("state_tokens", "in tokens of KV", model.state_bytes / total, "tokens", formula)
 
     def store(self) -> Iterator[Figure]:
         parts, tokens = self._layout.parts, self._layout.block_tokens
@@ -392,6 +401,12 @@ class _Parts:
         yield Figure("stored_bytes_per_token", "in a tier", self._token, "bytes/token", formula)
         if self.codec != RAW:
             yield Figure("codec_ratio", "smaller by codec", raw / payload, "", f"{raw:,} B / {payload:,} B")
+        if self._model.states:
+            total = self._model.bytes_per_token(self._dtype)
+            formula = f"multiple of a block, from state / ({self._request.state_share:g} x {total:,} B)"
+            yield Figure("state_every_tokens", "a state kept every", self._state_every or None, "tokens", formula)
+            formula = "state / that"
+            yield Figure("state_bytes_per_token", "these states", self._state_token, "bytes/token", formula)
         context = self._request.context_tokens
         formula = f"{context:,} tokens x {self._token:,.0f} B, in full blocks"
         size = context // tokens * self._block
@@ -442,8 +457,9 @@ class _Parts:
     def tiers(self) -> Iterator[Figure]:
         """DRAM and NVMe for a window, and the writes to a drive."""
         request, rate = self._request, self.new_tokens_per_second
-        flow = rate * self._token
-        formula = f"{rate:,.0f} new tokens per second x {self._token:,.0f} B"
+        token = self._token + self._state_token
+        flow = rate * token
+        formula = f"{rate:,.0f} new tokens per second x {token:,.0f} B"
         yield Figure("new_bytes_per_second", "new KV", flow, "bytes/second", formula)
         total = flow * request.window_seconds
         formula = f"new KV x {request.window_seconds:,.0f} s"
@@ -478,8 +494,14 @@ class _Parts:
             f"{tier.name}_least_bandwidth_deep", f"pays from, behind {depth:,} tokens", deep, "bytes/second", formula
         )
 
+        state = self._model.state_bytes / (request.tensor_parallel if tier.is_per_gpu else 1)
+        before = tier.overhead_seconds + state / speed
+        first = f"{1000 * tier.overhead_seconds:g} ms"
+        if state:
+            first += f" + {format_size(state)} of state / {speed / 1e9:g} GB/s"
+
         def pays(tokens: int) -> bool:
-            load = tier.overhead_seconds + self._loaded_bytes(tokens, tier) / speed
+            load = before + self._loaded_bytes(tokens, tier) / speed
             return load < tokens / rate * (1 + tokens / quadratic)
 
         # Per token, loading gets cheaper with length (windows) and computing dearer: once loading pays, it pays from
@@ -487,17 +509,17 @@ class _Parts:
         never = _last(lambda tokens: not pays(tokens), MOST_TOKENS - 1)
         shortest = never + 1 if never < MOST_TOKENS - 1 else None
         formula = (
-            f"least n with {1000 * tier.overhead_seconds:g} ms + n x {token:,.0f} B / {speed / 1e9:g} GB/s "
+            f"least n with {first} + n x {token:,.0f} B / {speed / 1e9:g} GB/s "
             f"< n / {rate:,.0f} x (1 + n / {quadratic:,})"
         )
         yield Figure(f"{tier.name}_shortest_prefix", "shortest prefix worth it", shortest, "tokens", formula)
         blocks = None if shortest is None else -(-shortest // self._layout.block_tokens)
         formula = f"that / {self._layout.block_tokens} tokens, rounded up"
         yield Figure(f"{tier.name}_shortest_blocks", "in blocks", blocks, "blocks", formula)
-        load = tier.overhead_seconds + self._loaded_bytes(depth, tier) / speed
+        load = before + self._loaded_bytes(depth, tier) / speed
         compute = depth / rate * (1 + depth / quadratic)
         size = format_size(self._loaded_bytes(depth, tier))
-        formula = f"{1000 * tier.overhead_seconds:g} ms + {size} / {speed / 1e9:g} GB/s"
+        formula = f"{first} + {size} / {speed / 1e9:g} GB/s"
         yield Figure(f"{tier.name}_load_seconds", f"loading {depth:,} tokens", load, "seconds", formula)
         formula = f"{depth:,} / {rate:,.0f} x (1 + {depth:,} / {quadratic:,})"
         yield Figure(f"{tier.name}_compute_seconds", f"computing {depth:,} tokens", compute, "seconds", formula)
@@ -505,6 +527,12 @@ class _Parts:
     def notes(self) -> Iterator[str]:
         if any(one.kind is KvKind.INDEX for one in self._model.layers):
             yield "an indexer's keys are counted as this store would keep them; no adapter has been tried with them"
+        if self._model.states:
+            size = format_size(self._model.state_bytes)
+            yield (
+                f"states at the ends of prompts and answers, up to two of {size} a request, are no part of the sizes: "
+                "kvstore replay --model says what they take and find"
+            )
         if any(one.is_assumed for one in self._request.tiers):
             yield "speeds of tiers are assumed ones: measure with kvstore bench tiers, and give them"
         if self._request.trace is None:
@@ -551,10 +579,11 @@ def _span(seconds: float) -> str:
 
 
 def models_table(models: Iterable[ModelKv]) -> Table:
-    table = headed("model|*B per token|*in windows|*state|from")
+    table = headed("model|*B per token|*in windows|*state|*in tokens|from")
     for one in models:
         short = one.bytes_per_token(one.dtype, KvKind.WINDOW, KvKind.CHUNK)
         state = format_size(one.state_bytes) if one.states else "-"
         total = one.bytes_per_token(one.dtype)
-        table.add_row(one.name, f"{total:,}", f"{short:,}" if short else "-", state, Text(one.source))
+        tokens = f"{one.state_bytes / total:,.0f}" if one.states else "-"
+        table.add_row(one.name, f"{total:,}", f"{short:,}" if short else "-", state, tokens, Text(one.source))
     return table

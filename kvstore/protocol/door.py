@@ -175,6 +175,8 @@ def missed(request: Request, reason: MissReason, detail: str) -> object:
             return m.Reserved(ReserveReply(0, 0, stopped_at=0, reason=reason, detail=detail))
         case m.Persist():
             return m.Persisted(0, reason)
+        case m.Which():
+            return m.Held(b"")
         case m.Changes():
             return m.Changed(b"", [], 0)
         case m.Await():

@@ -155,6 +155,13 @@ class LeasePrefix(msgspec.Struct, array_like=True, frozen=True, tag="lease"):
     is_told: bool = False
 
 
+class Which(msgspec.Struct, array_like=True, frozen=True, tag="which"):
+    """Ask which of these blocks are readable, each as the first of a chain. Pins, changes and counts nothing."""
+
+    namespace: int
+    keys: Keys
+
+
 class Attach(msgspec.Struct, array_like=True, frozen=True, tag="attach"):
     """Hold leases that another connection of the same session took."""
 
@@ -355,6 +362,7 @@ Verb = (
     | Adopt
     | Questions
     | Holdings
+    | Which
     | UnknownVerb
 )
 
@@ -394,6 +402,13 @@ class Matched(msgspec.Struct, array_like=True, frozen=True, tag="matched"):
 
     reply: MatchReply
     has_courier: bool = False
+
+
+class Held(msgspec.Struct, array_like=True, frozen=True, tag="held"):
+    """To `Which`. bits: one for each key, in order, from the lowest bit of the first byte on; those that are missing
+    are 0."""
+
+    bits: Annotated[bytes, Meta(max_length=MAX_KEYS // 8)]
 
 
 class Leased(msgspec.Struct, array_like=True, frozen=True, tag="leased"):
@@ -544,6 +559,7 @@ Answer = (
     | Located
     | QuestionsReply
     | HoldingsReply
+    | Held
 )
 
 

@@ -105,7 +105,8 @@ class Handlers:
             m.Abort: self._abort,
             m.Persist: self._persist,
             m.Extents: self._extents,
-            m.Changes: self._changes,
+            m.Changes: self._looked_at,
+            m.Which: self._looked_at,
             m.Tell: self._tell,
             m.Drop: self._drop,
             m.Namespaces: self._namespaces,
@@ -478,8 +479,8 @@ class Handlers:
         self.prefixes.told(caller.keys.tenant, verb)
         return m.Done()
 
-    def _changes(self, caller: ClientState, verb: m.Changes) -> m.Answer:
-        _check_asked(caller, verb.namespace, ())
+    def _looked_at(self, caller: ClientState, verb: m.Changes | m.Which) -> m.Answer:
+        _check_asked(caller, verb.namespace, verb.keys if isinstance(verb, m.Which) else ())
         return self._store.handle(caller, verb)
 
     def _ticket(self, caller: ClientState, verb: m.SealTicket | m.OpenTicket) -> m.Answer:

@@ -58,10 +58,10 @@ TABLE: list[tuple[str, int, int, int, int, int]] = [
     ("glm-5", 89_856, 0, 0, 10_296, 0),
     ("glm-5.1", 89_856, 0, 0, 10_296, 0),
     ("glm-5.2", 89_856, 0, 0, 2_772, 0),
-    ("kimi-k3", 27_648, 0, 0, 0, 414),
+    ("kimi-k3", 27_648, 0, 0, 0, 429),
     ("minimax-m2.5", 253_952, 0, 0, 0, 0),
     ("minimax-m2.7", 253_952, 0, 0, 0, 0),
-    ("minimax-m3", 122_880, 0, 0, 0, 0),
+    ("minimax-m3", 122_880, 0, 0, 14_592, 0),
     ("phi-4", 204_800, 0, 0, 0, 0),
     ("nemotron-3-nano", 6_144, 0, 0, 0, 47),
     ("nemotron-3-super", 8_192, 0, 0, 0, 162),
@@ -214,6 +214,17 @@ def test_a_config_says_what_the_table_says(name: str, config: dict[str, Any]) ->
     model = model_of_config("config.json", json.dumps(config))
     assert set(model.layers) == set(MODELS[name].layers)
     assert model.state_bytes == MODELS[name].state_bytes
+
+
+@pytest.mark.parametrize(
+    ("field", "at"), [("mamba_ssm_dtype", "qwen3-next-80b-a3b"), ("mamba_ssm_cache_dtype", "nemotron-3-nano")]
+)
+def test_a_config_says_how_wide_its_states_are(field: str, at: str) -> None:
+    config = dict(CONFIGS)[at]
+    model, full = model_of_config("config.json", json.dumps(config | {field: "bfloat16"})), MODELS[at]
+    assert [one.tensors[1][1] for one in model.states] == ["bfloat16"] and model.state_bytes < 0.52 * full.state_bytes
+    with pytest.raises(BadInput, match="the dtype 'int4' of its states; allowed: float32, float16, bfloat16"):
+        model_of_config("config.json", json.dumps(config | {field: "int4"}))
 
 
 def test_layers_that_share_kv_have_none_of_their_own() -> None:

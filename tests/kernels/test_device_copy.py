@@ -239,6 +239,49 @@ def test_what_was_first_can_be_used_while_the_rest_is_under_way() -> None:
     story.route.close()
 
 
+@pytest.mark.parametrize(
+    ("rows", "heads", "widths", "number"),
+    [
+        (1, 1, (9600, 640), torch.uint8),  # a state, wider than any program takes
+        (1, 4, (24, 40), torch.float32),
+        (4, 1, (576,), torch.bfloat16),  # compressed latents
+        (112, 2, (24, 8), torch.bfloat16),
+    ],
+)
+def test_blocks_of_any_number_of_rows(
+    rows: int, heads: int, widths: tuple[int, ...], number: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A page each, alone and between others, gathered and scattered as the plain route does."""
+    route, table = ChaosRoute(2, 1 << 16), [3, 1]
+
+    def planes(seed: int) -> list[list[torch.Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        made = [[torch.empty(5, rows, heads, width, dtype=number) for width in widths] for _ in range(LAYERS)]
+        for plane in [plane for layer in made for plane in layer]:
+            plane.view(torch.uint8).random_(generator=generator)
+        return made
+
+    def spans() -> list[FrameSpan]:
+        memory = torch.zeros(2, LAYERS * rows * heads * sum(widths) * number.itemsize, dtype=torch.uint8)
+        return [FrameSpan(row.data_ptr(), memoryview(row.numpy())) for row in memory]
+
+    source, slots, wanted = planes(1), spans(), spans()
+    tokens = [0, rows]
+    digests = good(raw_copy(source, table, rows, rows, route).encode(tokens, slots, digest))
+    assert digests == good(reference.ReferenceRawCopy(source, table, rows, rows).encode(tokens, wanted, digest))
+    assert [bytes(one.view) for one in slots] == [bytes(one.view) for one in wanted]
+    mine, theirs = planes(2), planes(2)
+    assert raw_copy(mine, table, rows, rows, route).decode(slots, tokens, 0, digests, digest) == 2
+    assert reference.ReferenceRawCopy(theirs, table, rows, rows).decode(slots, tokens, 0, digests, digest) == 2
+    assert all(map(torch.equal, _bits(mine), _bits(theirs)))
+    assert not caplog.records, "none of it took the plain route"
+    route.close()
+
+
+def _bits(planes: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [plane.view(torch.uint8) for layer in planes for plane in layer]
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_blocks_behind_a_damaged_one_do_not_count(codec: str) -> None:
     story = Story(ChaosRoute(4, segment_of(codec)), codec)

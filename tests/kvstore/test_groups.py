@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
+from math import lcm
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -31,7 +34,7 @@ from groups import (
 from kvstore.block.account import MissReason
 from kvstore.block.codec import codec_named
 from kvstore.block.errors import LayoutMismatch
-from kvstore.block.layout import KvGroup, Layout
+from kvstore.block.layout import Attention, KvGroup, Layout
 from kvstore.block.pages import GroupPages, Pages
 from kvstore.client.handle import Loaded, NamespaceHandle, PutResult
 from kvstore.client.lease import Lease
@@ -43,16 +46,33 @@ TWO = Layout((full("full", (0, 2)), sliding("sliding", (1, 3), 100)))
 THREE = Layout((full("full", (0, 4)), sliding("near", (1, 5), 64), sliding("far", (2, 3), 200)))
 
 
+Sizes = Mapping[str, int]
+"""Tokens of a page, by the names of groups that have other pages than the rest."""
+
+
+def shuffled(layout: Layout, tokens: int, page_tokens: int, sizes: Sizes, seed: int, spare: int) -> list[int]:
+    """As many pages as all groups take, and some more."""
+    count = sum(tokens // sizes.get(group.name, page_tokens) for group in layout.groups) + spare
+    return random.Random(seed).sample(range(count), count)
+
+
 def stored(
-    ns: NamespaceHandle, blocks: int, page_tokens: int = 16, seed: int = 0, *, prompt: int = 0, shared: bool = False
+    ns: NamespaceHandle,
+    blocks: int,
+    page_tokens: int = 16,
+    seed: int = 0,
+    *,
+    prompt: int = 0,
+    shared: bool = False,
+    sizes: Sizes = MappingProxyType({}),
 ) -> Prompt:
     """A prompt of random bits whose pages lie all over, put."""
-    pages = blocks * ns.block_tokens // page_tokens
-    order = random.Random(seed).sample(range(len(ns.layout.groups) * pages + 5), len(ns.layout.groups) * pages + 5)
-    planes = canary_planes(ns.layout, len(order), page_tokens, seed, shared)
+    tokens = blocks * ns.block_tokens
+    order = shuffled(ns.layout, tokens, page_tokens, sizes, seed, 5)
+    planes = canary_planes(ns.layout, len(order), page_tokens, seed, shared, sizes)
     if ns.namespace.codec != "raw":
         planes = plausible_planes(ns.layout, len(order), page_tokens, seed)
-    source = spread(ns.layout, planes, page_tokens, order, pages)
+    source = spread(ns.layout, planes, page_tokens, order, tokens // page_tokens, None, sizes)
     assert ns.put(ids(blocks * ns.block_tokens, prompt), source.pages) == PutResult(0, blocks, None, None)
     return source
 
@@ -65,13 +85,18 @@ class Target(NamedTuple):
 
 
 def target(
-    layout: Layout, tokens: int, firsts: dict[str, int] | None = None, page_tokens: int = 16, *, shared: bool = False
+    layout: Layout,
+    tokens: int,
+    firsts: Mapping[str, int] | None = None,
+    page_tokens: int = 16,
+    *,
+    shared: bool = False,
+    sizes: Sizes = MappingProxyType({}),
 ) -> Target:
     """Pages for so many tokens, with canaries in them and around them; firsts: of each group its first page."""
-    pages = tokens // page_tokens
-    order = random.Random(99).sample(range(len(layout.groups) * pages + 7), len(layout.groups) * pages + 7)
-    planes = canary_planes(layout, len(order), page_tokens, 77, shared)
-    return Target(spread(layout, planes, page_tokens, order, pages, firsts), copied(planes))
+    order = shuffled(layout, tokens, page_tokens, sizes, 99, 7)
+    planes = canary_planes(layout, len(order), page_tokens, 77, shared, sizes)
+    return Target(spread(layout, planes, page_tokens, order, tokens // page_tokens, firsts, sizes), copied(planes))
 
 
 def lease_of(ns: NamespaceHandle, blocks: int, prompt: int = 0, **options: Any) -> Lease:
@@ -209,10 +234,10 @@ def test_a_window_without_its_pages_is_one_line_and_touches_nothing(a: Bench) ->
         for verb in (ns.get, ns.get_by_layer):
             with pytest.raises(LayoutMismatch) as caught:
                 verb(lease, into.pages)
-            assert one_line(caught.value, "page 25", "'sliding'", "begin at page 26", "100 tokens before token 512")
+            assert one_line(caught.value, "page 25", "'sliding'", "begin at page 26", "window=100", "to token 512")
         with pytest.raises(LayoutMismatch) as caught:
             ns.get(lease, target(TWO, 256, {"sliding": 10}).prompt.pages, 256)
-        assert one_line(caught.value, "page 9", "begin at page 10", "before token 512")
+        assert one_line(caught.value, "page 9", "begin at page 10", "up to token 512")
     assert_same_planes(into.pages.planes, before)
 
 
@@ -275,6 +300,19 @@ def test_where_a_block_fails_the_window_before_it_is_read_if_there_are_pages_for
     assert ns.match(ids(512)).blocks == bad
 
 
+def test_a_load_that_lacks_the_chunk_of_a_fault_ends_where_that_chunk_begins(a: Bench) -> None:
+    """There it needs nothing of that group. A fault at token 320, in the chunk of 256, whose pages are gone."""
+    layout = Layout((full("full", (0,)), KvGroup("chunk", (1,), 2, (8, 8), "bfloat16", Attention.CHUNKED, 128)))
+    ns = a.namespace(layout)
+    source = stored(ns, 7)
+    into, before = target(layout, 448, {"chunk": 384 // 16})
+    with lease_of(ns, 7) as lease:
+        damage(a, lease, 0, 5)
+        loaded = ns.get(lease, into.pages)
+    assert (loaded.tokens, loaded.reason) == (256, MissReason.CORRUPT)
+    check_loaded(before, into, source, Load(layout, 16, 0, {"chunk": 24}, 7, {"full": [5]}), 256)
+
+
 def test_what_was_read_before_a_fault_is_not_read_again(a: Bench) -> None:
     """But for the block in which the window began: that was written in part."""
     layout = Layout((full("full", (0, 1)), sliding("sliding", (2, 3), 200)))
@@ -289,51 +327,56 @@ def test_what_was_read_before_a_fault_is_not_read_again(a: Bench) -> None:
     check_loaded(before, into, source, Load(layout, 16, 0, {}, 8, {"full": [7]}), 448)
 
 
-SHAPES = st.sampled_from([(2, (8, 8), "bfloat16"), (1, (16,), "float32"), (2, (4, 4), "uint8")])
+SHAPES = st.sampled_from([(2, (8, 8), "bfloat16"), (1, (16,), "float32"), (2, (4, 12), "uint8")])
+
+
+class Shape(NamedTuple):
+    """A layout and the pages of an engine that has it."""
+
+    layout: Layout
+    page_tokens: int
+    sizes: Sizes
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    """One to three groups of two layers, some with windows, their layers in any order."""
+def shapes(draw: st.DrawFn) -> Shape:
+    """One to three groups of two layers of any kind, their layers in any order, each with rows and pages of its own."""
+    block_tokens = draw(st.sampled_from([64, 128, 112]))
+    divisors = [tokens for tokens in range(8, block_tokens + 1) if block_tokens % tokens == 0]
     count = draw(st.integers(1, 3))
     layers = draw(st.permutations(range(2 * count)))
-    groups = []
+    groups, sizes = [], {}
+    page_tokens = draw(st.sampled_from(divisors))
     for at in range(count):
-        heads, widths, dtype = draw(SHAPES)
-        shape: dict[str, Any] = {"kv_heads": heads, "plane_widths": widths, "dtype": dtype}
-        own = tuple(layers[2 * at : 2 * at + 2])
-        window = draw(st.none() | st.integers(1, 500))
-        name = f"group {at}"
-        groups.append(full(name, own, **shape) if window is None else sliding(name, own, window, **shape))
-    return Layout(
-        tuple(groups),
-        draw(st.sampled_from([64, 128])),
-        head_shards=draw(st.sampled_from([1, 2])),
-        layer_shards=draw(st.sampled_from([1, 2])),
-    )
-
-
-def last_first_page(group: KvGroup, first_token: int, stop_token: int, page_tokens: int) -> int:
-    """The last page that a group's pages may begin with."""
-    if not group.window:
-        return 0
-    return (max(first_token, stop_token - group.window + 1) - first_token) // page_tokens
+        kind = draw(st.sampled_from(Attention))
+        has_window = kind in (Attention.SLIDING, Attention.CHUNKED)
+        window = draw(st.integers(1, 500) | st.sampled_from([64, 256])) if has_window else 0
+        row = block_tokens if kind is Attention.STATE else draw(st.sampled_from([1, 1, 4, 16]))
+        size = draw(st.sampled_from([tokens for tokens in divisors if tokens % row == 0]))
+        if size != page_tokens:
+            sizes[f"group {at}"] = size
+        groups.append(KvGroup(f"group {at}", tuple(layers[2 * at : 2 * at + 2]), *draw(SHAPES), kind, window, row))
+    shards = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
+    return Shape(Layout(tuple(groups), block_tokens, 1, *shards), page_tokens, sizes)
 
 
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
-@given(layout=layouts(), page_tokens=st.sampled_from([16, 32, 64, 128]), data=st.data())
-def test_right_bytes_exactly_where_they_are_promised(layout: Layout, page_tokens: int, data: st.DataObject) -> None:
+@given(shape=shapes(), data=st.data())
+def test_right_bytes_exactly_where_they_are_promised(shape: Shape, data: st.DataObject) -> None:
     """Any layout, any tables, any beginning, any number of bad frames, at once and layer by layer."""
-    if layout.block_tokens % page_tokens:
-        layout = replace(layout, block_tokens=128)
+    layout, page_tokens, sizes = shape
     a = bench()
     ns = a.namespace(layout)
     blocks, size = data.draw(st.integers(1, 5), "blocks"), layout.block_tokens
-    source = stored(ns, blocks, page_tokens, seed=data.draw(st.integers(0, 3), "seed"))
-    first_token = data.draw(st.integers(0, blocks * size // page_tokens), "first page") * page_tokens
+    source = stored(ns, blocks, page_tokens, seed=data.draw(st.integers(0, 3), "seed"), sizes=sizes)
+    boundary = lcm(page_tokens, *sizes.values())
+    first_token = data.draw(st.integers(0, blocks * size // boundary), "first page") * boundary
+    load = Load(layout, page_tokens, first_token, {}, blocks, {}, sizes)
     firsts = {
-        group.name: data.draw(st.integers(0, last_first_page(group, first_token, blocks * size, page_tokens)), "first")
+        group.name: data.draw(
+            st.integers(0, (load.needed(group, blocks).start - first_token) // load.page(group)), "first"
+        )
         for group in layout.groups
     }
     faults = data.draw(
@@ -342,14 +385,14 @@ def test_right_bytes_exactly_where_they_are_promised(layout: Layout, page_tokens
     bad: dict[str, list[int]] = {}
     for part, block in faults:
         bad.setdefault(layout.parts[part].group.name, []).append(block)
-    load = Load(layout, page_tokens, first_token, firsts, blocks, bad)
+    load = replace(load, first_pages=firsts, bad=bad)
     with lease_of(ns, blocks, first_token=first_token) as lease:
         for part, block in set(faults):
             if block >= lease.reply.first_block and first_token < blocks * size:
                 damage(a, lease, part, block, data.draw(st.sampled_from([3, 300, HEADER_BYTES + 9]), "at"))
-        into, before = target(layout, blocks * size - first_token, firsts, page_tokens)
+        into, before = target(layout, blocks * size - first_token, firsts, page_tokens, sizes=sizes)
         loaded = ns.get(lease, into.pages, first_token)
-        by_layer = target(layout, blocks * size - first_token, firsts, page_tokens)
+        by_layer = target(layout, blocks * size - first_token, firsts, page_tokens, sizes=sizes)
         told = list(ns.get_by_layer(lease, by_layer.prompt.pages, first_token))
     if first_token == blocks * size:
         assert loaded.tokens == first_token and loaded.reason is None

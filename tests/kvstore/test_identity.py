@@ -294,6 +294,9 @@ def test_every_shape_of_a_group_changes_the_digest() -> None:
             Layout((KvGroup("full", (0, 1), 2, (8, 8), "bfloat16", Attention.SLIDING, window),))
             for window in (1, 64, 65)
         ],
+        Layout((KvGroup("full", (0, 1), 2, (8, 8), "bfloat16", Attention.CHUNKED, 64),)),
+        Layout((KvGroup("full", (0, 1), 2, (8, 8), "bfloat16", Attention.STATE, row_tokens=64),)),
+        *[Layout((KvGroup("full", (0, 1), 2, (8, 8), "bfloat16", row_tokens=row),)) for row in (2, 4, 64)],
     ]
     assert len({Namespace(MODEL, shape, "raw").digest() for shape in shapes}) == len(shapes)
 
@@ -376,6 +379,15 @@ SLIDING = Namespace(
     )),
     "raw",
 )  # fmt: skip
+KINDS = Namespace(
+    MODEL,
+    Layout((
+        KvGroup("latent", (0,), 1, (16,), "float16", row_tokens=4),
+        KvGroup("chunk", (1,), 2, (8, 8), "float16", Attention.CHUNKED, 512),
+        KvGroup("state", (2,), 1, (40, 8), "uint8", Attention.STATE, row_tokens=784),
+    ), 784),
+    "raw",
+)  # fmt: skip
 
 GOLDEN: dict[str, tuple[Callable[[], bytes], str]] = {
     "tenant": (lambda: TenantKeys.derive(SECRET).tenant, "f14e975e3762180f1e06f25037e272aa"),
@@ -406,6 +418,10 @@ GOLDEN: dict[str, tuple[Callable[[], bytes], str]] = {
     "sharded namespace": (
         lambda: SHARDED.digest(),
         "f754e6e9dd210ca53baee416367e1aa52661bb93b2cb5977abfbd59befa71d14",
+    ),
+    "sliding namespace": (
+        SLIDING.digest,
+        "8fe1427e232387742f40db83e34832c918575cbe012897bf027a42f2c73e0cb7",
     ),
     "namespace": (PLAIN.digest, "c8062e17b6e3debe11d082b5dc03211ad07ea5cdb778e10bce3107105fbddf5d"),
     "latent namespace": (
@@ -449,7 +465,7 @@ def test_a_namespace_is_packed_as_it_always_was(namespace: Namespace, want: str)
     assert Namespace.unpack(namespace.pack()).layout == replace(namespace.layout, page_tokens=1)
 
 
-@pytest.mark.parametrize("extra", [[0], [-5], [64, 64], ["64"], [None]])
+@pytest.mark.parametrize("extra", [[0], [-5], [64, 7], [64, 1, 1], ["64"], [None], [64, "4"], [64, 0], [64, 8192]])
 def test_a_packed_window_that_is_none_is_refused(extra: list[object]) -> None:
     fields = json.loads(zlib.decompress(SLIDING.pack()))
     fields[5][1][6:] = extra
@@ -457,7 +473,7 @@ def test_a_packed_window_that_is_none_is_refused(extra: list[object]) -> None:
         Namespace.unpack(zlib.compress(json.dumps(fields).encode()))
 
 
-@given(st.one_of(namespaces, st.sampled_from([PLAIN, SLIDING, SEVERAL_GROUPS, *OTHERS.values()])))
+@given(st.one_of(namespaces, st.sampled_from([PLAIN, SLIDING, KINDS, SEVERAL_GROUPS, *OTHERS.values()])))
 @settings(max_examples=100)
 def test_a_packed_namespace_is_the_same_one(namespace: Namespace) -> None:
     again = Namespace.unpack(namespace.pack())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from math import gcd
 from typing import Any
 
 import pytest
@@ -146,33 +145,64 @@ def test_a_window_is_part_of_what_a_layout_says_of_itself() -> None:
     assert Layout((full, sliding)).raw_bytes == 3 * 2 * 4 * 64 * 64 * 2, "a block holds all of its tokens"
 
 
+def test_rows_of_many_tokens_are_part_of_what_a_layout_says_of_itself_and_make_it_smaller() -> None:
+    latent = KvGroup("latent", (1,), 1, (96,), "bfloat16", row_tokens=16)
+    chunk = KvGroup("chunk", (2,), 2, (8, 4), "bfloat16", Attention.CHUNKED, 8192)
+    state = KvGroup("state", (0, 3), 1, (1000, 24), "uint8", Attention.STATE, row_tokens=784)
+    layout = Layout((latent, chunk, state), page_tokens=784)
+    assert layout.describe()["groups"] == [
+        ["latent", [1], 1, [96], "bfloat16", "full", 0, 16],
+        ["chunk", [2], 2, [8, 4], "bfloat16", "chunked", 8192],
+        ["state", [0, 3], 1, [1000, 24], "uint8", "state", 0, 784],
+    ]
+    assert [part.rows for part in layout.parts] == [49, 784, 1]
+    assert [part.raw_bytes for part in layout.parts] == [49 * 96 * 2, 784 * 2 * 12 * 2, 2 * 1024]
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "needed"),
+    [
+        ("full", 0, [0, 0, 0]),
+        ("sliding", 1, [64, 128, 192]),
+        ("sliding", 100, [0, 29, 93]),
+        ("chunked", 128, [0, 128, 128]),
+        ("chunked", 192, [0, 0, 192]),
+        ("state", 0, [0, 64, 128]),
+    ],
+)
+def test_what_a_prefix_needs_of_each_kind(kind: Attention, window: int, needed: list[int]) -> None:
+    group = KvGroup("x", (0,), 1, (8,), "uint8", kind, window, 64 if kind == "state" else 1)
+    assert [group.needed_from(end) for end in (64, 128, 192)] == needed
+
+
 # Block sizes ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("page_tokens", "block_tokens"),
-    [(1, 64), (16, 64), (32, 64), (64, 64), (128, 128), (256, 256), (3, 192), (48, 192), (80, 320), (1024, 1024)],
-)
-def test_the_default_block_is_the_smallest_that_fits(page_tokens: int, block_tokens: int) -> None:
+    [(1, 64), (16, 64), (32, 64), (64, 64), (128, 128), (256, 256), (3, 192), (48, 192), (96, 192), (1024, 1024),
+     (63, 4032), (80, 80), (127, 127), (784, 784), (544, 544), (1040, 1040), (4096, 4096)],
+)  # fmt: skip
+def test_the_default_block_is_of_64s_unless_the_page_forbids_it(page_tokens: int, block_tokens: int) -> None:
     assert default_block_tokens(page_tokens) == block_tokens
     assert llama(page_tokens=page_tokens).block_tokens == block_tokens
 
 
 @given(st.integers(1, 4200), st.integers(-64, 4300))
 @settings(max_examples=200)
-def test_a_block_is_a_multiple_of_64_and_of_the_page(page_tokens: int, block_tokens: int) -> None:
-    smallest = page_tokens * 64 // gcd(page_tokens, 64)
+def test_a_block_is_a_multiple_of_the_page(page_tokens: int, block_tokens: int) -> None:
     try:
         check_block_tokens(block_tokens, page_tokens)
     except BadInput as error:
-        assert block_tokens < 1 or block_tokens % smallest or block_tokens > MAX_BLOCK_TOKENS
-        if smallest <= MAX_BLOCK_TOKENS:
-            assert one_line(error, f"block_tokens={block_tokens}", f"use {smallest}")
-            check_block_tokens(smallest, page_tokens)  # what the message advises is possible
+        assert block_tokens < 1 or block_tokens % page_tokens or block_tokens > MAX_BLOCK_TOKENS
+        if page_tokens <= MAX_BLOCK_TOKENS:
+            default = default_block_tokens(page_tokens)
+            assert one_line(error, f"block_tokens={block_tokens}", f"use {default}")
+            check_block_tokens(default, page_tokens)  # what the message advises is possible
         else:
-            assert one_line(error, f"page_tokens={page_tokens}", "e.g. 16, 32 or 64")
+            assert one_line(error, f"page_tokens={page_tokens}", "at most 4096")
     else:
-        assert block_tokens % 64 == block_tokens % page_tokens == 0 < block_tokens <= MAX_BLOCK_TOKENS
+        assert block_tokens % page_tokens == 0 < block_tokens <= MAX_BLOCK_TOKENS
 
 
 FULL = KvGroup("full", (0, 1), 2, (8, 8), "bfloat16")
@@ -181,11 +211,11 @@ FULL = KvGroup("full", (0, 1), 2, (8, 8), "bfloat16")
 @pytest.mark.parametrize(
     ("make", "fragments"),
     [
-        (lambda: llama(block_tokens=100), ("block_tokens=100", "multiple of 64", "use 64")),
-        (lambda: llama(block_tokens=64, page_tokens=48), ("page of 48", "multiple of 192", "use 192")),
+        (lambda: llama(block_tokens=100, page_tokens=8), ("block_tokens=100", "multiple of 8", "use 64")),
+        (lambda: llama(block_tokens=64, page_tokens=48), ("page of 48", "multiple of 48", "use 192")),
         (lambda: llama(block_tokens=8192), ("8192", "at most 4096")),
         (lambda: llama(page_tokens=0), ("page_tokens=0", "1 or more")),
-        (lambda: llama(page_tokens=127), ("page_tokens=127", "4096")),
+        (lambda: llama(page_tokens=4097), ("page_tokens=4097", "4096")),
         (lambda: llama(layers=0), ("'full'", "distinct layer numbers")),
         (lambda: llama(kv_heads=0), ("0 KV heads", "1 or more")),
         (lambda: llama(head_dim=0), ("(0, 0)", "head_dim")),
@@ -203,6 +233,13 @@ FULL = KvGroup("full", (0, 1), 2, (8, 8), "bfloat16")
         (lambda: KvGroup("full", (0,), 2, (), "bfloat16"), ("()", "MLA")),
         (lambda: KvGroup("x", (0,), 2, (8,), "int8", window=5), ("'x'", "full", "window=5", "Attention.SLIDING")),
         (lambda: KvGroup("x", (0,), 2, (8,), "int8", Attention.SLIDING), ("sliding", "window=0", "1 token or more")),
+        (lambda: KvGroup("x", (0,), 2, (8,), "int8", Attention.CHUNKED), ("chunked", "window=0", "1 token or more")),
+        (lambda: KvGroup("x", (0,), 2, (8,), "int8", Attention.STATE, 5), ("state", "window=5", "none with any other")),
+        (lambda: KvGroup("x", (0,), 2, (8,), "int8", row_tokens=0), ("'x'", "row_tokens=0", "at most 4096")),
+        (lambda: KvGroup("x", (0,), 2, (8,), "int8", row_tokens=4097), ("row_tokens=4097",)),
+        (lambda: KvGroup("x", (0,), 2, (8,), "int8", row_tokens=4.0), ("row_tokens=4.0",)),
+        (lambda: Layout((KvGroup("x", (0,), 2, (8,), "int8", row_tokens=5),)), ("rows of 5 tokens", "divide")),
+        (lambda: Layout((KvGroup("x", (0,), 2, (8,), "int8", "state", 0, 32),)), ("'x' (state)", "32", "one row")),
         (lambda: KvGroup("x", (0,), 2, (8,), "int8", Attention.SLIDING, -4), ("window=-4", "1 token or more")),
         (lambda: KvGroup("x", (0,), 2, (8,), "int8", Attention.SLIDING, 0.5), ("window=0.5", "1 token or more")),
         (lambda: KvGroup("x", (0,), 2, (8,), "int8", Attention.FULL, -4), ("window=-4",)),

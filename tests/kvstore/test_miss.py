@@ -16,7 +16,7 @@ from tiering.tier import TierMiss
 REASONS = """
     absent evicted diverged other_namespace partial_block last_token grid warming in_flight pinned_full deadline
     tier_down unreachable corrupt key_mismatch stale_hint quota not_admitted cheaper_to_compute audit unsupported
-    disabled nonfinite out_of_range incomplete busy
+    disabled nonfinite out_of_range incomplete busy no_state
 """.split()
 
 hits = st.lists(st.tuples(st.sampled_from(HitTier), st.integers(0, 500)), max_size=5)

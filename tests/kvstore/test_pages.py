@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.block.errors import LayoutMismatch
+from kvstore.block.errors import BadInput, LayoutMismatch
 from kvstore.block.layout import Attention, KvGroup, Layout
 from kvstore.block.pages import GroupPages, Pages, page_numbers
 from workbench import blank_planes, one_line
@@ -21,10 +21,10 @@ LAYOUT = Layout((FULL, SLIDING))
 
 
 def test_a_group_has_the_pages_it_is_given_and_all_others_the_table() -> None:
-    mine = GroupPages([7, 8], 1)
-    pages = Pages({}, [4, 5, 6], 16, {"sliding": mine})
-    assert pages.of_group("sliding") is mine and mine.stop_page == 3
-    assert pages.of_group("full") == GroupPages([4, 5, 6]) == Pages({}, [4, 5, 6], 16).of_group("sliding")
+    pages = Pages({}, [4, 5, 6], 16, {"sliding": GroupPages([7, 8], 1), "large": GroupPages([9], 1, 24)})
+    assert pages.of_group("sliding") == GroupPages([7, 8], 1, 16) and pages.of_group("sliding").stop_page == 3
+    assert pages.of_group("full") == GroupPages([4, 5, 6], 0, 16) == Pages({}, [4, 5, 6], 16).of_group("sliding")
+    assert pages.of_group("large") == GroupPages([9], 1, 24) and pages.of_group("large").first_token == 24
     assert pages.tokens == 48
 
 
@@ -40,6 +40,21 @@ def test_groups_with_planes_in_common_have_pages_of_their_own(kind: Any) -> None
         assert one_line(caught.value, "'full' and 'sliding'", "can hold one piece of a prompt only")
 
 
+@pytest.mark.parametrize(("small", "common"), [([5, 1], 1), ([7, 4], 7), ([2, 5, 4], None), ([], None)])
+def test_pages_of_two_sizes_in_one_memory_are_told_apart_by_their_bytes(small: list[int], common: int | None) -> None:
+    """Large pages 0 and 3 have the memory of small ones 0, 1, 6 and 7."""
+    memory = torch.zeros(8 * 128, dtype=torch.float16)
+    planes = {0: [memory.view(8, 16, 1, 8)], 1: [memory.view(4, 32, 1, 8)]}
+    groups = {"full": GroupPages(small, 4 - len(small)), "sliding": GroupPages([3, 0], 0, 32)}
+    pages = Pages(planes, range(4), 16, groups)
+    if common is None:
+        pages.check_apart(LAYOUT)
+        return
+    with pytest.raises(LayoutMismatch) as caught:
+        pages.check_apart(LAYOUT)
+    assert one_line(caught.value, "'full' and 'sliding'", f"page {common} of them")
+
+
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
 def test_a_page_that_is_named_twice(kind: Any) -> None:
     """By a table that is used."""
@@ -53,26 +68,36 @@ def test_a_page_that_is_named_twice(kind: Any) -> None:
 @settings(max_examples=200)
 @given(
     count=st.integers(0, 8),
-    firsts=st.lists(st.integers(0, 8), max_size=3),
+    shapes=st.lists(st.tuples(st.integers(0, 32), st.sampled_from([0, 4, 16, 32, 64])), max_size=3),
     first=st.integers(0, 10),
     stop=st.integers(0, 10),
     kind=st.sampled_from([list, np.array, tuple]),
 )
 def test_a_cut_names_the_same_pages_for_the_same_tokens(
-    count: int, firsts: list[int], first: int, stop: int, kind: Any
+    count: int, shapes: list[tuple[int, int]], first: int, stop: int, kind: Any
 ) -> None:
-    groups = {
-        str(at): GroupPages(
-            kind([100 * (at + 1) + page for page in range(min(begin, count), count)]), min(begin, count)
-        )
-        for at, begin in enumerate(firsts)
-    }
+    """Whatever the size of a group's pages; one that the cut would split is one line."""
+    count = 4 * count  # all groups end at the end of a page
+    groups = {}
+    for at, (begin, size) in enumerate(shapes):
+        pages_of_it = 16 * count // (size or 16)
+        begin = min(begin, pages_of_it)
+        groups[str(at)] = GroupPages(kind([1000 * (at + 1) + page for page in range(begin, pages_of_it)]), begin, size)
     pages = Pages({}, kind(list(range(count))), 16, groups)
-    cut = pages.cut(first, stop)
     kept = range(min(first, stop, count), min(stop, count))
+    tokens = range(16 * kept.start, 16 * kept.stop)
+    if any(end % (size or 16) for _, size in shapes for end in (tokens.start, tokens.stop)):
+        with pytest.raises(BadInput, match="splits a page"):
+            pages.cut(first, stop)
+        return
+    cut = pages.cut(first, stop)
     assert page_numbers(cut.table) == list(kept)
     for at in groups:
         was, now = pages.of_group(at), cut.of_group(at)
-        named = {was.first_page + page: number for page, number in enumerate(page_numbers(was.table))}
-        found = {kept.start + now.first_page + page: number for page, number in enumerate(page_numbers(now.table))}
-        assert found == {page: named[page] for page in kept if page in named}
+        size = was.page_tokens
+        named = {size * (was.first_page + page): number for page, number in enumerate(page_numbers(was.table))}
+        found = {
+            tokens.start + size * (now.first_page + page): number for page, number in enumerate(page_numbers(now.table))
+        }
+        assert now.page_tokens == size
+        assert found == {token: number for token, number in named.items() if token in tokens}

@@ -148,6 +148,7 @@ NAMESPACES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"layout": small_layout(layers=17, layer_shards=17)}, ("17 parts", "1114112", "1048576", "smaller extent=")),
     ({"layout": small_layout(layers=300, head_dim=1)}, ("300 layers", "at most", "layer_shards")),
     ({"codec": "int8-kc64", "layout": small_layout(dtype="float8_e4m3fn")}, ("float8_e4m3fn", "codec='raw'")),
+    ({"codec": "int8-kc64", "layout": small_layout(block_tokens=784)}, ("784 rows", "multiple of 64", "codec='raw'")),
 ]
 PUTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"durability": "forever"}, ("'forever'", "volatile, disk")),
@@ -231,7 +232,7 @@ REFUSED: list[Row] = [
         lambda at: Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16", block_tokens=64, page_tokens=48),
         "block_tokens=64",
         "48 tokens",
-        "multiple of 192",
+        "multiple of 48",
         "use 192",
     ),
     # Prompts.
@@ -249,8 +250,8 @@ REFUSED: list[Row] = [
         ["get", "get_by_layer"], lambda at, verb: getattr(at.ns, verb)("lease", at.pages([0, 1])), "lease of type str"
     ),
     (lambda at: at.get({1: 2}), "into of type dict", "; give "),
-    (lambda at: at.get(first=63), "first_token=63", "64 tokens"),
-    (lambda at: at.get(leased=64), "first_token=0", "first token 64"),
+    (lambda at: at.get(first=63), "first_token=63", "multiple of 64"),
+    (lambda at: at.get(leased=64), "first_token=0", "first token, 64"),
     (lambda at: at.get(first=-64), "-64"),
     *each([-5, "many", 0.5], lambda at, blocks: at.bench.store.evict(blocks), "blocks={}", "0 or more"),
     # Pages.
@@ -261,8 +262,21 @@ REFUSED: list[Row] = [
     (lambda at: GroupPages(5), "page table of type int", "one page number each"),
     (lambda at: Pages({}, [1, 2], 16, [GroupPages([1])]), "groups of type list", "GroupPages"),
     (lambda at: Pages({}, [1, 2], 16, {"a": [1, 2]}), "type list", "'a'", "kvstore.GroupPages"),
-    (lambda at: Pages({}, [1, 2], 16, {"a": GroupPages([1])}), "'a'", "1 pages from page 0 on", "ends at page 2"),
-    (lambda at: Pages({}, [1, 2], 16, {"a": GroupPages([1], 2)}), "'a'", "from page 2 on", "ends at page 2"),
+    *each([-1, 0.5, "16", None], lambda at, size: GroupPages([1], 0, size), "page_tokens={}", "whole number"),
+    (
+        lambda at: Pages({}, [1, 2], 16, {"a": GroupPages([1])}),
+        "'a'",
+        "1 pages of 16 tokens from page 0 on",
+        "token 32",
+    ),
+    (lambda at: Pages({}, [1, 2], 16, {"a": GroupPages([1], 2)}), "'a'", "from page 2 on", "ends at token 32"),
+    (lambda at: Pages({}, [1, 2], 16, {"a": GroupPages([1], 0, 64)}), "'a'", "of 64 tokens", "ends at token 32"),
+    (lambda at: Pages({}, [1, 2], 16, {"a": GroupPages([1], 0, 32)}).cut(0, 1), "to 16 splits", "'a'", "its 32 tokens"),
+    (
+        lambda at: at.get(Pages({}, range(8), 16, {"full": GroupPages([1], 0, 128)}), first=64),
+        "first_token=64",
+        "multiple of 128",
+    ),
 ]
 
 ONCE = [[1, 1], np.array([1, 1]), torch.tensor([1, 1]), torch.tensor([1, 1], dtype=torch.int8)]

@@ -66,6 +66,7 @@ def one_of_each(packed: bytes, keys: list[bytes], lease: int) -> list[m.Verb]:
         m.Changes: m.Changes(0, 0),
         m.Tell: m.Tell([], SavingsTold(1.0)),
         m.Why: m.Why("r"),
+        m.Which: m.Which(0, keys),
         m.Await: m.Await(0, keys, 1.0),
         m.Cancel: m.Cancel([1]),
         m.SealTicket: m.SealTicket(0, keys, 1.0),

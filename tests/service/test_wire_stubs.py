@@ -159,6 +159,7 @@ VERBS_NOT_PUBLISHED: dict[type, str] = {
     m.Why: "names requests of all tenants: for an operator on the host",
     m.Prefixes: "shows what tenants ask for most: for an operator on the host",
     m.Changes: "for engines on the host, which tell routers of it in their own events",
+    m.Which: "for engines on the host, which look for the states of recurrent layers",
     m.Await: "for engines on the host: a look-up from another host does not wait",
     m.Cancel: "ends what only engines on the host may ask for",
     m.SealTicket: "for engines on the host, which hand their prompts over",

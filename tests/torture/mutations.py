@@ -93,6 +93,7 @@ VALID: dict[str, Callable[[Random, Booty], m.Verb]] = {
     "await": lambda r, b: m.Await(
         _some(r, b.namespace, b.namespaces_of_others), some_keys(r, b) or [r.randbytes(32)], 0.01, r.choice([0, 1, 7])
     ),
+    "which": lambda r, b: m.Which(_some(r, b.namespace, b.namespaces_of_others), some_keys(r, b)),
     "locate": lambda r, b: m.Locate(_some(r, b.namespace, b.namespaces_of_others), some_keys(r, b)),
     "adopt": lambda r, b: m.Adopt(
         _some(r, b.reservation, b.reservations_of_others), 0, 0, [r.randbytes(4096)], HitTier.PEER

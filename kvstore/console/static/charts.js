@@ -9,10 +9,10 @@ export const colour = (name) => getComputedStyle(document.documentElement).getPr
 export const LOOKS = {
   partial_block: ["calm", 1], last_token: ["calm", 2], grid: ["calm", 3], audit: ["calm", 4], in_flight: ["calm", 5], cheaper_to_compute: ["calm", 6], disabled: ["calm", 7], incomplete: ["calm", 8],
   absent: ["miss2", 1], evicted: ["miss2", 2], diverged: ["miss2", 3], other_namespace: ["miss2", 4], warming: ["miss2", 5], pinned_full: ["miss2", 6],
-  deadline: ["miss2", 7], stale_hint: ["miss2", 8], quota: ["miss2", 9], not_admitted: ["miss2", 10], busy: ["miss2", 11], others: ["miss2", 12],
+  deadline: ["miss2", 7], stale_hint: ["miss2", 8], quota: ["miss2", 9], not_admitted: ["miss2", 10], busy: ["miss2", 11], others: ["miss2", 12], no_state: ["miss2", 13],
   corrupt: ["miss", 1], tier_down: ["miss", 2], unreachable: ["miss", 3], key_mismatch: ["miss", 4], nonfinite: ["miss", 5], out_of_range: ["miss", 6], unsupported: ["miss", 7],
 };
-const HATCHES = [null, [45, 8], [-45, 8], [90, 8], [0, 8], [45, 5], [-45, 5], [90, 5], [0, 5], [45, 13], [-45, 13], [90, 13], [0, 13]];  // degrees, pixels from stripe to stripe
+const HATCHES = [null, [45, 8], [-45, 8], [90, 8], [0, 8], [45, 5], [-45, 5], [90, 5], [0, 5], [45, 13], [-45, 13], [90, 13], [0, 13], [45, 21]];  // degrees, pixels from stripe to stripe
 export function lookOf(name) { const [hue, hatch] = LOOKS[name] ?? ["miss2", 1]; return { hue, hatch }; }  // a later sidecar's reason
 function painted(element, one) {
   element.classList.add(`hue-${one.hue}`);
