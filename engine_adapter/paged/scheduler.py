@@ -517,7 +517,7 @@ class PagedScheduler:
         match = lookup.usable(found, whole)
         if lookup.ends:
             state.ends.update(at for at, is_end in enumerate(lookup.ends, 1) if is_end)
-            parted_at = min(found.blocks, whole)
+            parted_at = min(found.blocks, whole) if self._facts is not None and self._facts.has_kv else 0
             state.parted_at = parted_at * self.block_tokens if parted_at > match.blocks else 0
         if state.chosen_for != local_tokens and self.choice is not None and self._audits is not None:
             state.chosen_for = local_tokens
