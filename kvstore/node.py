@@ -60,7 +60,7 @@ from kvstore.core.rows.index import PrefixIndex
 from kvstore.core.store import Store
 from kvstore.core.table import BlockTable
 from kvstore.core.usage import StoreUsage
-from kvstore.insight.replay import CountingTier, Replay
+from kvstore.insight.replay import CountingTier, Replay, StatesKept
 from kvstore.keys.node_file import NodeLock, node_of
 from kvstore.keys.rotation import KeyRotation
 from kvstore.keys.store_keys import StoreKeys, refuse_new_keys, warn_of_left_alone
@@ -571,9 +571,10 @@ def build_replay(
     seed: int = 0,
     nvme_blocks: int = 0,
     admission: Callable[[Replay], Admission] | None = None,
+    states: StatesKept | None = None,
 ) -> Replay:
     """The tables of a store with room for so many blocks, without memory: for traces. nvme_blocks: of NVMe, if there is
-    one. admission: to it; None for everything."""
+    one. admission: to it; None for everything. states: of a model that has them, without NVMe."""
     layout = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16", block_tokens=64)
     payload_bytes = 1 << 12
     dram_bytes = dram_blocks * frame_bytes(payload_bytes)
@@ -588,7 +589,7 @@ def build_replay(
     blocks = BlockTable(index, Residency(policy(index.names, seed), pins), dram, KeyRing([keys]), lower)
     space = blocks.add_space(keys, Namespace("0" * 40, layout, "raw"), [payload_bytes])
     dram.adopt(dram.new_extent(), space.classes[0])
-    replay = Replay(blocks, space.number, nvme)
+    replay = Replay(blocks, space.number, nvme, states)
     if nvme is not None:
         nvme.open(space.classes[0])
         if admission is not None:

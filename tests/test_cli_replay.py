@@ -90,9 +90,25 @@ def test_with_a_tier_below_a_row_for_each_admission(trace: Path, here: Here) -> 
         assert best[unsaid] is None and told["rows"][0][unsaid] is not None
 
 
+def test_a_model_with_states_says_what_they_cost_and_find(trace: Path, here: Here) -> None:
+    given = ("--blocks", "8000", "--block-tokens", "16", "--model", "qwen3.5-27b")
+    shown = here("replay", str(trace), *given).stdout
+    assert "the same, where a hit needs a state at its end" in shown and "states / KV" in shown
+    told = json.loads(here("replay", str(trace), *given, "--json").stdout)
+    assert told["options"]["state_bytes"] == 153_944_064 and told["options"]["kv_bytes_per_token"] == 65_536
+    assert [row["states"] for row in told["rows"]] == [None, "policy", "each block", "ends alone", None]
+    assert [row["hit_blocks"] for row in told["rows"]] == [8, 6, 6, 6, 8]
+    assert all(row["written_state_bytes"] == 153_944_064 * row["written_states"] for row in told["rows"])
+    assert "needs a state" not in here("replay", str(trace), *given[:-1], "llama-3.1-8b").stdout
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
+        (("--blocks", "4", "--model", "qwen3.5-27b", "--nvme-blocks", "4"), "states are replayed in DRAM alone"),
+        (("--blocks", "4", "--model", "nothing"), "model 'nothing' is not in the table"),
+        (("--blocks", "4", "--model", "phi-4", "--kv-bytes-per-token", "9"), "--model says how many bytes a token has"),
+        (("--blocks", "4", "--state-share", "-1"), "a share of -1.0 for states; give their bytes for each byte"),
         (("--blocks", "4", "--policy", "arc"), "--policy 'arc'; give lru, adaptive, or several with commas"),
         (("--blocks", "4", "--policy", ","), "--policy ','; give lru, adaptive"),
         (("--policy", "lru"), "no size was given; give --blocks"),

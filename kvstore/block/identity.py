@@ -352,6 +352,12 @@ class Namespace:
                     f"{MAX_FIELD_CHARACTERS} and {MAX_VALUE_CHARACTERS} characters"
                 )
 
+    @property
+    def beside(self) -> str:
+        """The digest, in hexadecimal, of the namespace whose prompts these blocks go with: for states that of the KV.
+        Empty for a namespace of its own."""
+        return self.config.get("beside", "")
+
     def fields(self) -> dict[str, str]:
         """Every field by name, as text: what the digest covers, and what two namespaces are compared by."""
         described = {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import kvstore
+from kvstore.block.states import DEFAULT_SHARE
 from kvstore.cli.terminal import (
     Json,
     app,
@@ -24,6 +25,8 @@ from kvstore.cli.terminal import (
     whole,
 )
 from kvstore.config import DEFAULT_POLICY, POLICIES, REMOVED_POLICY, checked_policy, expanded, parse_size
+
+_8B = str(128 << 10)
 
 
 @app.command()
@@ -51,8 +54,14 @@ def replay(
         str, option("N", "Tokens per second of a short prompt, for the seconds that hits save.")
     ] = "10000",
     kv_bytes_per_token: Annotated[
-        str, option("N", "For the bytes that are written. Those of an 8B model if left out.")
-    ] = str(128 << 10),
+        str | None, option("N", "For the bytes that are written. Those of an 8B model if left out.")
+    ] = None,
+    model: Annotated[
+        str | None, option("NAME", "Its bytes, of kvstore plan --models; with recurrent states also what these find.")
+    ] = None,
+    state_share: Annotated[str, option("SHARE", "Bytes of states between the ends of prompts, of the KV's.")] = str(
+        DEFAULT_SHARE
+    ),
     plot: Annotated[str | None, path_option("FILE", "Draw the curves there: .png, .svg or .pdf.")] = None,
     as_json: Json = False,
 ) -> int:
@@ -62,6 +71,7 @@ def replay(
     figures.
     """
     from kvstore.insight import replays
+    from kvstore.insight.models import model_named
     from kvstore.insight.trace import MOST_TOKENS, read_trace
     from kvstore.node import build_replay
 
@@ -85,16 +95,24 @@ def replay(
         real(share, "--write-share", of_writes) for share in listed(write_share or [], "--write-share", of_writes)
     ]
     block_size = whole(block_tokens, "--block-tokens", 1, MOST_TOKENS - 1) if block_tokens is not None else None
+    if model is not None and kv_bytes_per_token is not None:
+        raise typer.BadParameter("--model says how many bytes a token has; leave --kv-bytes-per-token out")
+    token_bytes, state_bytes = whole(kv_bytes_per_token or _8B, "--kv-bytes-per-token", 1, (1 << 40) - 1), 0
+    if model is not None:
+        found = model_named(model)
+        token_bytes, state_bytes = found.bytes_per_token(found.dtype), found.state_bytes
     options = replays.ReplayOptions(
         sizes,
         count_partial,
         real(warmup, "--warmup", "give the share of requests that is not counted, 0 to below 1, as 0.05"),
         whole(seed, "--seed", 0, (1 << 31) - 1),
         real(prefill_rate, "--prefill-rate", "give tokens per second, 0.001 or more"),
-        whole(kv_bytes_per_token, "--kv-bytes-per-token", 1, (1 << 40) - 1),
+        token_bytes,
         below,
         admitting,
         shares,
+        state_bytes,
+        real(state_share, "--state-share", "give the bytes of states for each byte of KV, 0 or more"),
     )
     draw = None
     if plot is not None:
@@ -124,9 +142,7 @@ def whatif(
     names: Annotated[str, option("N", "Of the trace's blocks, that are followed at a time; more err less.")] = "4096",
     seed: Annotated[str, option("N", "Of which blocks are sampled.")] = "0",
     block_tokens: Annotated[str | None, option("N", "Of the trace's blocks. Found out if left out.")] = None,
-    kv_bytes_per_token: Annotated[str, option("N", "For sizes in bytes. Those of an 8B model if left out.")] = str(
-        128 << 10
-    ),
+    kv_bytes_per_token: Annotated[str, option("N", "For sizes in bytes. Those of an 8B model if left out.")] = _8B,
     exact: Annotated[
         bool, typer.Option("--exact", help="Replay each size in full as well, and print by how much the estimate errs.")
     ] = False,

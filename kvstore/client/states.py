@@ -15,9 +15,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvstore.block.account import Account, HitTier, MissReason
-from kvstore.block.identity import Prompt
+from kvstore.block.identity import Namespace, Prompt
 from kvstore.client.handle import Match, NamespaceHandle
 from kvstore.client.pending import PendingReply
+
+
+def config_of_states(kv: Namespace, made_by: str) -> dict[str, str]:
+    """The config of the namespace that keeps the states beside this KV; model, epoch and block size are the same, the
+    codec is raw. made_by: what decides a state's bytes, such as the engine's mode, dtypes and shapes."""
+    return {**kv.config, "state": made_by, "beside": kv.digest().hex()}
 
 
 class PrefixStates:

@@ -96,7 +96,7 @@ class BlockTable(Generic[TierBelow]):
         self.residency.policy.expect(self.dram.budget_bytes // sum(one.frame_bytes for one in classes))
         if self.lower is not None:
             self.lower.admission.expect(self.lower.tier.budget_bytes // sum(one.frame_bytes for one in classes))
-        number = self.index.add_namespace(keys.tenant, sum(one.frame_bytes for one in classes))
+        number = self.index.add_namespace(keys.tenant, sum(one.frame_bytes for one in classes), namespace.beside)
         space = OpenedNamespace(number, keys.tenant, namespace, classes, stamps, sealers)
         assert space.number == len(self.spaces)
         self.spaces.append(space)

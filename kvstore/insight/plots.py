@@ -7,6 +7,7 @@ the axes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from matplotlib import colormaps
@@ -33,12 +34,17 @@ def draw_replay(result: ReplayResult) -> Figure:
     height = max(4.4, 1.2 + _INCHES_A_LINE * (entries if result.options.nvme_blocks else 0))
     figure = Figure(figsize=(8.4 * len(result.traces), height), layout="constrained")
     for axes, trace in zip(figure.subplots(1, len(result.traces), squeeze=False)[0], result.traces, strict=True):
-        handles = draw_panel(axes, [row for row in result.rows if row.trace == trace.name], trace.block_tokens)
+        rows = [row if row.states is None else _named(row) for row in result.rows if row.trace == trace.name]
+        handles = draw_panel(axes, rows, trace.block_tokens)
         axes.set_ylim(bottom=0)
         axes.set_title(trace.name, parse_math=False)
         axes.grid(alpha=0.3)
         axes.legend(handles=handles, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1))
     return figure
+
+
+def _named(row: ReplayRow) -> ReplayRow:
+    return replace(row, policy=f"{row.policy}, states at {row.states}")
 
 
 def _draw_sizes(axes: Any, rows: Sequence[ReplayRow], block_tokens: int) -> list[Any]:

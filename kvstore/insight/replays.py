@@ -15,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.block.errors import BadInput
+from kvstore.block.states import DEFAULT_SHARE, StatePolicy
 from kvstore.config import format_size
-from kvstore.insight.replay import Replay, Replayed
+from kvstore.insight.replay import Replay, Replayed, StatesKept
 from kvstore.insight.trace import Column, Trace
 from kvstore.insight.yardsticks import CoinAdmission, OracleAdmission, optimal_hits, requests_of, share_that_writes
 from tiering.policies.admission import Admission, LearnedAdmission
@@ -31,6 +32,8 @@ KV_BYTES_PER_TOKEN = 128 << 10
 
 OPTIMUM = "optimum"
 ALL, LEARNED, COIN, ORACLE = ADMISSIONS = ("all", "learned", "random", "oracle")
+POLICY, EACH_BLOCK, ENDS_ALONE = STATES = ("policy", "each block", "ends alone")
+"""Where states are kept: as adapters do, and what that is compared with."""
 BUDGETS, NEAR_ENOUGH = 4, 0.002
 """Replays to find the budget that writes the wanted share of bytes, and how near is near enough."""
 MOST_BLOCKS = 1 << 22
@@ -42,7 +45,8 @@ class ReplayOptions:
     """blocks: sizes of DRAM. warmup: share of requests that are not counted. prefill_rate: tokens per second of a short
     prompt. kv_bytes_per_token: for bytes written. nvme_blocks: size of the lower tier, 0 for none. admission: to it;
     `ALL` is always shown too. write_shares: of the bytes that `ALL` writes over the whole trace, as budgets of
-    `LEARNED`; `COIN` is tuned to write as much as that did."""
+    `LEARNED`; `COIN` is tuned to write as much as that did. state_bytes: of one state of a model that has them, 0 for
+    none: each policy is then replayed for all of `STATES`, too. state_share: of the KV's bytes (`StatePolicy`)."""
 
     blocks: Sequence[int]
     count_partial: bool = False
@@ -53,6 +57,8 @@ class ReplayOptions:
     nvme_blocks: int = 0
     admission: Sequence[str] = (LEARNED,)
     write_shares: Sequence[float] = ()
+    state_bytes: int = 0
+    state_share: float = DEFAULT_SHARE
 
     def __post_init__(self) -> None:
         if not self.blocks:
@@ -61,6 +67,9 @@ class ReplayOptions:
             raise BadInput(f"--warmup {self.warmup:g}; give the share of requests that is not counted, 0 to below 1")
         if not 1e-3 <= self.prefill_rate < 1e12:
             raise BadInput(f"--prefill-rate {self.prefill_rate:g}; give tokens per second, 0.001 or more")
+        StatePolicy(1, 1, 1, self.state_share)  # raises for a share that cannot be
+        if self.state_bytes and self.nvme_blocks:
+            raise BadInput("states are replayed in DRAM alone; give --blocks without --nvme-blocks, or another --model")
         for name in self.admission:
             if name not in ADMISSIONS:
                 raise BadInput(f"--admission {name[:40]!r}; allowed: {', '.join(ADMISSIONS)}")
@@ -82,7 +91,8 @@ class ReplayOptions:
 class ReplayRow:
     """One policy at one size. Rates are shares of what was asked for. Hits without a tier's name are of all tiers;
     writes without one are to DRAM. write_share: the admission's budget. None where the optimum says nothing: which tier
-    finds a block, and what is written."""
+    finds a block, and what is written. states: one of `STATES`, or None where a hit needs none; their bytes take room
+    in DRAM like the KV's and are no part of `written_bytes`."""
 
     trace: str
     policy: str
@@ -104,6 +114,9 @@ class ReplayRow:
     written_bytes: int | None
     nvme_written_blocks: int | None
     nvme_written_bytes: int | None
+    states: str | None = None
+    written_states: int = 0
+    written_state_bytes: int = 0
 
 
 Builder = Callable[..., Replay]
@@ -145,6 +158,9 @@ class ReplayResult:
             console.print(Text(read), soft_wrap=True)
             rows = [row for row in self.rows if row.trace == trace.name]
             console.print(_tiers(rows) if self.options.nvme_blocks else _one_tier(rows))
+            if self.options.state_bytes:
+                console.print(Text("the same, where a hit needs a state at its end"))
+                console.print(_with_states(rows))
 
 
 def headed(heads: str) -> Table:
@@ -158,7 +174,7 @@ def headed(heads: str) -> Table:
 def _one_tier(rows: Sequence[ReplayRow]) -> Table:
     table = headed("policy|*DRAM blocks|*hit blocks|*of asked|*of optimum|*tokens|*prefill saved|*written")
     best = {row.dram_blocks: row.hit_blocks for row in rows if row.policy == OPTIMUM}
-    for row in rows:
+    for row in (one for one in rows if one.states is None):
         table.add_row(
             row.policy,
             f"{row.dram_blocks:,}",
@@ -200,6 +216,22 @@ def _tiers(rows: Sequence[ReplayRow]) -> Table:
     return table
 
 
+def _with_states(rows: Sequence[ReplayRow]) -> Table:
+    table = headed("policy|*DRAM blocks|states at|*tokens|*prefill saved|*KV written|*states written|*states / KV")
+    for row in (one for one in rows if one.states is not None):
+        table.add_row(
+            row.policy,
+            f"{row.dram_blocks:,}",
+            row.states,
+            f"{row.token_hit_rate:.4f}",
+            f"{row.saved_prefill_seconds:,.0f} of {row.prefill_seconds:,.0f} s",
+            _size(row.written_bytes),
+            _size(row.written_state_bytes),
+            f"{row.written_state_bytes / row.written_bytes:.3f}" if row.written_bytes else "-",
+        )
+    return table
+
+
 def _number(count: int | None) -> str:
     return "-" if count is None else f"{count:,}"
 
@@ -233,12 +265,13 @@ def run(
                 )
                 if not options.nvme_blocks:
                     rows.append(account.row(name, blocks, here.run("")))
+                    rows += [account.row(name, blocks, done, states=at) for at, done in here.with_states()]
                     continue
                 for admission, share, done in here.admitted():
                     rows.append(account.row(name, blocks, done, admission, share))
             progress(f"{trace.name}: optimum, {blocks:,} blocks", 0, 0)
             hits = optimal_hits(trace, blocks + options.nvme_blocks)
-            best = account.row(OPTIMUM, blocks, Replayed(hits, *[np.zeros_like(hits)] * 3))
+            best = account.row(OPTIMUM, blocks, Replayed(hits, *[np.zeros_like(hits)] * 4))
             if options.nvme_blocks:
                 best = replace(best, dram_hit_blocks=None, nvme_hit_blocks=None)
             rows.append(
@@ -259,14 +292,31 @@ class _Here:
     progress: Progress
     doing: str
 
-    def run(self, words: str, admission: Callable[[Replay], Admission] | None = None) -> Replayed:
+    def run(
+        self, words: str, admission: Callable[[Replay], Admission] | None = None, states: StatesKept | None = None
+    ) -> Replayed:
         """Replay once. words: names the admission in reports of progress."""
 
         def told(done: int) -> None:
             self.progress(self.doing + words, done, self.trace.requests)
 
-        replay = self.build(self.policy, self.blocks, self.options.seed, self.options.nvme_blocks, admission)
+        replay = self.build(self.policy, self.blocks, self.options.seed, self.options.nvme_blocks, admission, states)
         return replay.run(self.trace, told)
+
+    def with_states(self) -> Iterator[tuple[str, Replayed]]:
+        """(one of `STATES`, result), if the model has states."""
+        options, size = self.options, self.trace.block_tokens
+        if not options.state_bytes:
+            return
+        policy = StatePolicy(size, options.state_bytes, options.kv_bytes_per_token, options.state_share)
+        room = -(-options.state_bytes // (size * options.kv_bytes_per_token))
+        each_block = StatePolicy(size, 1, 1, 1.0)
+        for at, kept in (
+            (POLICY, StatesKept(policy, True, room)),
+            (EACH_BLOCK, StatesKept(each_block, False, room)),
+            (ENDS_ALONE, StatesKept(replace(policy, share=0), False, room)),
+        ):
+            yield at, self.run(f", states at {at}", states=kept)
 
     def admitted(self) -> Iterator[tuple[str, float | None, Replayed]]:
         """(admission, its share of the bytes, result): everything admitted first, then what the options ask for."""
@@ -348,10 +398,13 @@ class _Account:
         done: Replayed,
         admission: str | None = None,
         write_share: float | None = None,
+        states: str | None = None,
     ) -> ReplayRow:
         dram, nvme = done.dram_hits[self._first :], done.nvme_hits[self._first :]
         blocks = dram + nvme
-        written, written_below = (int(one[self._first :].sum()) for one in (done.dram_writes, done.nvme_writes))
+        written, written_below, written_states = (
+            int(one[self._first :].sum()) for one in (done.dram_writes, done.nvme_writes, done.state_writes)
+        )
         block_bytes = self._trace.block_tokens * self._options.kv_bytes_per_token
         tokens = np.minimum(blocks * self._trace.block_tokens, self._tokens)
         asked, hit = self._asked_blocks, int(blocks.sum())
@@ -377,6 +430,9 @@ class _Account:
             written * block_bytes,
             written_below,
             written_below * block_bytes,
+            states,
+            written_states,
+            written_states * self._options.state_bytes,
         )
 
     def _seconds(self, tokens: Column) -> float:

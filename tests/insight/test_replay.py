@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import OrderedDict
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -173,3 +174,58 @@ def test_sizes_and_policies_make_a_table() -> None:
 def test_what_cannot_be_is_said(given: dict[str, object], says: str) -> None:
     with pytest.raises(BadInput, match=says):
         table(made_of([1]), "lru", **given)
+
+
+STATES = ReplayOptions([100], state_bytes=48, kv_bytes_per_token=1)
+"""A state takes the room of three blocks of 16 tokens, and is kept every 24 blocks."""
+
+
+def with_states(trace: Trace, **options: object) -> dict[str | None, replays.ReplayRow]:
+    """Of `lru`, by where states are kept."""
+    given = replace(STATES, **options)  # type: ignore[arg-type]
+    rows = replays.run([trace], {"lru": MAKERS["lru"]}, given, build_replay, *QUIET).rows
+    return {row.states: row for row in rows if row.policy != OPTIMUM}
+
+
+def test_a_hit_ends_at_the_deepest_state_that_an_engine_may_offer() -> None:
+    same = [[1, 2, 3, 4]] * 2
+    rows = with_states(made_of(*same))
+    assert {at: row.hit_blocks for at, row in rows.items()} == {None: 4, **dict.fromkeys(replays.STATES, 3)}
+    assert rows[replays.ENDS_ALONE].written_states == 1, "the last token is computed, so the state is of three blocks"
+    longer = with_states(made_of([1, 2, 3, 4], [1, 2, 3, 4, 5, 6]))
+    assert longer[replays.ENDS_ALONE].hit_blocks == 3 and longer[replays.EACH_BLOCK].hit_blocks == 4
+
+
+def test_where_prompts_part_the_third_finds_what_the_second_did_not() -> None:
+    parted = [[1, 2, 3, end, 5, 6] for end in (6, 7, 8)]
+    rows = with_states(made_of(*parted))
+    assert rows[replays.POLICY].hit_blocks == 3 and rows[replays.ENDS_ALONE].hit_blocks == 0
+    assert rows[replays.EACH_BLOCK].hit_blocks == rows[None].hit_blocks == 6
+
+
+def test_states_take_room_like_the_kv_beside_them() -> None:
+    trace = made_of([1, 2, 3, 4, 5, 6], [7, 8, 9], [1, 2, 3, 4, 5, 6])
+    assert with_states(trace)[replays.EACH_BLOCK].hit_blocks == 5
+    rows = with_states(trace, blocks=[9])
+    assert rows[None].hit_blocks == 6 and rows[replays.EACH_BLOCK].hit_blocks == 0
+    row = with_states(trace)[replays.EACH_BLOCK]
+    assert row.written_bytes == 9 * 16 and row.written_state_bytes == row.written_states * 48 == (6 + 3) * 48
+
+
+def test_states_are_replayed_in_one_tier() -> None:
+    with pytest.raises(BadInput, match="states are replayed in DRAM alone"):
+        replace(STATES, nvme_blocks=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_policy_finds_more_than_states_everywhere_and_more_than_ends_alone(name: str) -> None:
+    """Qwen3.5-27B, with room for 625 GiB and 1.8 TiB: what docs/policies.md says."""
+    options = {"blocks": [30_000], "state_bytes": 153_944_064, "kv_bytes_per_token": 65_536}
+    rows = with_states(recorded(name), **options)
+    found = {at: row.hit_tokens for at, row in rows.items()}
+    assert found[replays.POLICY] > max(found[replays.EACH_BLOCK], found[replays.ENDS_ALONE])
+    row, each = rows[replays.POLICY], rows[replays.EACH_BLOCK]
+    assert row.written_bytes is not None and row.written_state_bytes < row.written_bytes / 3
+    assert each.written_bytes is not None and each.written_state_bytes > 4 * each.written_bytes
+    assert found[replays.POLICY] > 0.88 * found[None]

@@ -13,7 +13,7 @@ import pytest
 
 from kvstore.block.about import pack_about
 from kvstore.block.account import HitTier, MissReason
-from kvstore.block.identity import KeyRing, TenantKeys
+from kvstore.block.identity import KeyRing, Prompt, TenantKeys
 from kvstore.block.layout import Layout
 from kvstore.client.handle import NamespaceHandle
 from kvstore.config import DramConfig, Limits
@@ -130,6 +130,24 @@ def test_what_was_readable_is_again(layout: Layout) -> None:
             assert [readable(handle, number, layout) for number in range(4)] == [BLOCKS] * 4
             assert stored(handle, 10 + run, layout=layout) == BLOCKS
             after.store.check()
+
+
+def test_a_block_that_stands_alone_under_a_key_of_another_chain_is_readable_again() -> None:
+    """As a state does, under the key of the KV block that it stands behind."""
+    with holder() as keeper:
+        first = begun(keeper, 1)
+        handle = first.namespace(LAYOUT)
+        assert stored(handle, 0) == BLOCKS
+        keys = handle.hashed(ids(64 * BLOCKS)).keys
+        alone = Prompt(64, [keys[3]])
+        assert first.namespace(LAYOUT, model="states").put(alone, random_pages(LAYOUT, 1, seed=9)).stored == 1
+        after = begun(keeper, 2)
+        states, blank = after.namespace(LAYOUT, model="states"), blank_pages(LAYOUT, 1)
+        assert states.which(keys) == [False, False, False, True, False, False]
+        assert states.get(states.lease(states.match(alone)), blank).tokens == 64
+        assert same_tokens(random_pages(LAYOUT, 1, seed=9), blank, range(64))
+        assert readable(after.namespace(LAYOUT), 0) == BLOCKS
+        after.store.check()
 
 
 def test_what_was_being_filled_is_not(tmp_path: Any) -> None:

@@ -576,6 +576,9 @@ class StoreMachine(RuleBasedStateMachine):
         names = [(owned.name, prompt.chain(block)) for block in range(len(prompt.letters))]
         assert all(name in self.known.version for name in names[: match.blocks]), "claims what was never put"
         assert match.blocks >= self._pinned_blocks(owned, prompt), "lost what a live lease pins"
+        there = owned.handle.which(match.keys)
+        assert all(there[: match.blocks]) and not any(there[match.blocks : match.blocks + 1]), "a match says otherwise"
+        assert {name for name, is_there in zip(names, there, strict=True) if is_there} <= self.known.version.keys()
         if match.reason is not None:
             self._explain(owned, prompt, match, names[match.blocks])
         return match

@@ -94,6 +94,7 @@ def test_an_answer_that_does_not_fit_is_not(name: str, changes: dict[str, Any]) 
     ("verb", "answer"),
     [
         (m.Commit(1, 0, 0, []), m.Counted(-1)),
+        (m.Which(0, KEYS), m.Held(b"12")),
         (m.Persist(0, KEYS, 1.0), m.Persisted(4, None)),
         (m.Persist(0, KEYS, 1.0), m.Persisted(2, None)),
         (m.Extents([3], False), m.ExtentsReply([m.ExtentEntry(4, 1 << 16, 1 << 13)])),

@@ -80,10 +80,12 @@ class OpenedNamespace:
 class _Names:
     """One namespace's keys."""
 
-    __slots__ = ("block_bytes", "forgotten", "hidden", "inserted", "mark", "tenant", "visible")
+    __slots__ = ("beside", "block_bytes", "forgotten", "hidden", "inserted", "mark", "tenant", "visible")
 
-    def __init__(self, tenant: bytes, number: int, forgotten: OrderedDict[bytes, int], block_bytes: int) -> None:
-        self.tenant = tenant
+    def __init__(
+        self, tenant: bytes, number: int, forgotten: OrderedDict[bytes, int], block_bytes: int, beside: str
+    ) -> None:
+        self.tenant, self.beside = tenant, beside
         self.block_bytes = block_bytes
         self.forgotten = forgotten  # per tenant: with a common table each tenant could count others' evictions
         self.mark = number.to_bytes(2, "little")  # suffix of remembered keys
@@ -121,10 +123,10 @@ class PrefixIndex:
         self.awaits = Awaits()
         """Told which blocks become readable, and which will not for now."""
 
-    def add_namespace(self, tenant: bytes, block_bytes: int = 0) -> int:
-        """A number for a new namespace of a tenant, whose blocks take so much."""
+    def add_namespace(self, tenant: bytes, block_bytes: int = 0, beside: str = "") -> int:
+        """A number for a new namespace of a tenant, whose blocks take so much. beside: `Namespace.beside`."""
         forgotten = self._forgotten.setdefault(tenant, OrderedDict())
-        self._names.append(_Names(tenant, len(self._names), forgotten, block_bytes))
+        self._names.append(_Names(tenant, len(self._names), forgotten, block_bytes, beside))
         if self.shares is not None:
             self.shares.add_namespace(tenant)
         assert len(self._names) < 1 << 15
@@ -190,10 +192,12 @@ class PrefixIndex:
         return known >> 1, bool(known & 1)
 
     def elsewhere(self, namespace: int, key: bytes) -> int:
-        """Another namespace of the same tenant where this key is visible, or -1. Never another tenant's."""
-        tenant = self._names[namespace].tenant
+        """Another namespace of the same tenant where this key is visible, beside the same one or none, or -1. Never
+        another tenant's."""
+        mine = self._names[namespace]
         for number, names in enumerate(self._names):
-            if number != namespace and names.tenant == tenant and key in names.visible:
+            is_alike = names is not mine and (names.tenant, names.beside) == (mine.tenant, mine.beside)
+            if is_alike and key in names.visible:
                 return number
         return -1
 
