@@ -38,22 +38,25 @@ def test_a_step_waits_for_loads_only_where_a_failed_one_can_be_taken_back(given:
     assert bool(unwaitable(given)) == bool(why)
 
 
-class FullAttentionSpec(SimpleNamespace):
-    """By name, as vLLM's."""
+class Spec(SimpleNamespace):
+    """What vLLM says of a group; `like` is of the same kind."""
 
-
-class SlidingWindowSpec(SimpleNamespace):
-    """Likewise."""
-
-
-class MambaSpec(SimpleNamespace):
-    """Likewise."""
+    def like(self, **changed: Any) -> Spec:
+        return Spec(**{**vars(self), **changed})
 
 
 def engine(
-    *specs: Any, run_to: str = "generate", load_format: str = "auto", scales: bool = False, **parallel: int
+    *specs: Any,
+    run_to: str = "generate",
+    load_format: str = "auto",
+    scales: bool = False,
+    hisparse_host_num_blocks: int | None = None,
+    **parallel: int,
 ) -> tuple[Any, Any]:
-    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+    groups = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs],
+        hisparse_host_num_blocks=hisparse_host_num_blocks,
+    )
     given = SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
         model_config=SimpleNamespace(runner_type=run_to),
@@ -63,7 +66,11 @@ def engine(
     return given, groups
 
 
-FULL, WINDOW = FullAttentionSpec(), SlidingWindowSpec(sliding_window=100)
+FULL = Spec(sliding_window=None, attention_chunk_size=None)
+WINDOW, CHUNKS = Spec(sliding_window=100), Spec(attention_chunk_size=8192)
+STATE = Spec(mamba_cache_mode="align")
+RING = Spec(prefix_cacheable=False)
+NESTED = Spec(kv_cache_specs={"a": FULL, "b": FULL.like(head_size=64)})
 
 
 @pytest.mark.parametrize(
@@ -75,18 +82,36 @@ FULL, WINDOW = FullAttentionSpec(), SlidingWindowSpec(sliding_window=100)
         (engine(FULL, run_to="pooling"), True, "a model that is run to pooling"),
         (engine(FULL, load_format="dummy"), True, "load_format=dummy makes weights up"),
         (engine(FULL, scales=True), True, "calculate_kv_scales makes scales of the first prompt's KV"),
-        (engine(FULL, MambaSpec()), True, "KV groups of kind MambaSpec; allowed: FullAttentionSpec"),
+        (engine(FULL, Spec()), True, "KV groups of kind Spec; allowed: full attention, sliding windows"),
+        (engine(FULL.like(rswa_window=9)), True, "generated tokens see another past"),
+        (engine(FULL, STATE), True, ""),
+        (engine(STATE), True, ""),
+        (engine(STATE), False, "use 0.31 or later"),
+        (engine(FULL, STATE.like(mamba_cache_mode="all")), True, "start vLLM with --mamba-cache-mode align"),
+        (engine(FULL, CHUNKS), True, ""),
+        (engine(FULL.like(attention_chunk_size=8192)), False, ""),
+        (engine(NESTED), False, ""),
+        (engine(NESTED, WINDOW), True, ""),
+        (engine(Spec(kv_cache_specs={"a": FULL, "b": Spec()})), True, "KV groups of kind Spec"),
+        (engine(FULL, RING), True, ""),
+        (engine(RING), True, "no KV group whose prefixes vLLM itself would reuse"),
+        (engine(FULL, hisparse_host_num_blocks=9), True, "HiSparse"),
         (engine(FULL, WINDOW), True, ""),
         (engine(FULL, WINDOW), False, "use 0.31 or later"),
         (engine(WINDOW), True, ""),
         (engine(WINDOW), False, "use 0.31 or later"),
-        (engine(FULL, SlidingWindowSpec(extra_retained_tokens=2)), True, "keeps more than a window"),
-        (engine(FullAttentionSpec(non_causal=True)), True, "attention that is not causal"),
+        (engine(FULL, WINDOW.like(extra_retained_tokens=2)), True, "keeps more than a window"),
+        (engine(FULL.like(non_causal=True)), True, "attention that is not causal"),
     ],
 )
 def test_what_cannot_be_stored_is_said(given: tuple[Any, Any], is_told: bool, why: str) -> None:
     said = unsupported(*given, is_failure_told=is_told)
     assert why in said and bool(why) == bool(said)
+
+
+def test_states_are_served_where_vllm_tells_their_boundaries() -> None:
+    assert "use 0.32 or later" in unsupported(*engine(FULL, STATE), is_failure_told=True, are_states_told=False)
+    assert not unsupported(*engine(FULL, WINDOW), is_failure_told=True, are_states_told=False)
 
 
 @pytest.mark.parametrize("is_on", [True, False])
