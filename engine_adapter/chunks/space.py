@@ -207,7 +207,8 @@ class ChunkSpace:
                     left_ms = max(0.0, 1000 * (ends_at - self._clock()))
                     alone = Prompt(self.block_tokens, chain.keys[known + at : known + at + 1]), pages.cut(at, at + 1)
                     result = handle.put(*alone, deadline_ms=left_ms)
-                    held[at], new = result.stopped_at is None, new + result.stored
+                    held[at], new = result.stopped_at is None or result.in_flight > 0, new + result.stored
+                    in_flight += result.in_flight
                 self._outcomes.told(result.reason)
         present, failed = sum(held) - in_flight - new, len(held) - sum(held)
         self._outcomes.count(stored=new, present=present, in_flight=in_flight, failed_stores=failed)

@@ -208,14 +208,21 @@ def test_engines_that_store_one_beginning_at_once_store_every_end(sidecar: Sidec
             engine.space.close()
 
 
-def test_what_a_hung_engine_is_storing_counts_as_held_and_the_rest_is_stored(engine: Engine, sidecar: Sidecar) -> None:
-    with sidecar.client() as hung:
-        theirs = Engine(hung)
-        handle: Any = theirs.space.handle
-        keys = theirs.space.prompt(handle, NAMES[:20]).keys
-        reservation = Asking(handle.door).reserve(handle.number, keys).reservation
-        assert reservation
-        assert engine.space.store([], NAMES[:30], engine.space.pages(range(30)), 2000) == ([True] * 30, 10)
-        assert engine.outcomes.take() == {"stored": 10, "in_flight": 20}
-        assert engine.space.found(NAMES[20:30]) == 10 and engine.space.found(NAMES[:20]) == 0
-        theirs.space.close()
+@pytest.mark.parametrize("theirs", [[(0, 20)], [(5, 8), (20, 21)]])
+def test_what_a_hung_engine_is_storing_counts_as_held_and_the_rest_is_stored(
+    theirs: list[tuple[int, int]], engine: Engine, sidecar: Sidecar
+) -> None:
+    with sidecar.client() as client:
+        hung = Engine(client)
+        handle: Any = hung.space.handle
+        for first, stop in theirs:
+            keys = hung.space.prompt(handle, NAMES[first:stop]).keys
+            assert Asking(handle.door).reserve(handle.number, keys).reservation
+        in_flight = sum(stop - first for first, stop in theirs)
+        assert engine.space.store([], NAMES[:30], engine.space.pages(range(30)), 20_000) == (
+            [True] * 30,
+            30 - in_flight,
+        )
+        assert engine.outcomes.take() == {"stored": 30 - in_flight, "in_flight": in_flight}
+        assert engine.space.found(NAMES[23:30]) == 7 and engine.space.found(NAMES[:20]) == theirs[0][0]
+        hung.space.close()
