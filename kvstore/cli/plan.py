@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvstore.block.states import DEFAULT_SHARE
+from kvstore.cli.models import model_of_file
 from kvstore.cli.terminal import (
     Json,
     app,
@@ -87,7 +88,7 @@ def plan(
     if model is not None:
         chosen = known.model_named(model)
     elif config is not None:
-        chosen = known.model_of_config(config, _config_text(config, known.MOST_CONFIG_BYTES))
+        chosen = model_of_file(Path(config))
     else:
         if layers is None or kv_heads is None or head_dim is None:
             raise typer.BadParameter("a described model needs all of --layers, --kv-heads and --head-dim")
@@ -152,14 +153,6 @@ class _ModelList:
 
     def render(self, console: Any) -> None:
         console.print(self._table(self._models))
-
-
-def _config_text(file: str, most: int) -> str:
-    with open(file, "rb") as opened:
-        raw = opened.read(most + 1)
-    if len(raw) > most:
-        raise typer.BadParameter(f"--config {file}: more than {most} bytes; give the config.json of a model")
-    return raw.decode("utf-8", "replace")
 
 
 def _tier(assumed: Any, speed: str | None, overhead_ms: str | None) -> Any:
