@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,16 @@ def bytes_of(hashes: np.ndarray, layer: int, count: int) -> torch.Tensor:
         mixed ^= mixed >> np.uint64(29)
         mixed *= np.uint64(0xBF58476D1CE4E5B9)
     return torch.from_numpy(mixed.view(np.uint8)[:, :count].copy())
+
+
+class _Writes:
+    """vLLM's way to have K and V written into pages [pages, heads, tokens, K and V]."""
+
+    def do_kv_cache_update(
+        self, _: Any, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slots: Any
+    ) -> None:
+        size = pages.shape[2]
+        pages[slots // size, :, slots % size] = torch.cat([key, value], dim=2)
 
 
 @dataclass
@@ -116,23 +127,21 @@ class Layer:
 class ScheduledEngine:
     """A vLLM without a model. specs: of its layers. drafts: tokens drafted in each step."""
 
-    def __init__(
-        self, model: str, specs: dict[str, KVCacheSpec], url: str, random: Random, **options: Any
-    ) -> None:
-        given = {"pages": 100, "budget": 256, "drafts": 0, "layout": "LBNHC", "shards": 1, **options}
-        self.random, self.drafts = random, given.pop("drafts")
-        pages, layout, budget = given.pop("pages"), given.pop("layout"), given.pop("budget")
-        shards = given.pop("shards")
+    def __init__(self, model: str, specs: dict[str, KVCacheSpec], url: str, random: Random, **options: Any) -> None:
+        own = {"pages": 100, "budget": 256, "drafts": 0, "shards": 1, "proven": False, "state_salt": 0}
+        given = {name: value for name, value in options.items() if name not in own}
+        own.update((name, value) for name, value in options.items() if name in own)
+        self.random, self.drafts, shards, layout = random, own["drafts"], own["shards"], KVCacheLayout.LBNHC
         block = max(spec.block_size for spec in specs.values())
-        transfer = models.connector(url, model="f0", **{**models.PATIENT, **given})
+        transfer = models.connector(url, model="f0", codec="raw", **{**models.PATIENT, **given})
         speculative = {"method": "ngram", "num_speculative_tokens": self.drafts, "prompt_lookup_max": 2}
         args = EngineArgs(
             model=model,
             max_model_len=512,
             block_size=block,
-            max_num_batched_tokens=budget,
+            max_num_batched_tokens=own["budget"],
             max_num_seqs=6,
-            num_gpu_blocks_override=pages,
+            num_gpu_blocks_override=own["pages"],
             enable_prefix_caching=True,
             kv_transfer_config=KVTransferConfig(**transfer),
             speculative_config=speculative if self.drafts else None,
@@ -141,7 +150,7 @@ class ScheduledEngine:
         )
         self.config = config = args.create_engine_config()
         cache = config.cache_config
-        cache.block_size, cache.kv_cache_layout = block, KVCacheLayout[layout].name
+        cache.block_size, cache.kv_cache_layout = block, layout.name
         config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = shards
         states = [spec for spec in specs.values() if kind_of(spec)[0] is Attention.STATE]
         cache.mamba_cache_mode = "align" if states else "none"
@@ -162,9 +171,15 @@ class ScheduledEngine:
         self.layers: list[list[Layer]] = []
         for rank, worker in enumerate(self.workers):
             config.parallel_config.rank = rank
-            tensors = allocate_kv_cache(self.groups, torch.device("cpu"), KVCacheLayout[layout])
+            tensors = allocate_kv_cache(self.groups, torch.device("cpu"), layout)
+            if own["proven"]:  # K and V of each token in a row, as they are on GPUs
+                modules = {name: SimpleNamespace(impl=_Writes()) for name in specs}
+                config.compilation_config.static_forward_context.update(modules)
             worker.register_kv_caches(tensors)
-            numbers = {name: 64 * rank + at for at, name in enumerate(specs)}
+            numbers = {
+                name: 64 * rank + at + 1000 * own["state_salt"] * (kind_of(spec)[0] is Attention.STATE)
+                for at, (name, spec) in enumerate(specs.items())
+            }
             self.layers.append(
                 [
                     Layer(numbers[name], table, spec, tensors[name].view(torch.uint8))
@@ -192,6 +207,8 @@ class ScheduledEngine:
         self.left: dict[str, tuple[int, int]] = {}
         """Of the last step of each request: the column of its state, and how many tokens were accepted."""
         self.over: list[str] = []
+        self.arrived: dict[str, int] = {}
+        self.evict: Callable[[int], object] = lambda blocks: None
         self.step()
         for worker in self.workers:
             assert worker._worker._opened(0, SECONDS) is not None
@@ -228,9 +245,26 @@ class ScheduledEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Safe to call again."""
         for worker in self.workers:
             worker.shutdown()
+        self.workers = []
         self.connector.shutdown()
+
+    def total(self) -> RequestCounts:
+        """All counts so far."""
+        self.half.take_counts()
+        total = RequestCounts()
+        for one in self.counts:
+            for name in ("requests", "asked", "saved_blocks", "failed_loads", "dropped_saves"):
+                setattr(total, name, getattr(total, name) + getattr(one, name))
+            for name in ("hits", "misses", "audited"):
+                for key, count in getattr(one, name).items():
+                    getattr(total, name)[key] = getattr(total, name).get(key, 0) + count
+        return total
 
     # What its users do
 
@@ -264,7 +298,8 @@ class ScheduledEngine:
     def settle(self) -> None:
         """Until nothing waits to be saved, and that is known."""
         deadline = time.monotonic() + SECONDS
-        while any(one._worker._saves or one._worker._saving for one in self.workers) or self.half._plan._offers:
+        plan, audits = self.half._plan, self.half._audits
+        while plan._offers or audits._under_way or any(one._worker._saves for one in self.workers):
             assert time.monotonic() < deadline, "saves do not come to an end"
             self.step()
             time.sleep(0.001)
@@ -327,7 +362,6 @@ class ScheduledEngine:
             assert not merged.invalid_block_ids
             metas = merged.kv_connector_worker_meta, other.kv_connector_worker_meta
             merged.kv_connector_worker_meta = metas[0].aggregate(metas[1]) if all(metas) else metas[0] or metas[1]
-            self.arrived = getattr(self, "arrived", {})
             merged.failed_recving = (merged.failed_recving or set()) | (other.failed_recving or set())
             for name in other.finished_recving or ():
                 self.arrived[name] = self.arrived.get(name, 0) + 1
@@ -419,6 +453,4 @@ class ScheduledEngine:
     def _drafted(self, name: str) -> list[int]:
         stream, _ = self.streams[name]
         at = self.scheduler.requests[name].num_tokens
-        return [
-            token if self.random.random() < 0.7 else (token + 1) % VOCAB for token in stream[at : at + self.drafts]
-        ]
+        return [token if self.random.random() < 0.7 else (token + 1) % VOCAB for token in stream[at : at + self.drafts]]

@@ -78,12 +78,13 @@ def allowed_error(dtype: torch.dtype, layer: int) -> float:
     raise BadInput(f"KV of dtype {str(dtype).removeprefix('torch.')} cannot be audited; view it as one of: {allowed}")
 
 
-# A recurrent state is a sum over all tokens of what a layer makes of each of them. These terms are as far off as the K
-# and V of that layer, each independently of the others, so the sum is at most as far off, relative to its size. Beside
-# that it is itself rounded to its own dtype, once for each step that ended since the prompt's first token: 0.3 of the
-# distance of two neighbouring numbers in two runs, which add up as a random walk over at most as many steps as tokens.
-# Four times that is allowed as well. In float32 this is 1 in 10,000 after two million tokens; in bfloat16 it is 0.3
-# after 4,096, where another prompt's state, or one of an earlier block, is off by 1 and more.
+# A recurrent state is a sum over all tokens. Each term is a product of at most four numbers (key, value, decay, step
+# size), and each of these is as far off as the K and V of that layer, so a term is twice as far off (four errors,
+# independent of each other), and so is the sum, relative to its size. That holds for decays too: one of e^-x that is
+# off by x u in each step is off by sqrt(x) u over the 1 / x steps that it lets through. Beside that the state is itself
+# rounded to its own dtype, at most once for each token: 0.3 u in two runs, a random walk. Four times all this is
+# allowed. In float32 the walk is 1 in 10,000 after two million tokens; in bfloat16 it is 0.3 after 4,096, where the
+# state of another prompt, or of an earlier block, is off by its whole size.
 
 STEP_ERROR: dict[torch.dtype, float] = {
     torch.float32: 4 * 0.3 * 2.0**-24,
@@ -175,9 +176,9 @@ def compare_states(stored: Planes, computed: Planes, groups: Iterable[StateGroup
     own: dict[int, list[float]] = {}
     deepest = max(computed, default=0)
     for group in groups:
-        of_model = allowed_error(getattr(torch, group.made_of), deepest)
+        of_terms = 2 * allowed_error(getattr(torch, group.made_of), deepest)
         for layer in group.layers:
-            own[layer] = [hypot(of_model, allowed_of_steps(getattr(torch, one), tokens)) for one, _ in group.tensors]
+            own[layer] = [hypot(of_terms, allowed_of_steps(getattr(torch, one), tokens)) for one, _ in group.tensors]
             for target, planes in zip(into, (stored, computed), strict=True):
                 target[layer] = _tensors(planes[layer][0].flatten(), group.tensors)
     return compare_block(into[0], into[1], "raw", allowed=own)

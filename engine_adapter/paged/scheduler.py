@@ -63,6 +63,7 @@ from kvstore.block.account import Account, HitTier, MissReason
 from kvstore.block.codec import codec_named
 from kvstore.block.identity import Prompt
 from kvstore.block.layout import Attention
+from kvstore.block.states import StatePolicy
 from kvstore.client.edge import contained
 from kvstore.client.handle import Lease, NamespaceHandle
 
@@ -103,6 +104,7 @@ class PagedScheduler:
         self._states: dict[str, RequestState] = {}
         self._loads, self._plan = LoadPlan(1, 1), SavePlan((0,), (), 1)
         self._audits: AuditPlan | None = None
+        self._kept_states: StatePolicy | None = None
         self._former_audits: dict[int, set[int]] = {}
         """Comparisons that were given up, each with the ranks that have not reported."""
         self._saving: dict[int, EngineRequest] = {}
@@ -136,6 +138,9 @@ class PagedScheduler:
         if not self._is_broken:
             self._refused = None  # also after drift: these are other weights, or renamed ones
         self._is_exact, self._plan = codec.is_exact, SavePlan(ranks, facts.kv_groups, layout.block_tokens)
+        if facts.states is not None:
+            per_token = payload_bytes // layout.block_tokens if facts.has_kv else 0
+            self._kept_states = StatePolicy(layout.block_tokens, facts.states.raw_bytes, per_token)
         self.choice = LoadChoice(
             payload_bytes / layout.block_tokens,
             is_on=settings.cost_model,
@@ -515,12 +520,11 @@ class PagedScheduler:
             return 0 if lookup.is_over else None
         whole = (state.prompt.tokens - 1) // self.block_tokens
         match = lookup.usable(found, whole)
-        if lookup.ends:
-            state.ends.update(at for at, is_end in enumerate(lookup.ends, 1) if is_end)
-            parted_at = min(found.blocks, whole) if self._facts is not None and self._facts.has_kv else 0
-            state.parted_at = parted_at * self.block_tokens if parted_at > match.blocks else 0
         if state.chosen_for != local_tokens and self.choice is not None and self._audits is not None:
             state.chosen_for = local_tokens
+            state.ends.update(at for at, is_end in enumerate(lookup.ends, 1) if is_end)
+            if self._facts is not None and self._facts.has_kv and min(found.blocks, whole) > match.blocks:
+                state.parted_at = min(found.blocks, whole) * self.block_tokens
             block, page = self.block_tokens, self.page_tokens
             is_hit = min(match.tokens, state.prompt.tokens - 1) // block * block > local_tokens
             takes_all = self.choice.holdout.takes_all
@@ -726,7 +730,11 @@ class PagedScheduler:
         self._hash_to(state, namespace, blocks)
         tables = tuple(PageRun(0, [one.pages[group.table]]) for group in groups)
         self._audits.passed(state, blocks, tables, self._plan, orders)
-        if blocks not in state.ends:
+        kept = self._kept_states
+        if blocks in state.ends or kept is None:
+            return
+        prompt, parted_at = state.request.num_prompt_tokens, state.parted_at
+        if kept.wanted(one.tokens - 1, one.tokens, prompt, parted_at=parted_at, end=one.tokens):
             state.ends.add(blocks)
             self._order_save(state, tables, blocks - 1, blocks, orders, is_state=True)
 

@@ -182,6 +182,15 @@ def takes_windows() -> bool:
     return KVConnectorTransferResults is not None
 
 
+def tells_states() -> bool:
+    """Whether this vLLM tells in which pages recurrent states are whole."""
+    from vllm.v1.core.sched import output
+
+    return "boundary_state_offloads" in getattr(
+        getattr(output, "KVConnectorBlockState", None), "__dataclass_fields__", ()
+    )
+
+
 def save_trained(directory: Path) -> Path:
     """The demo's model, which has learned something: a token is a byte."""
     for name in ("config.json", "model.safetensors"):
