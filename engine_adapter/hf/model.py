@@ -18,6 +18,7 @@ from engine_adapter.hf.state import compiled_part
 from engine_adapter.hf.tensor_names import is_embedding
 from engine_adapter.hf.tensors import plain_tensors, unreadable
 from kvstore.block.errors import BadInput
+from kvstore.insight.served import Engine, served
 
 HASH_WHOLE_BYTES = 256 << 20
 """Models up to this size are hashed whole; of larger ones the token embeddings, and samples of every other tensor."""
@@ -34,8 +35,6 @@ _FIELDS_WITHOUT_EFFECT = frozenset(
 )
 """Fields of a configuration that do not change KV. All others do, unknown ones included."""
 
-_ROPE_THAT_DEPENDS_ON_LENGTH = ("dynamic", "longrope")
-
 
 def check_model(model: torch.nn.Module) -> None:
     """Raise `BadInput`, with one line, for a model whose KV cannot be stored by prefix or that is not ready to run.
@@ -49,9 +48,9 @@ def check_model(model: torch.nn.Module) -> None:
         raise refusal(name, "it is not a language model of transformers with `generate` (a ...ForCausalLM class)")
     if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
         raise refusal(name, "it is not a decoder with causal attention")
-    rope = _rope(config)
-    if rope.get("rope_type") in _ROPE_THAT_DEPENDS_ON_LENGTH:
-        raise refusal(name, f"rope type {rope['rope_type']!r} makes KV depend on the whole sequence's length")
+    said = served((), Engine.TRANSFORMERS, settings={str(_rope(config).get("rope_type")): True})
+    if said.line:
+        raise refusal(name, said.line)
     if model.training:
         raise BadInput("the model is in training mode; call model.eval() first")
     devices = {str(parameter.device) for parameter in model.parameters()}

@@ -43,7 +43,6 @@ import kvstore.cli.engines
 import kvstore.cli.insight
 import kvstore.cli.keys
 import kvstore.cli.lint
-import kvstore.cli.models
 import kvstore.cli.network
 import kvstore.cli.operate
 import kvstore.cli.plan

@@ -58,7 +58,7 @@ SINCE: Mapping[Engine, Mapping[KvKind, str]] = {
         KvKind.STATE: "0.32",
     },
     Engine.SGLANG: dict.fromkeys(KvKind, "0.5.23"),
-    Engine.TRANSFORMERS: {KvKind.FULL: "5.17"},
+    Engine.TRANSFORMERS: {kind: "5.17" for kind in KvKind if kind is not KvKind.STATE},
 }
 """From which version on the adapter serves a kind of KV."""
 
@@ -68,7 +68,7 @@ TRIED: Mapping[Engine, Mapping[KvKind, str]] = {
         **dict.fromkeys((KvKind.CHUNK, KvKind.LATENT, KvKind.INDEX, KvKind.STATE), "its scheduler and caches"),
     },
     Engine.SGLANG: {KvKind.FULL: "a whole engine", **dict.fromkeys([*KvKind][1:], "its host pools")},
-    Engine.TRANSFORMERS: {KvKind.FULL: "small models"},
+    Engine.TRANSFORMERS: dict.fromkeys(KvKind, "small models"),
 }
 """What of an engine a kind was tried in, on a CPU."""
 
@@ -145,7 +145,7 @@ _RULES: Mapping[Engine, tuple[_Rule, ...]] = {
         _Rule("non_causal", "attention that is not causal"),
         _Rule(
             "page_tokens",
-            f"vLLM's pages have {{:,}} tokens, since a state is as large as their KV; a block has at most "
+            f"vLLM's pages have {{:,}} tokens, whose KV is as large as a state, and a block has at most "
             f"{MAX_BLOCK_TOKENS:,}",
             "start vLLM with a larger --tensor-parallel-size",
             _is_above(MAX_BLOCK_TOKENS),
@@ -163,12 +163,11 @@ _RULES: Mapping[Engine, tuple[_Rule, ...]] = {
         ),
     ),
     Engine.TRANSFORMERS: (
-        _Rule("pictures", "it is made of several models (it takes images or the like); only text models are served"),
+        _Rule("pictures", "prompts with images or the like", "allowed: prompts of text", verdict=Verdict.PARTLY),
         *(
             _Rule(name, f"rope type {name!r} makes KV depend on the whole sequence's length")
             for name in ("dynamic", "longrope")
         ),
-        _Rule("hybrid_class", "it is of a hybrid class, none of which is served, not even without a recurrent layer"),
     ),
 }
 
@@ -233,10 +232,9 @@ def _numbers(version: str) -> list[int]:
 _SHAPES = {
     "full": "Llama 3.1 / 3.3; Qwen2.5; Qwen3 dense; Qwen3 MoE / Coder; Qwen3 with YaRN; GLM-4 9B; GLM-4.5 / 4.6 / 4.7; "
     "Mistral 7B v0.3 / Nemo / Small (text); Ministral 3 (text); Granite 3 / 4 dense; MiniMax M2; Hunyuan dense; "
-    "Hunyuan 3; Phi-4 14B; OLMo 2; SmolLM3; Seed-OSS; ERNIE 4.5 MoE",
+    "Hunyuan 3; Phi-4 14B; OLMo 2; SmolLM3; Seed-OSS; ERNIE 4.5 MoE; Granite 4 Micro",
     "full longrope": "Phi-4-mini / 3.5-mini",
     "full dynamic": "Hunyuan dense with dynamic NTK",
-    "full hybrid_class": "Granite 4 Micro",
     "full pictures": "Mistral Small 3 (with pictures); Qwen2.5-VL; Qwen3-VL",
     "full window pictures": "Gemma 3 4B and larger (with pictures)",
     "full window": "gpt-oss; Gemma 2; Gemma 3 (text); Gemma 4 (text); OLMo 3; Command A / R7B; EXAONE 4; MiMo-V2-Flash",
@@ -244,7 +242,7 @@ _SHAPES = {
     "full chunk": "Llama 4 (text)",
     "latent": "DeepSeek V3 / R1 / Kimi K2; GLM-4.7 Flash",
     "latent index": "DeepSeek V3.2; GLM-5",
-    "latent window": "DeepSeek V4",
+    "latent window state": "DeepSeek V4",
     "full state": "Qwen3-Next; Qwen3.5 (text); Nemotron-H / Nemotron 3 Nano; Granite 4 hybrid; MiniMax M1; Falcon-H1; "
     "LFM2",
     "latent state": "Kimi Linear",
