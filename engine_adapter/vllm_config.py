@@ -86,13 +86,16 @@ def kind_of(spec: Any) -> tuple[Attention | None, int]:
 
 def _settings(config: Any, groups: Any) -> dict[str, Any]:
     """By the names of `served`."""
-    parallel = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+    parallel = ("decode_context_parallel_size", "prefill_context_parallel_size")
     return {
         **{name: getattr(config.parallel_config, name, 1) for name in parallel},
         "runner_type": config.model_config.runner_type,
         "load_format": config.load_config.load_format,
         "calculate_kv_scales": getattr(config.cache_config, "calculate_kv_scales", False),
         "hisparse": getattr(groups, "hisparse_host_num_blocks", None) is not None,
+        "prefix_replay_tokens": any(
+            getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) for group in groups.kv_cache_groups
+        ),
         "kv_groups": len(groups.kv_cache_groups),
         "nothing_reused": not cached_groups(groups),
     }
@@ -137,9 +140,16 @@ def unwaitable(config: Any) -> str:
     second model runner goes on from a wrong place (vLLM issue 49250)."""
     if config.scheduler_config.async_scheduling:
         return "steps are scheduled ahead (async_scheduling)"
+    if stages_of(config) > 1:
+        return "steps are scheduled ahead (pipeline_parallel_size)"
     if getattr(config, "use_v2_model_runner", False):
         return "the second model runner (VLLM_USE_V2_MODEL_RUNNER)"
     return ""
+
+
+def stages_of(config: Any) -> int:
+    """Pipeline stages of an engine: workers with other layers."""
+    return int(getattr(config.parallel_config, "pipeline_parallel_size", 1))
 
 
 def with_load_mode(settings: ConnectorSettings, unwaitable: str) -> tuple[ConnectorSettings, str]:
@@ -301,6 +311,7 @@ def config_fields(config: Any, facts: Sequence[WorkerSpec], version: str) -> Map
         kv_scales="+".join(sorted({one.scales for one in facts})),
         rope=rope,
         device=facts[0].device,
+        stages=stages if (stages := stages_of(config)) > 1 else None,  # a rank's numbers are then of other layers
         # For these a position's K depends on how long a prompt may get.
         max_model_len=model.max_model_len if any(kind in rope for kind in ("longrope", "dynamic")) else None,
         draft=" ".join(filter(None, (getattr(config.speculative_config, "method", None), draft_fingerprint(config)))),

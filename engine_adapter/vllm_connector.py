@@ -76,6 +76,7 @@ from engine_adapter.vllm_config import (
     is_told_by_page,
     registered_pages,
     reuse_refused,
+    stages_of,
     unsupported,
     unwaitable,
     with_load_mode,
@@ -212,7 +213,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Seconds that a save waits until the engine is idle. 0 if the engine computes on another device, another
         engine waits for its saves, or several workers save one block."""
         is_producer = self._config.kv_transfer_config.kv_role == "kv_producer"
-        if facts.device != "cpu" or is_producer or self._config.parallel_config.tensor_parallel_size > 1:
+        if facts.device != "cpu" or is_producer or self._config.parallel_config.world_size > 1:
             return 0.0
         return self._settings.save_patience_ms / 1000
 
@@ -306,8 +307,8 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """The same by (pipeline, tensor) rank; `unsupported` refuses an engine with several pipeline stages."""
-        self.set_xfer_handshake_metadata({rank: one for (stage, rank), one in metadata.items() if stage == 0})
+        """The same by (pipeline, tensor) rank: of each stage with other layers."""
+        self.set_xfer_handshake_metadata({at: one for at, (_, one) in enumerate(sorted(metadata.items()))})
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Keep the engine's own cache, to evict invalid pages from it."""
@@ -454,7 +455,9 @@ class _SchedulerSide:
                     "can be: their KV depends on a token that may lie behind a block; give an audit below 1"
                 )
             model = self._config.model_config
-            heads, block_tokens = model.get_total_num_kv_heads(), self._settings.block_tokens
+            # Stages have other layers: none of their heads is another's.
+            heads = model.get_total_num_kv_heads() * stages_of(self._config)
+            block_tokens = self._settings.block_tokens
             states = layout_of(facts, heads, block_tokens, states=True)
             layout = layout_of(facts, heads, block_tokens) or states
             if layout is None:
@@ -505,7 +508,7 @@ class _SchedulerSide:
     def reported(self, reports: StepReports | None) -> None:
         if reports is not None and reports.facts:
             self._facts += reports.facts
-            if len(self._facts) == self._config.parallel_config.tensor_parallel_size:
+            if len(self._facts) == self._config.parallel_config.world_size:
                 self.begin(sorted(self._facts, key=lambda one: one.rank), wait_seconds=0.0)
         self.half.reported(reports)
         invalid_pages = self.half.take_invalid_pages()

@@ -128,7 +128,7 @@ class ScheduledEngine:
     """A vLLM without a model. specs: of its layers. drafts: tokens drafted in each step."""
 
     def __init__(self, model: str, specs: dict[str, KVCacheSpec], url: str, random: Random, **options: Any) -> None:
-        own = {"pages": 100, "budget": 256, "drafts": 0, "shards": 1, "proven": False, "state_salt": 0}
+        own = {"pages": 100, "budget": 256, "drafts": 0, "shards": 1, "stages": 1, "proven": False, "state_salt": 0}
         given = {name: value for name, value in options.items() if name not in own}
         own.update((name, value) for name, value in options.items() if name in own)
         self.random, self.drafts, shards, layout = random, own["drafts"], own["shards"], KVCacheLayout.LBNHC
@@ -151,27 +151,31 @@ class ScheduledEngine:
         self.config = config = args.create_engine_config()
         cache = config.cache_config
         cache.block_size, cache.kv_cache_layout = block, layout.name
-        config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = shards
+        stages = own["stages"]
+        config.parallel_config.tensor_parallel_size, config.parallel_config.world_size = shards // stages, shards
+        config.parallel_config.pipeline_parallel_size = stages
+        each = len(specs) // stages  # layers of a stage
+        of_rank = [dict(list(specs.items())[rank * stages // shards * each :][:each]) for rank in range(shards)]
         states = [spec for spec in specs.values() if kind_of(spec)[0] is Attention.STATE]
         cache.mamba_cache_mode = "align" if states else "none"
         cache.mamba_block_size = states[0].block_size if states else None
         with set_current_vllm_config(config):
-            self.groups: KVCacheConfig = kv_cache_utils.get_kv_cache_configs(config, [specs], [1 << 30])[0]
-        scheduler_groups = kv_cache_utils.generate_scheduler_kv_cache_config([self.groups])
-        cache.num_gpu_blocks = self.groups.num_blocks
+            groups: list[KVCacheConfig] = kv_cache_utils.get_kv_cache_configs(config, of_rank, [1 << 30] * shards)
+        scheduler_groups = kv_cache_utils.generate_scheduler_kv_cache_config(groups)
+        cache.num_gpu_blocks = scheduler_groups.num_blocks
         sizes = kv_cache_utils.resolve_kv_cache_block_sizes(scheduler_groups, config)
-        self.groups.hash_block_size = scheduler_groups.hash_block_size = sizes[1]
+        scheduler_groups.hash_block_size = sizes[1]
         hash_function = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
         kv_cache_utils.init_none_hash(hash_function)
         self._hasher = kv_cache_utils.get_request_block_hasher(sizes[1], hash_function)
         # As vLLM does it: workers are made first.
         self.workers = [
-            KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, self.groups) for _ in range(shards)
+            KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, groups[rank]) for rank in range(shards)
         ]
         self.layers: list[list[Layer]] = []
         for rank, worker in enumerate(self.workers):
             config.parallel_config.rank = rank
-            tensors = allocate_kv_cache(self.groups, torch.device("cpu"), layout)
+            tensors = allocate_kv_cache(groups[rank], torch.device("cpu"), layout)
             if own["proven"]:  # K and V of each token in a row, as they are on GPUs
                 modules = {name: SimpleNamespace(impl=_Writes()) for name in specs}
                 config.compilation_config.static_forward_context.update(modules)
@@ -183,7 +187,7 @@ class ScheduledEngine:
             self.layers.append(
                 [
                     Layer(numbers[name], table, spec, tensors[name].view(torch.uint8))
-                    for table, group in enumerate(self.groups.kv_cache_groups)
+                    for table, group in enumerate(groups[rank].kv_cache_groups)
                     for name, spec in layer_specs(group.kv_cache_spec, group.layer_names).items()
                 ]
             )
@@ -194,9 +198,9 @@ class ScheduledEngine:
         told = {}
         for rank, worker in enumerate(self.workers):
             with self._as(worker):
-                told[rank] = worker.get_handshake_metadata()
+                told[divmod(rank, shards // stages)] = worker.get_handshake_metadata()
         self.connector: Any = self.scheduler.get_kv_connector()
-        self.connector.set_xfer_handshake_metadata(told)
+        self.connector.set_xfer_handshake_metadata_pp_aware(told)
         self.half = self.connector._scheduler.half
         assert self.half._refused is None, self.half._refused
         self.offered: list[tuple[str, int, int]] = []

@@ -206,7 +206,10 @@ def layout_of(
     first = facts[0]
     for other in facts[1:]:
         if (other.page_tokens, other.groups, other.packing) != (first.page_tokens, first.groups, first.packing):
-            raise BadInput(f"ranks {first.rank} and {other.rank} of this engine have pages of different kinds")
+            raise BadInput(
+                f"ranks {first.rank} and {other.rank} of this engine have pages of different kinds; pipeline stages "
+                "must have equally many layers of each kind"
+            )
     has_states = any(group.is_state for group in first.groups)
     if has_states and not block_tokens:
         block_tokens = first.page_tokens  # a larger block would have no state where the engine keeps one

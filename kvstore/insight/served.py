@@ -115,7 +115,7 @@ _RULES: Mapping[Engine, tuple[_Rule, ...]] = {
     Engine.VLLM: (
         *(
             _Rule(name, f"{name}={{}} is not supported", "allowed: 1", _is_above(1))
-            for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+            for name in ("decode_context_parallel_size", "prefill_context_parallel_size")
         ),
         _Rule("runner_type", "a model that is run to {}", "allowed: to generate", _is_other_than("generate")),
         _OWN_WEIGHTS,
@@ -128,6 +128,7 @@ _RULES: Mapping[Engine, tuple[_Rule, ...]] = {
             "KV that is kept in host memory beside the engine (HiSparse)",
             "give vLLM no HiSparse configuration",
         ),
+        _Rule("prefix_replay_tokens", "windows that vLLM computes again behind each hit (bounded replay)"),
         _Rule("nothing_reused", "no KV group whose prefixes vLLM itself would reuse"),
         _Rule("unknown_spec", "KV groups of kind {}", ALLOWED),
         _Rule("rswa_spec", "KV groups of kind {}, in which generated tokens see another past than a prompt's", ALLOWED),

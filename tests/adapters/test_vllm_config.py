@@ -20,8 +20,9 @@ from engine_adapter.vllm_config import (
 from kvstore.block.errors import BadInput
 
 
-def config(ahead: bool, **more: Any) -> Any:
-    return SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=ahead), **more)
+def config(ahead: bool, stages: int = 1, **more: Any) -> Any:
+    parallel = SimpleNamespace(pipeline_parallel_size=stages)
+    return SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=ahead), parallel_config=parallel, **more)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,7 @@ def config(ahead: bool, **more: Any) -> Any:
         (config(False, use_v2_model_runner=False), ""),
         (config(True), "async_scheduling"),
         (config(False, use_v2_model_runner=True), "VLLM_USE_V2_MODEL_RUNNER"),
+        (config(False, stages=2), "pipeline_parallel_size"),
     ],
 )
 def test_a_step_waits_for_loads_only_where_a_failed_one_can_be_taken_back(given: Any, why: str) -> None:
@@ -77,7 +79,7 @@ NESTED = Spec(kv_cache_specs={"a": FULL, "b": FULL.like(head_size=64)})
     ("given", "is_told", "why"),
     [
         (engine(FULL, pipeline_parallel_size=1), False, ""),
-        (engine(FULL, pipeline_parallel_size=2), True, "pipeline_parallel_size=2 is not supported; allowed: 1"),
+        (engine(FULL, pipeline_parallel_size=2), True, ""),
         (engine(FULL, decode_context_parallel_size=2), True, "decode_context_parallel_size=2"),
         (engine(FULL, run_to="pooling"), True, "a model that is run to pooling"),
         (engine(FULL, load_format="dummy"), True, "load_format=dummy makes weights up"),
@@ -94,6 +96,7 @@ NESTED = Spec(kv_cache_specs={"a": FULL, "b": FULL.like(head_size=64)})
         (engine(NESTED, WINDOW), True, ""),
         (engine(Spec(kv_cache_specs={"a": FULL, "b": Spec()})), True, "KV groups of kind Spec"),
         (engine(FULL, RING), True, ""),
+        (engine(FULL, WINDOW.like(prefix_cacheable=False, prefix_replay_tokens=100)), True, "bounded replay"),
         (engine(RING), True, "no KV group whose prefixes vLLM itself would reuse"),
         (engine(FULL, hisparse_host_num_blocks=9), True, "HiSparse"),
         (engine(FULL, WINDOW), True, ""),
@@ -165,6 +168,7 @@ def model(place: str = "/here", **changed: Any) -> Any:
         model=place,
     )
     hf_config |= changed.pop("hf_config", {})
+    stages = changed.pop("stages", 1)
     of_cache = dict(cache_dtype=changed.pop("cache_dtype", "auto"))
     of_model |= changed
     return SimpleNamespace(
@@ -172,6 +176,7 @@ def model(place: str = "/here", **changed: Any) -> Any:
         cache_config=SimpleNamespace(**of_cache),
         load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
         speculative_config=None,
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
     )
 
 
@@ -192,6 +197,7 @@ def test_the_same_model_at_another_place_has_the_same_fields() -> None:
         dict(model_impl="transformers"),
         dict(disable_sliding_window=True),
         dict(cache_dtype="fp8"),
+        dict(stages=2),
     ],
 )
 def test_whatever_decides_kv_is_in_the_fields(changed: dict[str, Any]) -> None:

@@ -85,6 +85,7 @@ KINDS: dict[str, tuple[dict[str, KVCacheSpec], dict[str, Any]]] = {
     "states of several blocks": ({"a": full(), "b": state(64)}, {}),
     "states, with drafts": ({"a": full(), "b": state(num_speculative_blocks=3)}, {"drafts": 3}),
     "states of two ranks": ({"a": full(), "b": state()}, {"shards": 2}),
+    "two stages of two ranks": ({"a": full(), "b": state(), "c": full(), "d": state()}, {"shards": 4, "stages": 2}),
     "nothing but states": ({"b": state(), "c": state()}, {}),
     "windows": ({"a": full(), "b": window(64), "c": window(64)}, {}),
     "pages of two sizes": ({"a": full(32), "b": window(50, 32, 32), "c": window(50, 32, 32)}, {}),
