@@ -23,6 +23,7 @@ from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages
 from kvstore.client.edge import contained
 from kvstore.client.handle import Lease, Match, NamespaceHandle
+from kvstore.client.states import PrefixStates
 
 SAVE_DEADLINE_MS = 1000.0
 """How long a save waits for the store, whatever its size: another request may be waiting behind it."""
@@ -116,6 +117,8 @@ class StoreRequest:
     3. `save` whenever more of the prompt is computed.
     4. `finished` at the end, or `release` alone when the request is given up.
 
+    states: of recurrent layers, for a model that has some: what is matched ends where there is one.
+
     report: filled in here; a match is cut to its grid_tokens. An engine whose results do not depend on how prefill is
     split passes its block size. pool: asked before the store. deadline_ms: of a look-up. ttl: of a save, as
     in `NamespaceHandle.put`. ticket: from the engine that computes the prompt; the look-up waits for that engine's
@@ -132,8 +135,14 @@ class StoreRequest:
         extra_keys: Sequence[ExtraKey | bytes | str] = (),
         ticket: str = "",
         ttl: float | None = None,
+        states: PrefixStates | None = None,
     ) -> None:
         self.report = report
+        self._states = states
+        self.state_lease: Lease | None = None
+        """Of the state behind what was matched, until `load` or `release`."""
+        self.found_tokens = 0
+        """Of the last look-up, in KV alone: behind it prompts part."""
         self._namespace = namespace
         self._pool = pool
         self._deadline_ms = deadline_ms
@@ -175,9 +184,9 @@ class StoreRequest:
             self._fail(error)
             return ""
 
-    def load(self, pages: Pages) -> int:
-        """Copy and verify, then release the lease. Pages may cover less than was matched. Returns how many tokens are
-        valid in them."""
+    def load(self, pages: Pages, state: Pages | None = None) -> int:
+        """Copy and verify, then release the lease. Pages may cover less than was matched. state: for the states behind
+        what was matched, where there are any. Returns how many tokens are valid in them."""
         report = self.report
         if self._namespace is None or not report.account.hit_tokens:
             return 0
@@ -188,6 +197,11 @@ class StoreRequest:
 
         with contained(failed):
             report.account = self._bring(self._namespace, pages)
+            if state is not None and self._states is not None and self.state_lease is not None:
+                with self.state_lease as lease:
+                    loaded = self._states.handle.get(lease, into=state)
+                if not loaded.tokens or report.account.hit_tokens < pages.tokens:
+                    report.account = report.account.cut(0, loaded.reason or MissReason.NO_STATE)
         report.restored_ms += 1e3 * (time.perf_counter() - start)
         return report.account.hit_tokens
 
@@ -219,6 +233,21 @@ class StoreRequest:
                 self._pool.save(self._namespace.hashed(token_ids, self._extra_keys).keys, pages, self._decoded)
         report.save_ms += 1e3 * (time.perf_counter() - start)
 
+    def save_state(self, token_ids: Sequence[int], state: Pages) -> None:
+        """Put the states of recurrent layers as they are behind these tokens, whole blocks."""
+        if self._namespace is None or self._states is None:
+            return
+        start = time.perf_counter()
+        with contained(lambda error: self._count(self._fail(error))):
+            key = self._namespace.hashed(token_ids, self._extra_keys).keys[-1]
+            wait_ms = SAVE_DEADLINE_MS + self._states.handle.layout.raw_bytes / SAVE_BYTES_PER_MS
+            prompt = self._states.prompt_of(key)
+            result = self._states.handle.put(prompt, state, deadline_ms=wait_ms, ttl=self._ttl)
+            self.is_away = result.reason in _AWAY
+            if result.reason is not None:
+                self._count(result.reason)
+        self.report.save_ms += 1e3 * (time.perf_counter() - start)
+
     def finished(self, token_ids: Sequence[int], pages: Pages) -> None:
         """Save the rest, and release."""
         self.save(token_ids, pages)
@@ -226,8 +255,9 @@ class StoreRequest:
 
     def release(self) -> None:
         """Unpin."""
-        lease, self._lease = self._lease, None
-        if lease is not None:
+        leases = [lease for lease in (self._lease, self.state_lease) if lease is not None]
+        self._lease = self.state_lease = None
+        for lease in leases:
             with contained(self._fail):
                 lease.release()
 
@@ -253,7 +283,9 @@ class StoreRequest:
         if match.reason is MissReason.DISABLED:
             self._namespace = None
             return Account.of([(MissReason.DISABLED, len(token_ids))])
-        self._keys = match.keys
+        self._keys, self.found_tokens = match.keys, match.tokens
+        if self._states is not None:
+            match = self._to_state(self._states, prompt, match)
         found = self._pool.leading(match.keys) * namespace.block_tokens if self._pool is not None else 0
         account = match.account.behind(HitTier.HBM, found)
         usable = cut_to_grid(account, self.report.grid_tokens).hit_tokens
@@ -264,10 +296,28 @@ class StoreRequest:
             self._lease = namespace.lease(match, first_token, deadline_ms=self._deadline_ms, request=request)
             account = self._lease.account.behind(HitTier.HBM, found)
         account = cut_to_grid(account, self.report.grid_tokens)
+        if self.state_lease is not None and account.hit_tokens < match.tokens:
+            account = account.cut(0, MissReason.NO_STATE)  # less could be leased, and there the state is another one
         self._pooled_tokens = min(found, account.hit_tokens)
         if account.hit_tokens <= self._pooled_tokens:
             self.release()
         return account
+
+    def _to_state(self, states: PrefixStates, prompt: Prompt, match: Match) -> Match:
+        """The match up to where a state is, which is leased."""
+        block, grid = states.handle.block_tokens, self.report.grid_tokens
+        usable = reusable_tokens(match.tokens, prompt.tokens, grid) // block
+        ends = states.ends(prompt) if usable else []
+        ends = [end and not (number * block) % grid for number, end in enumerate(ends, 1)]
+        while True:
+            cut = states.cut(match, ends, usable)
+            if not cut.blocks:
+                return cut
+            state, request = states.match_of(match.keys[cut.blocks - 1]), self.report.request
+            self.state_lease = states.handle.lease(state, deadline_ms=self._deadline_ms, request=request)
+            if self.state_lease.blocks:
+                return cut
+            self.state_lease, ends[cut.blocks - 1] = None, False
 
     def _found(self, namespace: NamespaceHandle, prompt: Prompt) -> Match:
         """The match, after waiting for blocks elsewhere or being stored. The last look-up counts as the request's."""

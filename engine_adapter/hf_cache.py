@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from logging import getLogger
 from typing import Any, NoReturn, SupportsIndex
@@ -33,8 +33,10 @@ from engine_adapter.hf_news import CacheNews
 from kvstore.block.errors import BadInput, StoreClosed, StoreError
 from kvstore.block.identity import ExtraKey, as_extra_keys
 from kvstore.block.layout import Layout
+from kvstore.block.states import StatePolicy
 from kvstore.client.edge import in_one_line
 from kvstore.client.handle import NamespaceHandle, OpenStore
+from kvstore.client.states import PrefixStates, config_of_states
 from kvstore.config import parse_size
 
 CHUNK_TOKENS_CPU = 384
@@ -122,7 +124,9 @@ class PrefixCache:
         self._deadline_ms = deadline_ms
         self._identity = self._watch.identity()
         self._store, self._codec = store, codec
-        self._opened: dict[ModelIdentity, NamespaceHandle] = {}
+        self._opened: dict[ModelIdentity, tuple[NamespaceHandle, PrefixStates | None]] = {}
+        self.states: PrefixStates | None = None
+        """Of recurrent layers, beside the namespace."""
         self._is_unopened = False
         self._open_again_at = 0.0
         self._pool_bytes = parse_size(hbm, "hbm")
@@ -182,6 +186,7 @@ class PrefixCache:
         try:
             cache = request.prefilled(max(beams, answers), None if beams > 1 else ends)
             view = from_the_hit_on(self.model) if is_drafted else self.model
+            given |= self._watch.call.positions(token_ids, mask)
             return view.generate(token_ids, attention_mask=mask, past_key_values=cache, **given)
         finally:
             request.end()
@@ -272,6 +277,8 @@ class PrefixCache:
     def _new_pool(self) -> HbmBlocks | None:
         if self._pool_bytes <= 0 or self.namespace is None:
             return None
+        if self._watch.kinds.has_windows or self._watch.kinds.states:
+            raise BadInput("hbm=: the pool on the device is for models with full attention alone; leave it out")
         return HbmBlocks(self.layout, self.device, self._pool_bytes)
 
     def _namespace_of(self, identity: ModelIdentity) -> NamespaceHandle | None:
@@ -283,24 +290,29 @@ class PrefixCache:
                 config["prefill_chunk_tokens"] = str(self.chunk_tokens)
             name = str(getattr(self.model.config, "_name_or_path", "") or type(self.model).__name__)
             codec = chosen_codec(self._codec, self.layout)
+            made: dict[str, Any] = {"model": identity.weights, "name": name}
+            states, shapes = None, [f"{list(one.shape)} {one.dtype}" for one in self._watch.kinds.states.values()]
             try:
-                opened = self._store.namespace(
-                    model=identity.weights, layout=self.layout, codec=codec, config=config, name=name
-                )
+                opened = self._store.namespace(layout=self.layout, codec=codec, config=config, **made)
+                if (layout := self._watch.kinds.state_layout) is not None:
+                    beside = config_of_states(opened.namespace, ", ".join(shapes))
+                    states = PrefixStates(self._store.namespace(layout=layout, codec="raw", config=beside, **made))
             except StoreClosed:
                 return None
             while len(self._opened) >= MAX_NAMESPACES:
                 self._opened.pop(next(iter(self._opened)))
             opened.is_told = True
-            self._opened[identity] = opened
-        return self._opened[identity]
+            self._opened[identity] = opened, states
+        namespace, self.states = self._opened[identity]
+        return namespace
 
 
 @dataclass
 class _Row:
     """One sequence, prompt and answer. number: in the cache. left: columns of padding before it. with_kv: leading
     tokens whose KV the cache holds. first: the first token whose KV was computed or restored here in all layers.
-    offered: leading tokens that were offered to the store. cache: its own, before it is joined with others."""
+    offered: leading tokens that were offered to the store. cache: its own, before it is joined with others. states: to
+    be saved, by the boundary behind which they are."""
 
     number: int
     tokens: array[int]
@@ -313,6 +325,7 @@ class _Row:
     offered: int = 0
     cache: Any = None
     is_over: bool = False
+    states: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
 
 class _Request:
@@ -326,12 +339,16 @@ class _Request:
         self._namespace, self._block = owner.namespace, owner.layout.block_tokens
         self._changes_unseen = not owner._identity.is_plain and not self._watch.is_opaque
         is_whole = owner.kept is SavedBlocks.WHOLE_CHUNKS
+        grid = owner.chunk_tokens if is_whole else self._block
+        self._policy: StatePolicy | None = None
+        if self._kinds.state_layout is not None:
+            kv_bytes = owner.layout.raw_bytes // self._block
+            self._policy = StatePolicy(grid, self._kinds.state_layout.raw_bytes, kv_bytes)
         self.rows: list[_Row] = []
         for number, tokens in enumerate(prompts.rows):
-            grid = owner.chunk_tokens if is_whole else self._block
             report = Report(len(tokens), grid, request=self._news.new_request())
             more: dict[str, Any] = dict(pool=owner.pool, deadline_ms=owner._deadline_ms, extra_keys=extra_keys)
-            request = StoreRequest(owner.namespace, report, ticket=ticket, ttl=ttl, **more)
+            request = StoreRequest(owner.namespace, report, ticket=ticket, ttl=ttl, states=owner.states, **more)
             left = prompts.width - len(tokens)
             self.rows.append(_Row(number, tokens, request, self._watch.generation, len(tokens), left))
         self._columns, self._repeats = prompts.width, 1
@@ -363,22 +380,31 @@ class _Request:
         saves: whether each cell is saved before the next one is computed."""
         self._withdraw_if_changed(row)
         matched, start = row.request.matched_tokens(row.tokens), 0
-        memory, pages = self._kinds.blank(matched, self._watch.device)
+        (memory, pages), states = self._kinds.blank(matched, self._watch.device), self._kinds.blank_states()
         if matched:
-            start = row.request.load(pages)
+            start = row.request.load(pages, self._kinds.state_pages(states) if states else None)
         is_empty = not start and stop != 0
-        row.cache = self._call.new_cache() if is_empty else self._kinds.filled(memory, start)
+        row.cache = self._call.new_cache() if is_empty else self._kinds.filled(memory, start, states)
         row.with_kv = row.offered = start
         row.first = start if self._kinds.has_windows else 0
-        chunk, token_ids = self._owner.chunk_tokens, torch.from_numpy(np.asarray(row.tokens).astype(np.int64))
+        chunk, tokens = self._owner.chunk_tokens, torch.from_numpy(np.asarray(row.tokens).astype(np.int64))
+        token_ids = tokens.to(self._watch.device)[None]
+        positions = self._call.positions(token_ids, torch.ones_like(token_ids))
         computed = start + (row.prompt_tokens - 1 - start) // chunk * chunk if stop is None else stop
-        for begin in range(start, computed, chunk):
-            end = min(begin + chunk, computed)
+        wanted: tuple[int, ...] = ()
+        if self._policy is not None and row.request.is_open:
+            last = row.prompt_tokens - 1
+            wanted = self._policy.wanted(start, last, row.prompt_tokens, parted_at=row.request.found_tokens)
+            computed = max(computed, *wanted) if wanted else computed
+        while (begin := row.with_kv) < computed:
+            end = min(begin + chunk, computed, *(one for one in wanted if one > begin))
             self._news.pass_begins(begin, end, time.perf_counter())
-            self._call(token_ids[begin:end].to(self._watch.device)[None], row.cache, begin)
+            self._call(token_ids[:, begin:end], row.cache, begin, positions)
             if self._watch.device.type == "cpu":  # elsewhere it is not computed yet
                 self._news.pass_ends(time.perf_counter())
             row.with_kv = end
+            if end in wanted:
+                row.states[end] = self._kinds.states_of(row.cache, 0)
             if saves or (end - row.offered > MAX_WAITING_TOKENS and self._kinds.has_windows):
                 self._save(row, end)
         if stop is None:
@@ -401,6 +427,7 @@ class _Request:
                 row.tokens.append(token)
                 row.is_over = row.is_over or token in (self._ends or ())
             row.with_kv = max(row.prompt_tokens, len(row.tokens) - 1)
+            self._keep_state(row)
             if self._changes_unseen:  # adapters may be switched and back before a block is full
                 self._withdraw_if_changed(row)
         if not is_first:
@@ -424,6 +451,15 @@ class _Request:
         for other in self.rows[: row.number]:
             if _common(row.tokens, other.tokens) >= self._block:
                 self._save(other, other.with_kv)
+
+    def _keep_state(self, row: _Row) -> None:
+        """At a block's end in an answer, keep the states in place of those of the block before."""
+        at, is_kept = row.with_kv, self._ends is not None and self._owner.kept is SavedBlocks.EVERYTHING
+        if self._policy is not None and is_kept and at > row.prompt_tokens and not at % self._block and not row.is_over:
+            before, lasting = at - self._block, self._policy.wanted(0, at - self._block, row.prompt_tokens)
+            if before > row.prompt_tokens and before not in lasting:
+                row.states.pop(before, None)
+            row.states[at] = self._kinds.states_of(self._cache, row.number)
 
     def _save_next(self) -> None:
         """Save one cell of one prompt, so that no token waits long. Rows whose store is away are left out: the save
@@ -453,6 +489,8 @@ class _Request:
             self._withdraw_if_changed(row)
             pages = self._kinds.pages(cache, number, left + first, left + stop, columns)
             row.request.save(row.tokens[:stop], pages, first)
+            for at in sorted(at for at in row.states if at <= stop):
+                row.request.save_state(row.tokens[:at], self._kinds.state_pages(row.states.pop(at)))
             self._forget(cache, [row] if row.cache is not None else self.rows)
 
     def _forget(self, cache: Any, rows: Sequence[_Row]) -> None:

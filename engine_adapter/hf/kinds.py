@@ -14,7 +14,7 @@ Imports torch only. Must never hand out tokens that a cache does not hold.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,8 @@ from kvstore.block.layout import DTYPE_BYTES, Attention, KvGroup, Layout
 from kvstore.block.pages import GroupPages, Pages
 
 MAX_DEPTH = 4
+MOST_STATE_BYTES = 2 << 20
+"""Of one frame, as far as states can be cut by layers: a store's extents hold whole frames."""
 
 Path = tuple[Any, ...]
 """Attributes, keys and numbers that lead from a cache to one of its values."""
@@ -51,10 +53,10 @@ class RestoredKv:
 class CacheKinds:
     """What the caches of one model hold, as it computes now."""
 
-    def __init__(self, before: Mapping[Path, Any], cache: Any) -> None:
+    def __init__(self, before: Mapping[Path, Any], cache: Any, chunked: Collection[int] = ()) -> None:
         """cache: as it is behind some tokens; it becomes the form of others. before: its `values` behind half as many.
-        Raises `BadInput` for a cache that cannot be stored by prefix."""
-        self.states: list[Path] = []
+        chunked: layers whose window is a chunk. Raises `BadInput` for a cache that cannot be stored by prefix."""
+        self.states: dict[Path, torch.Tensor] = {}
         self._counters: list[Path] = []
         grown: dict[tuple[Any, ...], list[Path]] = {}
         for path, value in values(cache).items():
@@ -63,7 +65,7 @@ class CacheKinds:
                 if value != earlier:
                     self._counters.append(path)
             elif isinstance(earlier, torch.Tensor) and earlier.shape == value.shape:
-                self.states += [path] if value.ndim else []
+                self.states |= {path: value} if value.ndim else {}
             else:
                 dtype, heads = str(value.dtype).removeprefix("torch."), value.shape[1] if value.ndim == 4 else 1
                 is_grown = isinstance(earlier, torch.Tensor) and value.shape[-2] == 2 * earlier.shape[-2]
@@ -78,13 +80,12 @@ class CacheKinds:
         for (_, name, dtype, heads), paths in grown.items():
             layer = cache.layers[paths[0][1]]
             window = layer.sliding_window if getattr(layer, "is_sliding", False) and not name else 0
-            attention = Attention.SLIDING if window else Attention.FULL
+            local = Attention.CHUNKED if paths[0][1] in chunked else Attention.SLIDING
+            attention = local if window else Attention.FULL
             widths = tuple(_get(cache, path).shape[-1] for path in paths)
             number, extra = (extra, extra + 1) if name else (paths[0][1], extra)
             group = KvGroup("", (0,), heads, widths, dtype, attention, window)
             found.setdefault(group, []).append((number, tuple(paths)))
-        if self.states:
-            raise BadInput("it keeps a recurrent state, not only KV per token")
         if not found:
             raise BadInput("its cache holds nothing for each token")
         self._slots, groups, kinds = list[LayerKv](), list[KvGroup](), list[str]()
@@ -96,19 +97,28 @@ class CacheKinds:
             self._slots += [LayerKv(*member, groups[-1]) for member in members]
         self.layout = Layout(tuple(groups))
         self.has_windows = any(group.window for group in groups)
+        sizes: dict[int, list[int]] = {}
+        for number, state in enumerate(self.states.values()):
+            sizes.setdefault(state.numel() * state.element_size(), []).append(number)
+        block, opaque = self.layout.block_tokens, ("uint8", Attention.STATE, 0, self.layout.block_tokens)
+        rows = tuple(KvGroup(f"state{size}", tuple(at), 1, (size,), *opaque) for size, at in sizes.items())
+        whole = max((size * len(at) for size, at in sizes.items()), default=0)
+        shards = min([-(-whole // MOST_STATE_BYTES) or 1, *(len(at) for at in sizes.values())])
+        self.state_layout = Layout(rows, block, layer_shards=shards) if rows else None
         self._form = cache
         for slot in self._slots:
             for path in slot.paths:
                 _set(cache, path, _get(cache, path)[..., :0, :])
+        for path in self.states:
+            _set(cache, path, None)
 
     def blank(self, tokens: int, device: torch.device) -> tuple[RestoredKv, Pages]:
         """Memory for that many tokens, whole blocks, and the store's view of it."""
         block, planes, tables = self.layout.block_tokens, dict[Path, torch.Tensor](), dict[str, GroupPages]()
         paged: dict[int, list[torch.Tensor]] = {}
         for slot in self._slots:
-            group, first = slot.group, 0
+            group, first = slot.group, slot.group.needed_from(tokens) // block
             if group.window:
-                first = max(0, tokens - group.window + 1) // block
                 tables[group.name] = GroupPages(range(tokens // block - first), first)
             for path, width in zip(slot.paths, group.plane_widths, strict=True):
                 shape = (1, group.kv_heads, tokens - first * block, width)
@@ -116,15 +126,19 @@ class CacheKinds:
                 paged.setdefault(slot.number, []).append(_paged(planes[path][0], block))
         return RestoredKv(tokens, planes), Pages(paged, range(tokens // block), block, tables)
 
-    def filled(self, memory: RestoredKv, tokens: int) -> Any:
-        """A cache of the first so many tokens of `memory`."""
+    def filled(self, memory: RestoredKv, tokens: int, states: Sequence[torch.Tensor]) -> Any:
+        """A cache of the first so many tokens of `memory`, with the states behind them."""
         cache = copy.deepcopy(self._form)
         for slot in self._slots:
             kept = min(tokens, slot.group.window - 1) if slot.group.window else tokens
             for path in slot.paths:
                 plane = memory.planes[path]
                 stop = plane.shape[-2] - memory.tokens + tokens
-                self._put(cache, path, plane[..., stop - kept : stop, :])
+                held = plane[..., max(0, stop - kept) : stop, :]
+                held = pad(held, (0, 0, kept - held.shape[-2], 0))  # of chunks before the last one nothing is seen
+                _set(cache, path, held if _get(self._form, path).ndim == 4 else held[:, 0])
+        for path, state in zip(self.states, states, strict=True):
+            _set(cache, path, state)
         self._count(cache, tokens)
         return cache
 
@@ -172,9 +186,18 @@ class CacheKinds:
                 for path in slot.paths:
                     _set(cache, path, _get(cache, path)[..., -kept:, :])
 
-    def _put(self, cache: Any, path: Path, plane: torch.Tensor) -> None:
-        """Of [1, kv_heads, tokens, width], as the form has it."""
-        _set(cache, path, plane if _get(self._form, path).ndim == 4 else plane[:, 0])
+    def blank_states(self) -> list[torch.Tensor]:
+        """Memory for states, zeros: as they are before the first token."""
+        return [torch.zeros_like(state) for state in self.states.values()]
+
+    def states_of(self, cache: Any, row: int) -> list[torch.Tensor]:
+        """A copy of one row's states, as they are now."""
+        return [_get(cache, path)[row : row + 1].clone() for path in self.states]
+
+    def state_pages(self, states: Sequence[torch.Tensor]) -> Pages:
+        """States as one block of the store: views of what is contiguous."""
+        planes = {at: [state.reshape(-1).view(torch.uint8)[None, None, None]] for at, state in enumerate(states)}
+        return Pages(planes, range(1), self.layout.block_tokens)
 
     def _count(self, cache: Any, tokens: int) -> None:
         for path in self._counters:

@@ -6,7 +6,7 @@ Must never change the user's model: caches, criteria and views of the model are 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -53,13 +53,20 @@ class ModelCall:
                 cache.layers[number] = RememberingLayer(layer.sliding_window)
         return cache
 
+    def positions(self, token_ids: torch.Tensor, mask: torch.Tensor, **inputs: Any) -> dict[str, torch.Tensor]:
+        """The model's own positions of these tokens, [..., tokens], as an argument; none where it takes none. Without
+        them, `generate` behind a cache may go on from the positions of an earlier call."""
+        if not self._takes_positions:
+            return {}
+        given = {"attention_mask": mask, **inputs}
+        return {"position_ids": self._model._prepare_position_ids_for_generation(token_ids, given)}
+
     @torch.no_grad()
-    def __call__(self, token_ids: torch.Tensor, cache: Any, first: int) -> None:
-        """One forward pass over token_ids, [1, tokens], which are those of the prompt from `first` on."""
-        more: dict[str, Any] = dict(self._more)
-        if self._takes_positions:
-            more["position_ids"] = torch.arange(first, first + token_ids.shape[1], device=token_ids.device)[None]
-        self._model(input_ids=token_ids, past_key_values=cache, use_cache=True, return_dict=True, **more)
+    def __call__(self, token_ids: torch.Tensor, cache: Any, first: int, positions: Mapping[str, torch.Tensor]) -> None:
+        """One forward pass over token_ids, [1, tokens], which are those of a prompt from `first` on. positions: of the
+        whole prompt."""
+        cut = {name: one[..., first : first + token_ids.shape[1]] for name, one in positions.items()}
+        self._model(input_ids=token_ids, past_key_values=cache, use_cache=True, return_dict=True, **self._more, **cut)
 
 
 class _EachStep(StoppingCriteria):

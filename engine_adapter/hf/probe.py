@@ -42,7 +42,10 @@ class Probe:
         self._call = call
         self._name = str(model.config.model_type)
         self._device: torch.device = next(model.parameters()).device
-        vocabulary = int(model.config.get_text_config().vocab_size)
+        config = model.config.get_text_config()
+        types = getattr(config, "layer_types", None) or ()
+        self._chunked = [number for number, kind in enumerate(types) if kind == "chunked_attention"]
+        vocabulary = int(config.vocab_size)
         step = max(1, vocabulary // PROBE_TOKENS)
         # Spread over the whole vocabulary; adding 3 makes the stride odd where the step is even.
         self._tokens = [(number * step + 3 * number) % vocabulary for number in range(PROBE_TOKENS)]
@@ -60,7 +63,7 @@ class Probe:
         """
         first, cache, before = self._kv(self._tokens)
         try:
-            kinds = CacheKinds(before, cache)
+            kinds = CacheKinds(before, cache, self._chunked)
         except BadInput as error:
             raise refusal(self._name, str(error)) from error
         digest: str | None = _digest(first)
@@ -87,10 +90,11 @@ class Probe:
         """What a cache holds behind the tokens, that cache, and what it held behind the first chunk."""
         before: dict[Path, Any] = {}
         with contained(self._refuse), _one_thread(self._device):
-            cache = self._call.new_cache()
+            cache, token_ids = self._call.new_cache(), torch.tensor([tokens], device=self._device)
+            positions = self._call.positions(token_ids, torch.ones_like(token_ids))
             for begin in range(0, len(tokens), chunk):
                 before = before or dict(values(cache)) if begin else before
-                self._call(torch.tensor([tokens[begin : begin + chunk]], device=self._device), cache, begin)
+                self._call(token_ids[:, begin : begin + chunk], cache, begin, positions)
         held = values(cache)
         return (
             {path: one.clone() for path, one in held.items() if isinstance(one, torch.Tensor) and one.ndim},

@@ -58,7 +58,7 @@ SINCE: Mapping[Engine, Mapping[KvKind, str]] = {
         KvKind.STATE: "0.32",
     },
     Engine.SGLANG: dict.fromkeys(KvKind, "0.5.23"),
-    Engine.TRANSFORMERS: {kind: "5.17" for kind in KvKind if kind is not KvKind.STATE},
+    Engine.TRANSFORMERS: dict.fromkeys(KvKind, "5.17"),
 }
 """From which version on the adapter serves a kind of KV."""
 

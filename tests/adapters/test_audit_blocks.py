@@ -66,7 +66,7 @@ def computed(model: Any, tokens: list[int], chunk_tokens: int) -> list[Block]:
     call, ids = ModelCall(model), torch.tensor([tokens])
     cache = call.new_cache()
     for begin in range(0, len(tokens), chunk_tokens):
-        call(ids[:, begin : begin + chunk_tokens], cache, begin)
+        call(ids[:, begin : begin + chunk_tokens], cache, begin, call.positions(ids, torch.ones_like(ids)))
     return [block_at(cache, at) for at in range(0, TOKENS, BLOCK)]
 
 
@@ -264,7 +264,7 @@ def in_turns(model: Any, tokens: list[int], codec: str) -> list[Block]:
     call, ids = ModelCall(model), torch.tensor([tokens])
     cache, blocks = call.new_cache(), []
     for begin in range(0, len(tokens), BLOCK):
-        call(ids[:, begin : begin + BLOCK], cache, begin)
+        call(ids[:, begin : begin + BLOCK], cache, begin, call.positions(ids, torch.ones_like(ids)))
         blocks.append(block_at(cache, begin))
         for number, (keys, values) in decoded(blocks[-1], codec).items():
             cache.layers[number].keys[0, :, begin:], cache.layers[number].values[0, :, begin:] = keys, values

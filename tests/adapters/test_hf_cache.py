@@ -468,15 +468,6 @@ def _tiny(config_name: str, model_name: str, **fields: Any) -> Any:
 
 MANY_HEADS = {"num_key_value_heads": 4}
 REFUSED = {
-    "linear attention": lambda: _tiny(
-        "Qwen3NextConfig",
-        "Qwen3NextForCausalLM",
-        **{**SHAPE, "num_hidden_layers": 4},
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
-    ),
     "Mamba": lambda: _tiny("MambaConfig", "MambaForCausalLM", vocab_size=64, hidden_size=32, num_hidden_layers=2),
     "encoder and decoder": lambda: _tiny(
         "T5Config", "T5ForConditionalGeneration", vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4
