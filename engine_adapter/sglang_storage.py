@@ -269,17 +269,13 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
         return space.pages([index // page for index in first[: len(_names(keys))]]) if is_good else None
 
     def _restorable(self, transfer: PoolTransfer, names: list[bytes]) -> list[int]:
-        """Lengths of a prefix, in pages, for which this pool has what it needs. Of trailing pages the longest lengths
-        are looked at first; pages not known by the deadline count as missing."""
+        """Lengths of a prefix, in pages, for which this pool has what it needs."""
         space = self._space(str(transfer.name))
         if space is None:
             return []
         if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
             return list(range(1, space.found(names, counts=False) + 1))
-        there, ends_at = [False] * len(names), perf_counter() + self._deadline_ms / 1000
-        for page in range(len(names) - 1, -1, -1):
-            there[page] = perf_counter() < ends_at and space.found(names[page : page + 1], counts=False) == 1
-        trailing = max(1, len(transfer.keys or ()))
+        there, trailing = space.which(names), max(1, len(transfer.keys or ()))
         return [end for end in range(1, len(names) + 1) if all(there[max(0, end - trailing) : end])]
 
     def _flat(self, tensor: Any) -> Pages | None:

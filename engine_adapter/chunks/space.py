@@ -148,6 +148,13 @@ class ChunkSpace:
         self._outcomes.count(found=blocks, missing=len(names) - blocks)
         return blocks
 
+    def which(self, names: Sequence[bytes]) -> list[bool]:
+        """Which chunks are stored here, each for itself."""
+        with self._outcomes.caught():
+            if (handle := self.handle) is not None and names:
+                return handle.which(self.prompt(handle, names).keys)
+        return [False] * len(names)
+
     def had(self, chunks: int) -> None:
         """The engine's own cache has so many chunks of a prompt, before those that are looked up."""
         with self._outcomes.caught():
