@@ -169,6 +169,7 @@ _RULES: Mapping[Engine, tuple[_Rule, ...]] = {
             _Rule(name, f"rope type {name!r} makes KV depend on the whole sequence's length")
             for name in ("dynamic", "longrope")
         ),
+        _Rule("own_cache", "its class keeps KV in a cache of its own"),
     ),
 }
 
@@ -231,21 +232,20 @@ def _numbers(version: str) -> list[int]:
 
 
 _SHAPES = {
-    "full": "Llama 3.1 / 3.3; Qwen2.5; Qwen3 dense; Qwen3 MoE / Coder; Qwen3 with YaRN; GLM-4 9B; GLM-4.5 / 4.6 / 4.7; "
-    "Mistral 7B v0.3 / Nemo / Small (text); Ministral 3 (text); Granite 3 / 4 dense; MiniMax M2; Hunyuan dense; "
-    "Hunyuan 3; Phi-4 14B; OLMo 2; SmolLM3; Seed-OSS; ERNIE 4.5 MoE; Granite 4 Micro",
-    "full longrope": "Phi-4-mini / 3.5-mini",
-    "full dynamic": "Hunyuan dense with dynamic NTK",
-    "full pictures": "Mistral Small 3 (with pictures); Qwen2.5-VL; Qwen3-VL",
-    "full window pictures": "Gemma 3 4B and larger (with pictures)",
-    "full window": "gpt-oss; Gemma 2; Gemma 3 (text); Gemma 4 (text); OLMo 3; Command A / R7B; EXAONE 4; MiMo-V2-Flash",
+    "full": "Llama 3.1; Qwen2.5; Qwen3; Qwen3 MoE; Qwen3 YaRN; GLM-4 9B; GLM-4.5; Mistral 7B v0.3; Ministral 3; "
+    "Granite 3; Granite 4 Micro; MiniMax M2; Hunyuan dense; Hunyuan 3; Phi-4; OLMo 2; SmolLM3; Seed-OSS; ERNIE 4.5 MoE",
+    "full longrope": "Phi-4-mini",
+    "full dynamic": "Hunyuan dense, NTK",
+    "full pictures": "Mistral Small 3; Qwen2.5-VL; Qwen3-VL",
+    "full window pictures": "Gemma 3 4B",
+    "full window": "gpt-oss; Gemma 2; Gemma 3; Gemma 4; OLMo 3; Command A; EXAONE 4; MiMo-V2-Flash",
     "window": "Mistral 7B v0.1",
-    "full chunk": "Llama 4 (text)",
-    "latent": "DeepSeek V3 / R1 / Kimi K2; GLM-4.7 Flash",
+    "full chunk": "Llama 4",
+    "latent": "DeepSeek V3; GLM-4.7 Flash",
     "latent index": "DeepSeek V3.2; GLM-5",
-    "latent window state": "DeepSeek V4",
-    "full state": "Qwen3-Next; Qwen3.5 (text); Nemotron-H / Nemotron 3 Nano; Granite 4 hybrid; MiniMax M1; Falcon-H1; "
-    "LFM2",
+    "latent window own_cache": "DeepSeek V4",
+    "full state": "Qwen3-Next; Qwen3.5; Nemotron-H; Granite 4 hybrid; Falcon-H1; LFM2",
+    "full state own_cache": "MiniMax M1",
     "latent state": "Kimi Linear",
 }
 
