@@ -77,7 +77,8 @@ def spec_of(layers: KvLayers, block: int, ranks: int, dtype: str) -> KVCacheSpec
 def specs_of(model: ModelKv, ranks: int) -> dict[str, KVCacheSpec]:
     """Of each layer on one rank, kinds spread evenly over the model. A page of KV is as large as a state: vLLM settles
     that before it groups, in `Platform._align_hybrid_block_size`, which wants a whole model's class."""
-    block, states = PAGE, []
+    block = PAGE
+    states: list[MambaSpec] = []
     for one in model.states:
         (lookback, channels), (heads, *state) = (shape for shape, _ in one.tensors)
         shapes = ((lookback, channels // ranks), (heads // ranks, *state))
@@ -89,12 +90,11 @@ def specs_of(model: ModelKv, ranks: int) -> dict[str, KVCacheSpec]:
         block = step * ceil(states[0].page_size_bytes / (step * token))
         padded = {"block_size": block, "page_size_padded": block * token}
         states = [MambaSpec(**{**vars(one), **padded}) for one in states]
-    found: list[tuple[float, KVCacheSpec]] = []
-    for layers, spec in [
-        *((one, spec_of(one, block, ranks, model.dtype)) for one in model.layers),
-        *zip(model.states, states, strict=True),
-    ]:
-        found += [((at + 1) / layers.layers, spec) for at in range(layers.layers)]
+    counted: list[tuple[int, KVCacheSpec]] = [
+        (one.layers, spec_of(one, block, ranks, model.dtype)) for one in model.layers
+    ]
+    counted += [(one.layers, spec) for one, spec in zip(model.states, states, strict=True)]
+    found = [((at + 1) / layers, spec) for layers, spec in counted for at in range(layers)]
     return {f"layer{at}": spec for at, (_, spec) in enumerate(sorted(found, key=lambda one: one[0]))}
 
 
