@@ -53,7 +53,8 @@ def asked(prompts: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
         caches = {order: PrefixCache(model, stores[order]) for order in ORDERS}
         for pair in zip(*prompts.values(), strict=True):
             for order, prompt in zip(ORDERS, pair, strict=True):
-                report = caches[order].generate(list(prompt.encode()), max_new_tokens=1).report
+                caches[order].generate(list(prompt.encode()), max_new_tokens=1)
+                report = caches[order].report
                 counts[order] += {"asked": report.account.asked, "found": report.account.hit_tokens}
                 times[order].append(report.ttft_ms)
         for store in stores.values():

@@ -41,7 +41,8 @@ def transformers_engines(socket: str, scratch: Path, stack: ExitStack) -> dict[s
 
     def asking(cache: PrefixCache) -> Ask:
         def ask(prompt: list[int]) -> tuple[float, ...]:
-            report = cache.generate(prompt, max_new_tokens=ANSWER_TOKENS, stop_tokens=()).report
+            cache.generate(prompt, min_new_tokens=ANSWER_TOKENS, max_new_tokens=ANSWER_TOKENS, do_sample=False)
+            report = cache.report
             return report.ttft_ms, fmean(report.itl_ms), report.lookup_ms, report.save_ms
 
         return ask

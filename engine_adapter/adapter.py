@@ -8,7 +8,7 @@ after one fault a request goes on without it. Must never import an engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from logging import getLogger
 from math import ceil
@@ -23,6 +23,7 @@ from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages
 from kvstore.client.edge import contained
 from kvstore.client.handle import Lease, Match, NamespaceHandle
+from kvstore.client.states import PrefixStates
 
 SAVE_DEADLINE_MS = 1000.0
 """How long a save waits for the store, whatever its size: another request may be waiting behind it."""
@@ -39,7 +40,8 @@ _log = getLogger(__name__)
 class Report:
     """What one request got from the store, and how long it took. Times in milliseconds, counts as named.
 
-    account: every prompt token, by tier or by miss reason; asked == prompt_tokens. chunk_tokens: the prefill grid.
+    account: every prompt token, by tier or by miss reason; asked == prompt_tokens. grid_tokens: what a hit is whole
+    multiples of.
     detail: why the match ended, where there is more to say than a reason. lookup_ms: match and lease. restored_ms:
     copying and verifying blocks. save_ms: all saving, behind the first token. saved_blocks: newly stored.
     put_reasons: saves that stored less than was offered, by reason. faults: errors of the store, with the last one's
@@ -48,7 +50,7 @@ class Report:
     """
 
     prompt_tokens: int
-    chunk_tokens: int
+    grid_tokens: int
     account: Account = field(default_factory=lambda: Account(()))
     detail: str = ""
     lookup_ms: float = 0.0
@@ -90,7 +92,7 @@ class Report:
             "request": self.request,
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": self.new_tokens,
-            "chunk_tokens": self.chunk_tokens,
+            "grid_tokens": self.grid_tokens,
             **self.account.to_dict(),
             "detail": self.detail,
             "ttft_ms": self.ttft_ms,
@@ -115,8 +117,10 @@ class StoreRequest:
     3. `save` whenever more of the prompt is computed.
     4. `finished` at the end, or `release` alone when the request is given up.
 
-    report: filled in here; a match is cut to its chunk_tokens, the grid. An engine whose results do not depend on how
-    prefill is split passes its block size. pool: asked before the store. deadline_ms: of a look-up. ttl: of a save, as
+    states: of recurrent layers, for a model that has some: what is matched ends where there is one.
+
+    report: filled in here; a match is cut to its grid_tokens. An engine whose results do not depend on how prefill is
+    split passes its block size. pool: asked before the store. deadline_ms: of a look-up. ttl: of a save, as
     in `NamespaceHandle.put`. ticket: from the engine that computes the prompt; the look-up waits for that engine's
     blocks. Not thread-safe.
     """
@@ -131,8 +135,14 @@ class StoreRequest:
         extra_keys: Sequence[ExtraKey | bytes | str] = (),
         ticket: str = "",
         ttl: float | None = None,
+        states: PrefixStates | None = None,
     ) -> None:
         self.report = report
+        self._states = states
+        self.state_lease: Lease | None = None
+        """Of the state behind what was matched, until `load` or `release`."""
+        self.found_tokens = 0
+        """Of the last look-up, in KV alone: behind it prompts part."""
         self._namespace = namespace
         self._pool = pool
         self._deadline_ms = deadline_ms
@@ -174,9 +184,9 @@ class StoreRequest:
             self._fail(error)
             return ""
 
-    def load(self, pages: Pages) -> int:
-        """Copy and verify, then release the lease. Pages may cover less than was matched. Returns how many tokens are
-        valid in them."""
+    def load(self, pages: Pages, state: Pages | None = None) -> int:
+        """Copy and verify, then release the lease. Pages may cover less than was matched. state: for the states behind
+        what was matched, where there are any. Returns how many tokens are valid in them."""
         report = self.report
         if self._namespace is None or not report.account.hit_tokens:
             return 0
@@ -187,24 +197,29 @@ class StoreRequest:
 
         with contained(failed):
             report.account = self._bring(self._namespace, pages)
+            if state is not None and self._states is not None and self.state_lease is not None:
+                with self.state_lease as lease:
+                    loaded = self._states.handle.get(lease, into=state)
+                if not loaded.tokens or report.account.hit_tokens < pages.tokens:
+                    report.account = report.account.cut(0, loaded.reason or MissReason.NO_STATE)
         report.restored_ms += 1e3 * (time.perf_counter() - start)
         return report.account.hit_tokens
 
-    def save(self, token_ids: Sequence[int], pages: Pages) -> None:
-        """Put the full blocks; pages hold the KV of all of `token_ids`. The whole prefix is offered each time: stored
-        blocks are skipped without a copy, and evicted or refused ones get another chance. Blocks that an inexact codec
-        decoded are left out."""
+    def save(self, token_ids: Sequence[int], pages: Pages, first_token: int = 0) -> None:
+        """Put the full blocks; pages hold the KV of `token_ids` from `first_token` on. All of them are offered each
+        time: stored blocks are skipped without a copy, and evicted or refused ones get another chance. Blocks that an
+        inexact codec decoded are left out."""
         if self._namespace is None:
             return
         report, start = self.report, time.perf_counter()
         with contained(lambda error: self._count(self._fail(error))):
-            for first_token, stop in self._offered(self._namespace.block_tokens, len(token_ids)):
-                part = _cut_pages(pages, first_token, stop)
-                raw_bytes = (stop - first_token) // self._namespace.block_tokens * self._namespace.layout.raw_bytes
+            for first, stop in self._offered(self._namespace.block_tokens, first_token, len(token_ids)):
+                part = _cut_pages(pages, first - first_token, stop - first_token)
+                raw_bytes = (stop - first) // self._namespace.block_tokens * self._namespace.layout.raw_bytes
                 result = self._namespace.put(
                     token_ids[:stop],
                     part,
-                    first_token,
+                    first,
                     extra_keys=self._extra_keys,
                     deadline_ms=SAVE_DEADLINE_MS + raw_bytes / SAVE_BYTES_PER_MS,
                     ttl=self._ttl,
@@ -218,6 +233,21 @@ class StoreRequest:
                 self._pool.save(self._namespace.hashed(token_ids, self._extra_keys).keys, pages, self._decoded)
         report.save_ms += 1e3 * (time.perf_counter() - start)
 
+    def save_state(self, token_ids: Sequence[int], state: Pages) -> None:
+        """Put the states of recurrent layers as they are behind these tokens, whole blocks."""
+        if self._namespace is None or self._states is None:
+            return
+        start = time.perf_counter()
+        with contained(lambda error: self._count(self._fail(error))):
+            key = self._namespace.hashed(token_ids, self._extra_keys).keys[-1]
+            wait_ms = SAVE_DEADLINE_MS + self._states.handle.layout.raw_bytes / SAVE_BYTES_PER_MS
+            prompt = self._states.prompt_of(key)
+            result = self._states.handle.put(prompt, state, deadline_ms=wait_ms, ttl=self._ttl)
+            self.is_away = result.reason in _AWAY
+            if result.reason is not None:
+                self._count(result.reason)
+        self.report.save_ms += 1e3 * (time.perf_counter() - start)
+
     def finished(self, token_ids: Sequence[int], pages: Pages) -> None:
         """Save the rest, and release."""
         self.save(token_ids, pages)
@@ -225,8 +255,9 @@ class StoreRequest:
 
     def release(self) -> None:
         """Unpin."""
-        lease, self._lease = self._lease, None
-        if lease is not None:
+        leases = [lease for lease in (self._lease, self.state_lease) if lease is not None]
+        self._lease = self.state_lease = None
+        for lease in leases:
             with contained(self._fail):
                 lease.release()
 
@@ -252,25 +283,45 @@ class StoreRequest:
         if match.reason is MissReason.DISABLED:
             self._namespace = None
             return Account.of([(MissReason.DISABLED, len(token_ids))])
-        self._keys = match.keys
+        self._keys, self.found_tokens = match.keys, match.tokens
+        if self._states is not None:
+            match = self._to_state(self._states, prompt, match)
         found = self._pool.leading(match.keys) * namespace.block_tokens if self._pool is not None else 0
         account = match.account.behind(HitTier.HBM, found)
-        usable = cut_to_grid(account, self.report.chunk_tokens).hit_tokens
+        usable = cut_to_grid(account, self.report.grid_tokens).hit_tokens
         self._pooled_tokens = min(found, usable)
         if usable > self._pooled_tokens:
-            first_token, account = self._pooled_tokens, cut_to_grid(match.account, self.report.chunk_tokens)
+            first_token, account = self._pooled_tokens, cut_to_grid(match.account, self.report.grid_tokens)
             match = match.cut(usable // namespace.block_tokens, account.cut(usable, MissReason.GRID))
             self._lease = namespace.lease(match, first_token, deadline_ms=self._deadline_ms, request=request)
             account = self._lease.account.behind(HitTier.HBM, found)
-        account = cut_to_grid(account, self.report.chunk_tokens)
+        account = cut_to_grid(account, self.report.grid_tokens)
+        if self.state_lease is not None and account.hit_tokens < match.tokens:
+            account = account.cut(0, MissReason.NO_STATE)  # less could be leased, and there the state is another one
         self._pooled_tokens = min(found, account.hit_tokens)
         if account.hit_tokens <= self._pooled_tokens:
             self.release()
         return account
 
+    def _to_state(self, states: PrefixStates, prompt: Prompt, match: Match) -> Match:
+        """The match up to where a state is, which is leased."""
+        block, grid = states.handle.block_tokens, self.report.grid_tokens
+        usable = reusable_tokens(match.tokens, prompt.tokens, grid) // block
+        ends = states.ends(prompt) if usable else []
+        ends = [end and not (number * block) % grid for number, end in enumerate(ends, 1)]
+        while True:
+            cut = states.cut(match, ends, usable)
+            if not cut.blocks:
+                return cut
+            state, request = states.match_of(match.keys[cut.blocks - 1]), self.report.request
+            self.state_lease = states.handle.lease(state, deadline_ms=self._deadline_ms, request=request)
+            if self.state_lease.blocks:
+                return cut
+            self.state_lease, ends[cut.blocks - 1] = None, False
+
     def _found(self, namespace: NamespaceHandle, prompt: Prompt) -> Match:
         """The match, after waiting for blocks elsewhere or being stored. The last look-up counts as the request's."""
-        usable = reusable_tokens(prompt.tokens, prompt.tokens, self.report.chunk_tokens) // namespace.block_tokens
+        usable = reusable_tokens(prompt.tokens, prompt.tokens, self.report.grid_tokens) // namespace.block_tokens
         policy = None
         if self._ticket:
             policy = WaitPolicy(prompt, namespace.block_tokens, lambda *_: None, time.perf_counter, 0.0)
@@ -303,7 +354,7 @@ class StoreRequest:
             account = account.cut(valid, loaded.reason or MissReason.GRID)
             if self._pool is not None:
                 self._pool.save(self._keys[: valid // block], pages, self._decodes(computed, valid // block))
-        account = cut_to_grid(account, self.report.chunk_tokens)
+        account = cut_to_grid(account, self.report.grid_tokens)
         self._decoded = self._decodes(computed, account.hit_tokens // block)
         return account
 
@@ -311,11 +362,11 @@ class StoreRequest:
         is_exact = self._namespace is not None and self._namespace.is_exact
         return range(blocks, blocks) if is_exact else range(min(computed, blocks), blocks)
 
-    def _offered(self, block_tokens: int, tokens: int) -> list[tuple[int, int]]:
-        start, stop = self._decoded.start * block_tokens, self._decoded.stop * block_tokens
-        if start == stop:
-            return [(0, tokens)]
-        return [run for run in ((0, min(start, tokens)), (min(stop, tokens), tokens)) if run[0] < run[1]]
+    def _offered(self, block_tokens: int, first: int, stop: int) -> list[tuple[int, int]]:
+        start, end = self._decoded.start * block_tokens, self._decoded.stop * block_tokens
+        if start == end:
+            return [(first, stop)]
+        return [run for run in ((first, min(start, stop)), (max(first, min(end, stop)), stop)) if run[0] < run[1]]
 
     def _fail(self, error: Exception) -> MissReason:
         self._namespace = None
@@ -343,39 +394,27 @@ def chosen_codec(given: str | None, layout: Layout) -> str:
 
 # The grid ---------------------------------------------------------------------------------------------------------
 #
-#   positions   0         k         2k        3k     n        k = chunk_tokens, n = the prompt's tokens
+#   positions   0         k         2k        3k     n        k = grid_tokens, n = the prompt's tokens
 #   cold        |--chunk--|--chunk--|--chunk--|-tail-|
 #   found       |===========================|                 blocks that the store holds
 #   warm        |======= restored ==|--chunk--|-tail-|        the same chunks with the same shapes, so the same bits
 #                                   '-- grid -'
 
 
-def reusable_tokens(found: int, asked: int, chunk_tokens: int) -> int:
+def reusable_tokens(found: int, asked: int, grid_tokens: int) -> int:
     """How much of a found prefix can be used: whole grid cells, and at least one token is left to compute."""
-    return min(found, asked - 1) // chunk_tokens * chunk_tokens
+    return min(found, asked - 1) // grid_tokens * grid_tokens
 
 
-def cut_to_grid(account: Account, chunk_tokens: int) -> Account:
+def cut_to_grid(account: Account, grid_tokens: int) -> Account:
     """Turn hits that cannot be used into misses: the prompt's last token into `last_token`, the others into `grid`.
 
     >>> from kvstore.block.account import HitTier
     >>> cut_to_grid(Account.of([(HitTier.DRAM, 512)]), 256).to_dict()["misses"]
     {'grid': 255, 'last_token': 1}
     """
-    reusable = reusable_tokens(account.hit_tokens, account.asked, chunk_tokens)
+    reusable = reusable_tokens(account.hit_tokens, account.asked, grid_tokens)
     return account.cut(account.asked - 1, MissReason.LAST_TOKEN).cut(reusable, MissReason.GRID)
-
-
-def grid_chunks(start: int, stop: int, chunk_tokens: int) -> Iterator[tuple[int, int]]:
-    """Cut positions start .. stop at every absolute multiple of `chunk_tokens`.
-
-    >>> list(grid_chunks(256, 700, 256))
-    [(256, 512), (512, 700)]
-    """
-    while start < stop:
-        end = min((start // chunk_tokens + 1) * chunk_tokens, stop)
-        yield start, end
-        start = end
 
 
 def _cut_pages(pages: Pages, first_token: int, stop: int) -> Pages:

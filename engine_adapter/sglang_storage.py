@@ -34,6 +34,7 @@ from engine_adapter.paged.step_plan import NamespaceSpec
 from kvstore.block.errors import BadInput
 from kvstore.block.pages import Pages
 from kvstore.client.edge import in_one_line
+from kvstore.insight.served import Engine, served
 
 HASH_DIGITS = 64
 """Of a page's hash: SHA-256 as hexadecimal text."""
@@ -343,10 +344,6 @@ def rank_facts(config: HiCacheStorageConfig, pool: Any, name: str) -> str:
 def engine_facts(args: Any, model_dir: str | None) -> tuple[str, dict[str, str]]:
     """A fingerprint of the weights, and what else decides a page's bytes besides prompt and pool. args: SGLang's own;
     None where this process has none. Raises `BadInput` for an engine whose pages cannot be told apart."""
-    if getattr(args, "enable_lora", None) or getattr(args, "lora_paths", None):
-        raise BadInput("KvStoreHiCache: page hashes name a LoRA adapter, and not what is in it; serve without LoRA")
-    if getattr(args, "load_format", "") == "dummy":
-        raise BadInput("KvStoreHiCache: load_format=dummy makes weights up, which no file tells")
     if args is None and model_dir is None:
         raise BadInput("KvStoreHiCache: SGLang's arguments are not known here; give the weights as model_dir")
     draft = getattr(args, "speculative_draft_model_path", None)
@@ -356,11 +353,13 @@ def engine_facts(args: Any, model_dir: str | None) -> tuple[str, dict[str, str]]
         takes_more = takes_more_than_text(weights)
     except BadInput as error:
         raise BadInput(f"KvStoreHiCache: {error}; give its directory: as model_dir, or to SGLang as a draft") from None
-    if takes_more and getattr(args, "enable_multimodal", None) is not False:
-        raise BadInput(
-            "KvStoreHiCache: page hashes have 64 bits for an image or the like, which a client may choose, and not "
-            "what it shows; give SGLang enable_multimodal=false where prompts are text"
-        )
+    found = {
+        "lora": getattr(args, "enable_lora", None) or getattr(args, "lora_paths", None),
+        "load_format": getattr(args, "load_format", ""),
+        "pictures": takes_more and getattr(args, "enable_multimodal", None) is not False,
+    }
+    if refused := served((), Engine.SGLANG, settings=found).line:
+        raise BadInput(f"KvStoreHiCache: {refused}")
     settings = "\n".join(f"{name}={getattr(args, name, None)!r}" for name in SETTINGS)
     return model_fingerprint(weights), {
         "engine": f"sglang {version('sglang')}",

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from math import prod
+from math import lcm, prod
 from typing import Any
 
 import torch
@@ -21,8 +21,15 @@ from engine_adapter.paged.settings import ConnectorSettings, LoadMode
 from engine_adapter.paged.step_plan import WorkerSpec
 from kvstore.block.errors import BadInput
 from kvstore.block.layout import Attention
+from kvstore.insight.models import KvKind
+from kvstore.insight.served import Engine, served
 
-SERVED = "full attention, sliding windows, chunked attention, recurrent states"
+_KINDS = {
+    Attention.FULL: KvKind.FULL,
+    Attention.SLIDING: KvKind.WINDOW,
+    Attention.CHUNKED: KvKind.CHUNK,
+    Attention.STATE: KvKind.STATE,
+}
 PLACES = ("_name_or_path", "_commit_hash", "transformers_version")
 """Fields of a model's configuration that say where it was found and what wrote it."""
 WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
@@ -36,31 +43,12 @@ def unsupported(config: Any, groups: Any, *, is_failure_told: bool, are_states_t
     """Why this engine's KV cannot be stored at all; empty where it can. is_failure_told: whether the engine can be told
     that a request's load has failed, which is needed where it cannot be told which pages (`is_told_by_page`).
     are_states_told: whether it tells in which pages recurrent states are whole."""
-    parallel = config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            return f"{name}={getattr(parallel, name)} is not supported; allowed: 1"
-    if config.model_config.runner_type != "generate":
-        return f"a model that is run to {config.model_config.runner_type}; allowed: to generate"
-    if config.load_config.load_format == "dummy":
-        return "load_format=dummy makes weights up, which no file tells"
-    if getattr(config.cache_config, "calculate_kv_scales", False):
-        return "calculate_kv_scales makes scales of the first prompt's KV, and another engine's are others"
-    if getattr(groups, "hisparse_host_num_blocks", None) is not None:
-        return "KV that is kept in host memory beside the engine (HiSparse); give vLLM no HiSparse configuration"
-    if any(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) for group in groups.kv_cache_groups):
-        return "windows that vLLM computes again behind each hit (bounded replay)"
     specs = [
         spec for group in cached_groups(groups).values() for spec in layer_specs(group.kv_cache_spec, ("",)).values()
     ]
-    if not specs:
-        return "no KV group whose prefixes vLLM itself would reuse"
-    refused = next(filter(None, (_spec_refused(spec) for spec in specs)), "")
-    if not refused and not is_told_by_page(groups) and not is_failure_told:
-        return "several KV groups or windows, where this vLLM cannot be told that a load has failed; use 0.31 or later"
-    if not refused and not are_states_told and any(kind_of(spec)[0] is Attention.STATE for spec in specs):
-        return "recurrent states, of which this vLLM does not tell where they are whole; use 0.32 or later"
-    return refused
+    interface = "0.32" if is_failure_told and are_states_told else "0.31" if is_failure_told else "0.28"
+    kinds = {_KINDS[kind] for kind, _ in map(kind_of, specs) if kind is not None}
+    return served(kinds, Engine.VLLM, interface, {**_settings(config, groups), **_spec_settings(specs)}).line
 
 
 def cached_groups(groups: Any) -> dict[int, Any]:
@@ -96,23 +84,34 @@ def kind_of(spec: Any) -> tuple[Attention | None, int]:
     return None, 0
 
 
-def _spec_refused(spec: Any) -> str:
-    kind, _ = kind_of(spec)
-    name = type(spec).__name__
-    if kind is None:
-        return f"KV groups of kind {name}; allowed: {SERVED}"
-    if hasattr(spec, "rswa_window"):
-        return (
-            f"KV groups of kind {name}, in which generated tokens see another past than a prompt's; allowed: {SERVED}"
-        )
-    mode = getattr(spec, "mamba_cache_mode", "align")
-    if mode != "align":
-        return f"recurrent states in mamba_cache_mode={mode}; start vLLM with --mamba-cache-mode align"
-    if getattr(spec, "extra_retained_tokens", 0):
-        return "sliding windows with drafts of several layers, for which vLLM keeps more than a window"
-    if getattr(spec, "non_causal", False):
-        return "attention that is not causal"
-    return ""
+def _settings(config: Any, groups: Any) -> dict[str, Any]:
+    """By the names of `served`."""
+    parallel = ("decode_context_parallel_size", "prefill_context_parallel_size")
+    return {
+        **{name: getattr(config.parallel_config, name, 1) for name in parallel},
+        "runner_type": config.model_config.runner_type,
+        "load_format": config.load_config.load_format,
+        "calculate_kv_scales": getattr(config.cache_config, "calculate_kv_scales", False),
+        "hisparse": getattr(groups, "hisparse_host_num_blocks", None) is not None,
+        "prefix_replay_tokens": any(
+            getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) for group in groups.kv_cache_groups
+        ),
+        "kv_groups": len(groups.kv_cache_groups),
+        "nothing_reused": not cached_groups(groups),
+    }
+
+
+def _spec_settings(specs: Sequence[Any]) -> dict[str, Any]:
+    """The same, of what layers say: the first that is not as it is by itself."""
+    modes = [mode for spec in specs if (mode := getattr(spec, "mamba_cache_mode", "align")) != "align"]
+    return {
+        "unknown_spec": next((type(spec).__name__ for spec in specs if kind_of(spec)[0] is None), None),
+        "rswa_spec": next((type(spec).__name__ for spec in specs if hasattr(spec, "rswa_window")), None),
+        "mamba_cache_mode": next(iter(modes), None),
+        "extra_retained_tokens": any(getattr(spec, "extra_retained_tokens", 0) for spec in specs),
+        "non_causal": any(getattr(spec, "non_causal", False) for spec in specs),
+        "page_tokens": lcm(*(getattr(spec, "block_size", 1) for spec in specs)),
+    }
 
 
 def reuse_refused(config: Any, remedy: str = WITHOUT_PREFIX_CACHING) -> str:

@@ -104,6 +104,8 @@ ROOMS_IMPORT_ONLY = {
         "kvstore.keys",
         "kvstore.service.daemon",
         "kvstore.service.settings",
+        "kvstore.insight.models",
+        "kvstore.insight.served",
         "engine_adapter.paged.settings",
         "tiering",
     ),

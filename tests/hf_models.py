@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers as T
+
+from engine_adapter.adapter import Report
+from engine_adapter.hf_cache import PrefixCache
 
 VOCABULARY = 512
 MANY: dict[str, Any] = {
@@ -92,6 +95,38 @@ def plain_answer(model: Any, prompt: list[int], new_tokens: int, **options: Any)
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **options)
     answer: list[int] = output[0, len(prompt) :].tolist()
     return answer
+
+
+class Answer(NamedTuple):
+    """What was generated behind a prompt, and the report of it."""
+
+    token_ids: list[int]
+    report: Report
+
+
+def ask(cache: PrefixCache, prompt: Any, max_new_tokens: int, **options: Any) -> Answer:
+    """One prompt, answered with the likeliest tokens if nothing else is said."""
+    (answer,) = ask_all(cache, prompt, max_new_tokens, **options)
+    return answer
+
+
+def ask_all(cache: PrefixCache, prompts: Any, max_new_tokens: int, **options: Any) -> list[Answer]:
+    """Several prompts of any lengths."""
+    output = cache.generate(prompts, max_new_tokens=max_new_tokens, **{"do_sample": False, **options})
+    width = max(report.prompt_tokens for report in cache.reports)
+    return [Answer(row, report) for row, report in zip(output[:, width:].tolist(), cache.reports, strict=True)]
+
+
+class Each(T.StoppingCriteria):
+    """Calls a function with the numbers of tokens so far, after each step; ends where it returns True."""
+
+    def __init__(self, step: Callable[[int], object]) -> None:
+        self._step, self._first = step, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self._first = self._first or input_ids.shape[1]
+        ends = self._step(input_ids.shape[1] - self._first + 1) is True
+        return torch.full((len(input_ids),), ends, device=input_ids.device)
 
 
 def projections(model: Any) -> list[str]:

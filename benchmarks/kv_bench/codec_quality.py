@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from engine_adapter.hf.attention import ChunkMask, attend
-from engine_adapter.hf.layers import even_cache
 from kv_bench.codec import POOL_DTYPE, RAW, Mode
 from kv_bench.corpus import read_sources, windows
 from kv_bench.measure import Say
@@ -202,37 +202,34 @@ def key_rms(model: Any, text: bytes) -> float:
 
 
 class _Subject:
-    """The model with buffers for one text. Sets the model's attention for good."""
+    """The model, run over one text. Sets the model's attention for good."""
 
     def __init__(self, model: Any, tokens: int) -> None:
         AttentionInterface.register(ATTENTION_NAME, _attend_and_keep)
+        AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
         self._model, config = model, model.config
         config._attn_implementation = ATTENTION_NAME
         self._prefix = tokens - CONTINUATION
-        self._mask = ChunkMask(CONTINUATION, torch.float32)
-        shape = (config.num_hidden_layers, 2, 1, config.num_key_value_heads, tokens, config.head_dim)
-        self._buffers = torch.zeros(shape)
 
     def prefill(self, tokens: torch.Tensor) -> tuple[Planes, list[torch.Tensor]]:
         """Run a whole text in float32: the prefix's K and V, and the queries behind it, [heads, bytes, head_dim]."""
-        self._run(tokens, 0, None)
-        kept = self._buffers[:, :, 0, :, : self._prefix].clone()
+        cache = DynamicCache()
+        self._run(tokens, cache)
         queries = [layer.self_attn.kept_query[0, :, self._prefix :] for layer in self._model.model.layers]
-        return [(pair[0], pair[1]) for pair in kept], queries
+        layers: list[Any] = cache.layers
+        return [tuple(plane[0, :, : self._prefix] for plane in (one.keys, one.values)) for one in layers], queries
 
     def score(self, tokens: torch.Tensor, planes: Planes) -> torch.Tensor:
         """The logits behind a prefix of these K and V."""
-        for pair, made in zip(self._buffers, planes, strict=True):
-            for kept, plane in zip(pair, made, strict=True):
-                kept[0, :, : self._prefix] = plane
-        mask = self._mask.of(CONTINUATION, self._prefix + CONTINUATION)
-        return self._run(tokens[:, self._prefix :], self._prefix, mask)
+        cache = DynamicCache()
+        for number, (keys, values) in enumerate(planes):
+            cache.update(keys.float()[None], values.float()[None], number)
+        return self._run(tokens[:, self._prefix :], cache)
 
     @torch.inference_mode()
-    def _run(self, tokens: torch.Tensor, length: int, mask: torch.Tensor | None) -> torch.Tensor:
-        cache = even_cache([(pair[0], pair[1]) for pair in self._buffers], length)
-        given = {"past_key_values": cache, "attention_mask": mask, "use_cache": True}
-        logits: torch.Tensor = self._model(input_ids=tokens, logits_to_keep=CONTINUATION, **given).logits[0]
+    def _run(self, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+        given = {"past_key_values": cache, "use_cache": True, "logits_to_keep": CONTINUATION}
+        logits: torch.Tensor = self._model(input_ids=tokens, **given).logits[0]
         return logits
 
 
@@ -305,7 +302,8 @@ def _nats(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 def _attend_and_keep(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     module.kept_query = query
-    return attend(module, query, *args, **kwargs)
+    attended: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, *args, **kwargs)
+    return attended
 
 
 def spread(keys: Sequence[torch.Tensor]) -> float:

@@ -16,10 +16,8 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
-from engine_adapter.hf.buffers import BufferSet
-from engine_adapter.hf.layers import ModelCall, even_cache
-from engine_adapter.hf.model import layout_of
 from kv_bench.llamas import ONE_B, TINY, TTFT_SHAPES, build
 from kv_bench.measure import Say, against, quantile, rate_row, timed
 from kv_bench.on_device import DeviceTimer, describe, device_named, give_memory_back, transfer_device
@@ -511,20 +509,19 @@ def decode_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
     count, context, steps = options.streams, options.context_tokens, options.steps
     say(f"{count} streams of a random {options.model} Llama")
     model = build(TTFT_SHAPES[options.model], device, context + steps)
-    layout = layout_of(model)
-    capacity = -(-(context + steps) // layout.block_tokens) * layout.block_tokens
-    planes = BufferSet(layout, count, capacity, device).of_rows(0, count)
-    for plane in (plane for pair in planes for plane in pair):
-        plane.normal_()
-    call = ModelCall(model)
+    config, kept = model.config, {"dtype": model.dtype, "device": device}
+    keys = torch.randn(count, config.num_key_value_heads, context, config.head_dim, **kept)
 
     def lap(beside: BesideTransfers) -> list[float]:
-        cache, times = even_cache(planes, context), []
+        cache, times = DynamicCache(), []
+        for layer in range(config.num_hidden_layers):
+            cache.update(keys, keys, layer)
         newest = torch.zeros(count, 1, dtype=torch.int64, device=device)
         for _ in range(steps):
             start = perf_counter()
             beside.keep_going()
-            newest = call(newest, cache).argmax(-1, keepdim=True)
+            with torch.inference_mode():
+                newest = model(input_ids=newest, past_key_values=cache, use_cache=True).logits.argmax(-1)
             newest.tolist()  # as an engine hands tokens out
             times.append(perf_counter() - start)
         return times

@@ -18,12 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import DynamicCache
 
 import kvstore
-from engine_adapter.hf.attention import ChunkMask
-from engine_adapter.hf.buffers import BufferSet
-from engine_adapter.hf.layers import even_cache
-from engine_adapter.hf_cache import CHUNK_TOKENS_CUDA, Generation, PrefixCache
+from engine_adapter.adapter import Report
+from engine_adapter.hf_cache import CHUNK_TOKENS_CUDA, PrefixCache
 from kv_bench.kernels import FAILURES, LOAD, RAW, PlainCopy, told
 from kv_bench.llamas import EIGHT_B, TINY, TTFT_SHAPES, build, parse_tokens, peak_flops, prefill_flops
 from kv_bench.measure import Say, available_bytes, quiet_collector, timed
@@ -52,7 +51,7 @@ LEFT_OUT = ("laps", "ttft ms", "ttft ms low", "ttft ms high", "limit ms", "targe
 @dataclass(frozen=True, slots=True)
 class TtftOptions:
     """shape: of the model. contexts: tokens of the prefix that is kept, whole chunks. suffix_tokens: behind it, always
-    computed. chunk_tokens: of the prefill grid. laps: of each row. copy_bytes: of the plain copies.
+    computed. chunk_tokens: of a prompt's cells. laps: of each row. copy_bytes: of the plain copies.
     """
 
     shape: str = EIGHT_B
@@ -164,9 +163,9 @@ class _Length:
         say(f"{context:,} tokens, cold")
         cache = PrefixCache(bench.model, None, chunk_tokens=options.chunk_tokens)
         few = min(context, 2 * options.chunk_tokens) + options.suffix_tokens
-        cache.generate(self._prompt[:few], max_new_tokens=2, stop_tokens=())  # compiles and loads everything
+        cache.generate(self._prompt[:few], max_new_tokens=2, do_sample=False)  # compiles and loads everything
         answers = self._laps(cache, options.laps)
-        self._cold_ms = median(answer.report.ttft_ms for answer in answers)
+        self._cold_ms = median(report.ttft_ms for report in answers)
         flops = prefill_flops(bench.model, len(self._prompt))
         self._mfu = flops / (self._cold_ms / 1e3) / bench.rates["peak_flops"]
         self._suffix_ms = 1e3 * self._suffix_seconds(cache)
@@ -213,13 +212,14 @@ class _Length:
         how: dict[str, Any] = {"codec": codec, "chunk_tokens": self._options.chunk_tokens, "hbm": hbm}
         return PrefixCache(self._bench.model, store, **how, deadline_ms=10_000)
 
-    def _laps(self, cache: PrefixCache, laps: int, tier: str | None = None) -> list[Generation]:
-        answers: list[Generation] = []
+    def _laps(self, cache: PrefixCache, laps: int, tier: str | None = None) -> list[Report]:
+        answers: list[Report] = []
         start = perf_counter()
         while len(answers) < laps and (not answers or perf_counter() - start < MOST_SECONDS):
-            answers.append(cache.generate(self._prompt, max_new_tokens=1, stop_tokens=()))
-            report = answers[-1].report
-            shown = _origins(answers[-1])
+            cache.generate(self._prompt, max_new_tokens=1, do_sample=False)
+            report = cache.report
+            answers.append(report)
+            shown = _origins(report)
             if tier is not None and shown.get(tier) != self._context:
                 self._bench.faults.append(f"{self._context} tokens were to come from {tier}: {shown}")
             if report.faults:
@@ -228,28 +228,27 @@ class _Length:
 
     def _suffix_seconds(self, cache: PrefixCache) -> float:
         suffix, context, device = self._options.suffix_tokens, self._context, self._bench.device
-        block = cache.layout.block_tokens
-        planes = BufferSet(cache.layout, 1, -(-(context + suffix) // block) * block, device).of_rows(0, 1)
-        for plane in (plane for pair in planes for plane in pair):
-            plane.normal_()
+        (group,) = cache.layout.groups
+        shape = (1, group.kv_heads, context, group.plane_widths[0])
+        keys = torch.randn(shape, dtype=getattr(torch, group.dtype), device=device)
         tokens = torch.from_numpy(self._prompt[-suffix:].astype(np.int64)).to(device)[None]
-        mask = None
-        if device.type == "cpu":  # a CPU's kernels need a mask behind a prefix
-            mask = ChunkMask(self._options.chunk_tokens, planes[0][0].dtype).of(suffix, context + suffix)
 
+        @torch.inference_mode()
         def forward() -> None:
-            cache.call(tokens, even_cache(planes, context), mask).argmax(-1).tolist()
+            known = DynamicCache()
+            for layer in group.layers:
+                known.update(keys, keys, layer)
+            output = self._bench.model(input_ids=tokens, past_key_values=known, use_cache=True, logits_to_keep=1)
+            output.logits.argmax(-1).tolist()
 
         forward()
         return _median_seconds(forward, max(5, self._options.laps))
 
-    def _row(
-        self, path: str, codec: str, answers: Sequence[Generation], bytes_moved: int, limit_ms: float | None
-    ) -> Row:
+    def _row(self, path: str, codec: str, answers: Sequence[Report], bytes_moved: int, limit_ms: float | None) -> Row:
         def middle(name: str) -> float:
-            return float(median(getattr(answer.report, name) for answer in answers))
+            return float(median(getattr(report, name) for report in answers))
 
-        times = [answer.report.ttft_ms for answer in answers]
+        times = [report.ttft_ms for report in answers]
         p50, low, high = median(times), min(times), max(times)
         is_judged = path == DRAM and self._bench.device.type == "cuda" and self._options.shape == EIGHT_B
         target = SPEEDUPS.get((self._context, codec)) if is_judged else None
@@ -266,8 +265,8 @@ class _Length:
         return replace(row, limit_of="bytes and suffix", limit=limit_ms, ratio=limit_ms / p50, target=wanted)
 
 
-def _origins(answer: Generation) -> dict[str, int]:
-    account: Any = answer.report.account.to_dict()
+def _origins(report: Report) -> dict[str, int]:
+    account: Any = report.account.to_dict()
     return {str(name): count for part in ("hits", "misses") for name, count in account[part].items()}
 
 

@@ -1,4 +1,4 @@
-"""Prompts as users have them: lists, arrays, tensors, and what a tokenizer returns, with or without padding.
+"""What users give to `generate`: lists, arrays, tensors, and what a tokenizer returns, with or without padding.
 
     input_ids        0 0 5 6 7        padded in front: a prompt of three tokens
     attention_mask   0 0 1 1 1
@@ -11,11 +11,9 @@ Imports torch only. Must never take padding for a prompt: where nothing says whi
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
-from inspect import signature
-from operator import index
-from typing import Any, TypeVar, cast
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,153 +21,114 @@ import torch
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import token_bytes
 
-MAX_NEW_TOKENS = 1 << 31
-F = TypeVar("F", bound=Callable[..., Any])
-
 _WITHOUT_EFFECT = frozenset(
     "length special_tokens_mask offset_mapping num_truncated_tokens overflow_to_sample_mapping assistant_masks".split()
 )
 """What else a tokenizer may return; none of it goes into a model."""
 
+_GONE = {
+    "sampling": "do_sample=True, temperature= and top_p=",
+    "stop_tokens": "eos_token_id=",
+    "on_token": "streamer=",
+    "prompt": "inputs",
+    "prompts": "inputs",
+}
+"""Arguments of before, and transformers' own in their place."""
 
-def prompts_of(given: Any, attention_mask: Any, config: Any, generation_config: Any) -> list[array[int]]:
-    """Several prompts without their padding. given: a sequence or a matrix of token ids, or what a tokenizer returned.
+_NOT_TAKEN = {
+    "use_cache": (None, True),
+    "cache_implementation": (None,),
+    "custom_generate": (None,),
+    "use_mtp": (None, False),
+}
+"""Arguments of `model.generate` that a prefix cache leaves no choice for, and what they may be."""
 
-    Raises `BadInput`, with one line.
-    """
-    given, attention_mask = _unpacked(given, attention_mask)
-    rows = _rows(given, "prompts")
+
+@dataclass(frozen=True)
+class Prompts:
+    """Token ids without padding; width: of the matrix that `generate` continues, all prompts at its right end."""
+
+    rows: list[array[int]]
+    width: int
+
+    def matrix(self, pad_token: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and their mask, [rows, width]."""
+        token_ids = torch.full((len(self.rows), self.width), pad_token)
+        mask = torch.zeros_like(token_ids)
+        for row, tokens in enumerate(self.rows):
+            token_ids[row, -len(tokens) :] = torch.from_numpy(np.asarray(tokens).astype(np.int64))
+            mask[row, -len(tokens) :] = 1
+        return token_ids.to(device), mask.to(device)
+
+
+def prompts_of(given: Any, attention_mask: Any, config: Any, generation_config: Any) -> Prompts:
+    """One prompt or several, as a sequence or a matrix of token ids. Raises `BadInput`, with one line."""
+    rows = _rows(given, "inputs")
     if not rows:
         raise BadInput("there are no prompts; give one or more")
-    masks = _masks(attention_mask, len(rows))
+    masks = [None] * len(rows) if attention_mask is None else _rows(attention_mask, "attention_mask")
+    if len(masks) != len(rows):
+        raise BadInput(f"attention_mask has {len(masks)} rows for {len(rows)} prompts; give one row to each")
     pads = _Pads(config, generation_config)
-    pairs = [_unpacked(row, mask) for row, mask in zip(rows, masks, strict=True)]
-    tokens = [array("I", token_bytes(_alone(_on_host(row)))) for row, _ in pairs]
-    is_matrix = len(tokens) > 1 and len({len(row) for row in tokens}) == 1
+    tokens = [array("I", token_bytes(_on_host(row))) for row in rows]
+    width, is_matrix = max(map(len, tokens)), len(tokens) > 1 and len({len(row) for row in tokens}) == 1
     found = []
-    for number, (row, (_, mask)) in enumerate(zip(tokens, pairs, strict=True)):
+    for number, (row, mask) in enumerate(zip(tokens, masks, strict=True)):
         if mask is None:
             pads.check(row, is_matrix)
-            found.append(row)
-        else:
-            found.append(_unpadded(row, mask, number))
-    return found
+        found.append(row if mask is None else _unpadded(row, mask, number))
+        if not row:
+            raise BadInput("a prompt is empty; give at least one token")
+        if max(row) >= config.vocab_size:
+            raise BadInput(f"a prompt has token id {max(row)}; the model knows 0 to {config.vocab_size - 1}")
+    return Prompts(found, width)
 
 
-def prompt_of(given: Any, attention_mask: Any, config: Any, generation_config: Any) -> list[array[int]]:
-    """One prompt, as a list of one: one dimension, or a matrix of one row."""
-    given, attention_mask = _unpacked(given, attention_mask)
-    if _is_flat(given, "a prompt"):
-        given = [given]
-    elif len(given) > 1:
-        raise BadInput(f"generate takes one prompt, and these are {len(given)} rows of token ids; use generate_batch")
-    if attention_mask is not None and _is_flat(attention_mask, "attention_mask"):
-        attention_mask = [attention_mask]
-    return prompts_of(given, attention_mask, config, generation_config)
-
-
-def names_its_words(method: F) -> F:
-    """A method that is called as transformers' own: `BadInput` says what it takes where other words are given."""
-    taken = signature(method)
-    words = f"it takes {', '.join([*taken.parameters][1:])}; other settings are those of model.generation_config"
-
-    @wraps(method)
-    def checked(*args: Any, **given: Any) -> Any:
-        try:
-            taken.bind(*args, **given)
-        except TypeError as error:
-            raise BadInput(f"PrefixCache.{method.__name__}: {error}; {words}, and sampling= draws tokens") from None
-        return method(*args, **given)
-
-    return cast(F, checked)
-
-
-def checked_new_tokens(given: Any) -> int:
-    """How many tokens to generate, as a whole number."""
-    try:
-        if isinstance(given, bool):
-            raise TypeError
-        count = index(given)
-    except TypeError:
-        raise BadInput(f"max_new_tokens={given!r}; give a whole number, 1 or more") from None
-    if not 1 <= count < MAX_NEW_TOKENS:
-        raise BadInput(f"max_new_tokens={count}; give 1 or more, and less than {MAX_NEW_TOKENS}")
-    return count
-
-
-def checked_stop_tokens(given: Any) -> frozenset[int]:
-    """Token ids that end an answer: none, one, or several."""
-    if given is None:
-        return frozenset()
-    many = [given] if _is_number(given) else given
-    try:
-        return frozenset(index(token) for token in many)
-    except TypeError:
-        raise BadInput(f"stop_tokens of type {type(given).__name__}; give token ids, e.g. stop_tokens=[2]") from None
+def checked_words(given: Mapping[str, Any], words: Collection[str]) -> dict[str, Any]:
+    """Arguments for `model.generate`. words: the names that it knows beside inputs of the model's forward pass, of
+    which only token ids are taken here. Raises `BadInput`, with one line that names the argument."""
+    passed = {}
+    for name, value in given.items():
+        if name in _GONE:
+            raise BadInput(
+                f"PrefixCache takes {name}= no longer: `generate` is transformers' own; give it {_GONE[name]}"
+            )
+        if name in _NOT_TAKEN and value not in _NOT_TAKEN[name]:
+            raise BadInput(f"{name}={value!r}: PrefixCache brings the cache, so leave it out, or call model.generate")
+        if name in words:
+            passed[name] = value
+        elif value is not None and name not in _WITHOUT_EFFECT:
+            if name != "token_type_ids" or any(np.any(_array(row)) for row in value):
+                raise BadInput(
+                    f"{name}: PrefixCache takes token ids and what `model.generate` has besides; leave it out"
+                )
+    return passed
 
 
 # Inside -------------------------------------------------------------------------------------------------------------
 
 
-def _unpacked(given: Any, attention_mask: Any) -> tuple[Any, Any]:
-    if not isinstance(given, Mapping):
-        return given, attention_mask
-    if "input_ids" not in given:
-        raise BadInput(f"a prompt with the keys {', '.join(map(str, given))}; it needs input_ids")
-    for name, value in given.items():
-        if name in ("input_ids", "attention_mask") or name in _WITHOUT_EFFECT or value is None:
-            continue
-        if name == "token_type_ids" and not any(np.any(_array(row)) for row in value):
-            continue
-        raise BadInput(f"a prompt with {name}: PrefixCache serves token ids alone; leave it out")
-    if given.get("attention_mask") is None:
-        return given["input_ids"], attention_mask
-    if attention_mask is not None:
-        raise BadInput("attention_mask is given, and the prompts bring one of their own; leave one of them out")
-    return given["input_ids"], given["attention_mask"]
-
-
-def _is_flat(given: Any, what: str) -> bool:
-    if isinstance(given, torch.Tensor | np.ndarray):
-        return int(_with_dimension(given, what).ndim) == 1
-    if isinstance(given, bytes | bytearray | memoryview):
-        return True
-    if isinstance(given, str) or (isinstance(given, Sequence) and len(given) and isinstance(given[0], str)):
-        raise BadInput(f"{what} of text; give token ids, e.g. what tokenizer(text) returns")
-    if not isinstance(given, Sequence | array):
-        raise BadInput(f"{what} of type {type(given).__name__}; give a sequence of token ids")
-    return not len(given) or _is_number(given[0])
-
-
 def _rows(given: Any, what: str) -> list[Any]:
+    if isinstance(given, str) or (isinstance(given, list | tuple) and len(given) and isinstance(given[0], str)):
+        raise BadInput(f"{what} of text; give token ids, e.g. what tokenizer(text) returns")
     if isinstance(given, torch.Tensor):
-        given = _with_dimension(_on_host(given), what)
+        given = _on_host(given)
         if given.is_nested:
             return list(given.unbind())
-    if isinstance(given, Iterable) and not isinstance(given, str | Sequence | np.ndarray):
-        given = list(given)
-    if _is_flat(given, what) and len(given):
-        raise BadInput(f"{what}: one row where several are meant; give one prompt to generate, or [prompt] here")
-    return list(given)
-
-
-def _with_dimension(given: Any, what: str) -> Any:
-    if not given.ndim:
-        raise BadInput(f"{what} without a dimension; give a sequence of token ids")
-    return given
-
-
-def _masks(given: Any, rows: int) -> list[Any]:
-    if given is None:
-        return [None] * rows
-    masks = _rows(given, "attention_mask")
-    if len(masks) != rows:
-        raise BadInput(f"attention_mask has {len(masks)} rows for {rows} prompts; give one row to each")
-    return masks
+    if isinstance(given, torch.Tensor | np.ndarray):
+        if given.ndim not in (1, 2):
+            raise BadInput(f"{what} of {given.ndim} dimensions; give one row of numbers for each prompt")
+        return list(given) if given.ndim == 2 else [given]
+    if isinstance(given, bytes | bytearray | memoryview):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise BadInput(f"{what} of type {type(given).__name__}; give a sequence of token ids")
+    given = given if isinstance(given, Sequence) else list(given)
+    return [given] if len(given) and _is_number(given[0]) else list(given)
 
 
 def _unpadded(row: array[int], given: Any, number: int) -> array[int]:
-    mask = _alone(_array(given))
+    mask = _array(given)
     if mask.ndim != 1 or len(mask) != len(row) or mask.dtype.kind not in "biu":
         raise BadInput(
             f"attention_mask of prompt {number} has shape {mask.shape} and type {mask.dtype} for {len(row)} tokens; "
@@ -190,6 +149,11 @@ def _unpadded(row: array[int], given: Any, number: int) -> array[int]:
     return row[first:stop]
 
 
+def token_set(given: Any) -> set[int]:
+    """Token ids of a setting: none, one, or several."""
+    return set() if given is None else {int(token) for token in np.atleast_1d(_array(given))}
+
+
 class _Pads:
     """Which token ids a model's settings call padding."""
 
@@ -197,7 +161,7 @@ class _Pads:
         pad = getattr(generation_config, "pad_token_id", None)
         if pad is None:
             pad = getattr(config, "pad_token_id", None)
-        ends = set(checked_stop_tokens(getattr(generation_config, "eos_token_id", None)))
+        ends = token_set(getattr(generation_config, "eos_token_id", None))
         self._pad = None if pad is None or pad < 0 or pad in ends else int(pad)
         self._maybe = ends | (set() if pad is None else {int(pad)})
 
@@ -230,14 +194,6 @@ def _array(given: Any) -> np.ndarray[Any, Any]:
         return np.asarray(_on_host(given))
     except (TypeError, ValueError, RuntimeError):
         raise BadInput(f"an attention_mask of type {type(given).__name__} that cannot be read; give 0 and 1") from None
-
-
-def _alone(given: Any) -> Any:
-    if isinstance(given, torch.Tensor | np.ndarray):
-        return given[0] if given.ndim == 2 and len(given) == 1 else given
-    if isinstance(given, list | tuple) and len(given) == 1 and not _is_number(given[0]):
-        return given[0]
-    return given
 
 
 def _is_number(given: Any) -> bool:

@@ -1,181 +1,101 @@
-"""Cache layers and a model call: the one file of the serving path that imports transformers, 5.17 and newer.
+"""Caches, forward passes and steps of transformers: the one file of the serving path that imports it, 5.17 and newer.
 
-Cache layers here write into preallocated buffers and hand out views; nothing is ever concatenated. Only what both 5.17
-and 5.23 have is overridden. Must never change the user's model for longer than one forward pass.
+Must never change the user's model: caches, criteria and views of the model are objects of their own.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, Cache, DynamicCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, StoppingCriteria, StoppingCriteriaList
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from engine_adapter.hf.attention import ATTENTION_NAME, attend
-from engine_adapter.hf.model import refusal
-from kvstore.block.errors import LayoutMismatch
+WORDS = frozenset(
+    {*inspect.signature(GenerationMixin.generate).parameters, *vars(GenerationConfig()), "tokenizer"}
+    | {"assistant_tokenizer"}
+)
+"""What `generate` takes beside inputs of the model's forward pass."""
 
-Planes = tuple[torch.Tensor, torch.Tensor]
-"""K and V of one layer, each [rows, kv_heads, capacity, head_dim]."""
+
+class RememberingLayer(DynamicSlidingWindowLayer):
+    """A layer with a window that keeps what has left the window, until it is cut off: it is still to be saved."""
+
+    def __init__(self, sliding_window: int) -> None:
+        super().__init__(sliding_window)
+        self.activate_past_recording()
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add K and V, [rows, kv_heads, tokens, head_dim]; returns those that the new tokens may see."""
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        seen = self.sliding_window - 1 + key_states.shape[-2]
+        return keys[..., -seen:, :], values[..., -seen:, :]
 
 
 class ModelCall:
-    """Forward passes of one model over buffers.
-
-    takes_masks: whether attention runs through `attend`, which takes ready masks of four dimensions; a model with any
-    other attention builds its own from a mask of two.
-    """
+    """Forward passes of one model over its own caches."""
 
     def __init__(self, model: Any) -> None:
-        """Raises `BadInput` for a model whose cache is not plain KV of every token in every layer."""
-        _check_cache_layers(model)
         self._model = model
-        self._attention = str(model.config._attn_implementation)
-        if self._attention == "sdpa" and getattr(model, "_supports_attention_backend", False):
-            AttentionInterface.register(ATTENTION_NAME, attend)
-            self._attention = ATTENTION_NAME
-        self.takes_masks = self._attention == ATTENTION_NAME
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        taken = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in taken
+        self._more = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
 
-    @torch.inference_mode()
-    def __call__(
-        self,
-        token_ids: torch.Tensor,
-        cache: Cache,
-        mask: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """One forward pass over token_ids, [rows, tokens]; returns the last token's logits, [rows, vocabulary]."""
-        if mask is not None and positions is None and self._takes_positions and self.takes_masks:
-            # Some models would count positions from the mask, which has four dimensions here.
-            length = cache.get_seq_length()
-            positions = torch.arange(length, length + token_ids.shape[1], device=token_ids.device)[None]
-        with _attention_of(self._model.config, self._attention):
-            output = self._model(
-                input_ids=token_ids,
-                past_key_values=cache,
-                attention_mask=mask,
-                position_ids=positions,
-                use_cache=True,
-                logits_to_keep=1,
-                return_dict=True,
-            )
-        logits: torch.Tensor = output.logits[:, -1]
-        return logits
+    def new_cache(self) -> Any:
+        """An empty one, with the layers that transformers has for this model."""
+        cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
+        for number, layer in enumerate(cache.layers):
+            if type(layer) is DynamicSlidingWindowLayer:
+                cache.layers[number] = RememberingLayer(layer.sliding_window)
+        return cache
+
+    def positions(self, token_ids: torch.Tensor, mask: torch.Tensor, **inputs: Any) -> dict[str, torch.Tensor]:
+        """The model's own positions of these tokens, [..., tokens], as an argument; none where it takes none. Without
+        them, `generate` behind a cache may go on from the positions of an earlier call."""
+        if not self._takes_positions:
+            return {}
+        given = {"attention_mask": mask, **inputs}
+        return {"position_ids": self._model._prepare_position_ids_for_generation(token_ids, given)}
+
+    @torch.no_grad()
+    def __call__(self, token_ids: torch.Tensor, cache: Any, first: int, positions: Mapping[str, torch.Tensor]) -> None:
+        """One forward pass over token_ids, [1, tokens], which are those of a prompt from `first` on. positions: of the
+        whole prompt."""
+        cut = {name: one[..., first : first + token_ids.shape[1]] for name, one in positions.items()}
+        self._model(input_ids=token_ids, past_key_values=cache, use_cache=True, return_dict=True, **self._more, **cut)
 
 
-def even_cache(planes: Sequence[Planes], length: int) -> Cache:
-    """A cache over buffers, one pair per layer, whose rows all hold `length` tokens."""
-    return Cache(layers=[BufferLayer(*pair, length) for pair in planes])
+class _EachStep(StoppingCriteria):
+    """Ends nothing."""
+
+    def __init__(self, step: Callable[[torch.Tensor], None]) -> None:
+        self._step = step
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self._step(input_ids)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def ragged_cache(planes: Sequence[Planes], length: int, positions: torch.Tensor) -> Cache:
-    """A cache for decoding rows of different lengths, `length` being the longest; see `RaggedLayer`."""
-    return Cache(layers=[RaggedLayer(*pair, length, positions) for pair in planes])
+def each_step(step: Callable[[torch.Tensor], None], given: Any) -> StoppingCriteriaList:
+    """`step`, which is called with all tokens, [rows, tokens], after each step, and the user's stopping criteria."""
+    return StoppingCriteriaList([_EachStep(step), *(given or ())])
 
 
-class BufferLayer(CacheLayerMixin):
-    """One layer's cache over preallocated K and V, [rows, kv_heads, capacity, head_dim]: written in place, never
-    concatenated. All rows have the same length."""
+def from_the_hit_on(model: Any) -> Any:
+    """The same model, with the same parameters, whose `generate` leaves out what the cache holds already where drafts
+    are checked too: transformers leaves it out in all other ways to decode."""
 
-    is_sliding = False
+    class _View(type(model)):  # type: ignore[misc]
+        def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
+            if kwargs.get("next_sequence_length") is None:
+                kwargs["next_sequence_length"] = input_ids.shape[1] - kwargs["past_key_values"].get_seq_length()
+            return super().prepare_inputs_for_generation(input_ids, **kwargs)
 
-    def __init__(self, key_buffer: torch.Tensor, value_buffer: torch.Tensor, length: int) -> None:
-        super().__init__()
-        self.key_buffer, self.value_buffer, self.length = key_buffer, value_buffer, length
-        self.dtype, self.device = key_buffer.dtype, key_buffer.device
-        self.is_initialized = True
-        self._show()
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the buffers are there before the first token."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new K and V, [rows, kv_heads, tokens, head_dim], behind what is there; returns views of everything."""
-        _check_states(key_states, self.key_buffer)
-        stop = self.length + key_states.shape[-2]
-        self.key_buffer[:, :, self.length : stop] = key_states
-        self.value_buffer[:, :, self.length : stop] = value_states
-        self.length = stop
-        return self._show()
-
-    def get_seq_length(self) -> int:
-        """Tokens held, of the longest row."""
-        return self.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of K in a forward pass over `query_length` new tokens."""
-        return self.length + query_length, 0
-
-    def get_max_length(self) -> int:
-        """Tokens that fit."""
-        return int(self.key_buffer.shape[-2])
-
-    def _show(self) -> tuple[torch.Tensor, torch.Tensor]:
-        self.keys = self.key_buffer[:, :, : self.length]
-        self.values = self.value_buffer[:, :, : self.length]
-        return self.keys, self.values
-
-
-class RaggedLayer(BufferLayer):
-    """A `BufferLayer` for rows of different lengths, one token a step. positions: [rows], where each row writes; the
-    caller moves them on."""
-
-    def __init__(
-        self, key_buffer: torch.Tensor, value_buffer: torch.Tensor, length: int, positions: torch.Tensor
-    ) -> None:
-        super().__init__(key_buffer, value_buffer, length)
-        self.positions = positions
-        self.row_numbers = torch.arange(len(positions), device=positions.device)
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write each row's K and V, [rows, kv_heads, 1, head_dim], at its own position."""
-        _check_states(key_states, self.key_buffer)
-        self.key_buffer[self.row_numbers, :, self.positions] = key_states[:, :, 0]
-        self.value_buffer[self.row_numbers, :, self.positions] = value_states[:, :, 0]
-        self.length += 1
-        return self._show()
-
-
-@contextmanager
-def _attention_of(config: Any, name: str) -> Iterator[None]:
-    before = config._attn_implementation
-    config._attn_implementation = name
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-
-
-def _check_cache_layers(model: Any) -> None:
-    name = model.config.model_type
-    for number, layer in enumerate(DynamicCache(config=model.config).layers):
-        if type(layer) is not DynamicLayer:
-            kind = type(layer).__name__
-            if "Sliding" in kind:
-                reason = "it keeps only a sliding window of KV"
-            elif "Linear" in kind:
-                reason = "it keeps a recurrent state (linear attention)"
-            else:
-                reason = f"its KV is not plain full attention ({kind})"
-            raise refusal(name, f"layer {number}: {reason}")
-    if getattr(model.generation_config, "cache_implementation", None) == "quantized":
-        raise refusal(name, "its generation config asks for a quantized cache; set cache_implementation to None")
-
-
-def _check_states(states: torch.Tensor, buffer: torch.Tensor) -> None:
-    rows, heads, _, width = states.shape
-    wanted = (buffer.shape[0], buffer.shape[1], buffer.shape[3], buffer.dtype)
-    if (rows, heads, width, states.dtype) != wanted:
-        raise LayoutMismatch(
-            f"the model makes KV of (rows, kv_heads, head_dim, dtype) = ({rows}, {heads}, {width}, {states.dtype}), "
-            f"its configuration says {wanted}"
-        )
+    _View.__name__, _View.__module__ = type(model).__name__, type(model).__module__
+    view = object.__new__(_View)
+    view.__dict__ = model.__dict__
+    return view

@@ -6,7 +6,6 @@ attributes. Must never put a path or a name into an identity.
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -19,7 +18,7 @@ from engine_adapter.hf.state import compiled_part
 from engine_adapter.hf.tensor_names import is_embedding
 from engine_adapter.hf.tensors import plain_tensors, unreadable
 from kvstore.block.errors import BadInput
-from kvstore.block.layout import DTYPE_BYTES, Layout
+from kvstore.insight.served import Engine, served
 
 HASH_WHOLE_BYTES = 256 << 20
 """Models up to this size are hashed whole; of larger ones the token embeddings, and samples of every other tensor."""
@@ -36,44 +35,27 @@ _FIELDS_WITHOUT_EFFECT = frozenset(
 )
 """Fields of a configuration that do not change KV. All others do, unknown ones included."""
 
-_ROPE_THAT_DEPENDS_ON_LENGTH = ("dynamic", "longrope")
-
 
 def check_model(model: torch.nn.Module) -> None:
     """Raise `BadInput`, with one line, for a model whose KV cannot be stored by prefix or that is not ready to run.
 
-    What its cache layers say of it (sliding window, linear attention) is checked where transformers is imported.
+    What its caches hold is found out by a trial run (`probe`).
     """
     check_not_wrapped(model)
     config: Any = getattr(model, "config", None)
     name = getattr(config, "model_type", type(model).__name__)
-    if config is None or "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise refusal(name, "it is not a decoder-only language model of transformers (a ...ForCausalLM class)")
+    if config is None or not getattr(model, "can_generate", bool)():
+        raise refusal(name, "it is not a language model of transformers with `generate` (a ...ForCausalLM class)")
     if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
         raise refusal(name, "it is not a decoder with causal attention")
-    if config.get_text_config() is not config:
-        raise refusal(name, "it is made of several models (it takes images or the like); only text models are served")
-    if getattr(model, "_is_stateful", False):
-        kinds = {*(getattr(config, "layer_types", None) or ("linear_attention",))}
-        if kinds <= {"attention", "full_attention"}:
-            raise refusal(name, "it is of a hybrid class, none of which is served, not even without a recurrent layer")
-        raise refusal(name, "it keeps a recurrent state (Mamba or another hybrid), not only KV per token")
-    if differing := {"head_dim", "num_key_value_heads"} & (getattr(config, "per_layer_attributes", None) or set()):
-        raise refusal(name, f"its layers have KV of different shapes ({', '.join(sorted(differing))})")
-    if not getattr(config, "num_attention_heads", None):
-        raise refusal(name, "its configuration has no num_attention_heads, by which KV has its shape")
-    if getattr(config, "kv_lora_rank", None):
-        raise refusal(name, "its attention (MLA) has K and V of different widths")
-    rope = _rope(config)
-    if rope.get("rope_type") in _ROPE_THAT_DEPENDS_ON_LENGTH:
-        raise refusal(name, f"rope type {rope['rope_type']!r} makes KV depend on the whole sequence's length")
+    said = served((), Engine.TRANSFORMERS, settings={str(_rope(config).get("rope_type")): True})
+    if said.line:
+        raise refusal(name, said.line)
     if model.training:
         raise BadInput("the model is in training mode; call model.eval() first")
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) != 1 or devices == {"meta"}:
         raise BadInput(f"the model's weights are on {', '.join(sorted(devices))}; put them on one device")
-    if _dtype_name(model) not in DTYPE_BYTES:
-        raise BadInput(f"the model computes in {_dtype_name(model)}; allowed: float32, bfloat16, float16")
 
 
 def check_not_wrapped(model: torch.nn.Module) -> None:
@@ -101,19 +83,6 @@ def check_not_wrapped(model: torch.nn.Module) -> None:
 
 def refusal(model_type: str, reason: str) -> BadInput:
     return BadInput(f"PrefixCache cannot serve model type {model_type!r}: {reason}")
-
-
-def layout_of(model: torch.nn.Module, block_tokens: int = 0) -> Layout:
-    """The layout of a model's KV: K and V of every layer in the model's dtype."""
-    config: Any = model.config
-    heads = config.num_attention_heads
-    return Layout.gqa(
-        layers=config.num_hidden_layers,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        dtype=_dtype_name(model),
-        block_tokens=block_tokens,
-    )
 
 
 def fingerprint(model: torch.nn.Module) -> str:

@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 
-from engine_adapter.hf.attention import ChunkMask
-from engine_adapter.hf.buffers import BufferSet
-from engine_adapter.hf.layers import ModelCall, even_cache
+from engine_adapter.hf.kinds import CacheKinds, Path, values
+from engine_adapter.hf.layers import ModelCall
 from engine_adapter.hf.model import refusal
-from kvstore.block.layout import Layout
+from kvstore.block.errors import BadInput
 from kvstore.client.edge import contained
 
 CHUNK = 8
@@ -29,89 +28,112 @@ PROBE_TOKENS = 2 * CHUNK
 ALIKE = CHUNK // 2
 """In the trial, this many leading tokens of a chunk stay the same, and those behind them change."""
 
-Kv = list[torch.Tensor]
-"""K and V of each layer in turn, each [kv_heads, tokens, head_dim]."""
+MOST_OF_A_CUT = 0.3
+"""Of what is computed in one piece, how much a cut may change. Where a state is not continued, it is all of it."""
+
+Kv = dict[Path, torch.Tensor]
+"""What a cache holds: K and V of each layer, [1, kv_heads, tokens, head_dim], and states."""
 
 
 class Probe:
     """Runs one model over a prompt whose tokens are spread over the vocabulary."""
 
-    def __init__(self, call: ModelCall, is_masked: bool, layout: Layout, model: Any) -> None:
-        """is_masked: whether chunks behind a prefix are given a mask, as requests' chunks are then."""
+    def __init__(self, call: ModelCall, model: Any) -> None:
         self._call = call
-        self._mask = ChunkMask(CHUNK, getattr(torch, layout.groups[0].dtype)) if is_masked else None
         self._name = str(model.config.model_type)
         self._device: torch.device = next(model.parameters()).device
-        vocabulary = int(model.config.vocab_size)
+        config = model.config.get_text_config()
+        types = getattr(config, "layer_types", None) or ()
+        self._chunked = [number for number, kind in enumerate(types) if kind == "chunked_attention"]
+        vocabulary = int(config.vocab_size)
         step = max(1, vocabulary // PROBE_TOKENS)
         # Spread over the whole vocabulary; adding 3 makes the stride odd where the step is even.
         self._tokens = [(number * step + 3 * number) % vocabulary for number in range(PROBE_TOKENS)]
         self._others = [(token + vocabulary // 2 + 1) % vocabulary for token in self._tokens]
-        capacity = -(-PROBE_TOKENS // layout.block_tokens) * layout.block_tokens
-        self._buffers = BufferSet(layout, 1, capacity, self._device)
 
     def digest(self) -> str:
         """Digest of the bits of K and V in every layer. Raises `BadInput` where the model cannot be run."""
-        return _digest(self._kv(self._tokens))
+        return _digest(self._kv(self._tokens)[0])
 
-    def trial(self) -> str | None:
-        """The digest, after checking that a token's KV does not depend on tokens behind it.
+    def trial(self) -> tuple[CacheKinds, str | None]:
+        """What its caches hold, and the digest, after checking that a token's KV does not depend on tokens behind it,
+        nor on where a prompt is cut.
 
-        None for a model that computes the same KV but not the same bits twice. Raises `BadInput`, with one line.
+        No digest for a model that computes the same KV but not the same bits twice. Raises `BadInput`, with one line.
         """
-        first = self._kv(self._tokens)
+        first, cache, before = self._kv(self._tokens)
+        try:
+            kinds = CacheKinds(before, cache, self._chunked)
+        except BadInput as error:
+            raise refusal(self._name, str(error)) from error
         digest: str | None = _digest(first)
         behind = self._tokens[: CHUNK + ALIKE] + self._others[CHUNK + ALIKE :]
-        second = self._kv(behind)
-        if not _is_equal(first, second, CHUNK + ALIKE):
-            again = self._kv(self._tokens)
-            if not _is_equal(first, again, PROBE_TOKENS):
+        second = self._kv(behind)[0]
+        if not _is_equal(first, second, kinds, CHUNK + ALIKE):
+            again = self._kv(self._tokens)[0]
+            if not _is_equal(first, again, kinds, PROBE_TOKENS):
                 digest = None
                 self._check(
-                    first, again, PROBE_TOKENS, "it does not compute the same KV twice (dropout, noise, a hook)"
+                    first, again, kinds, PROBE_TOKENS, "it does not compute the same KV twice (dropout, noise, a hook)"
                 )
-            self._check(first, second, CHUNK + ALIKE, "the KV of a token depends on the tokens behind it")
-        alone = self._kv(self._tokens[:ALIKE] + self._others[ALIKE:CHUNK])
-        self._check(first, alone, ALIKE, "the KV of a token depends on the tokens behind it")
-        return digest
+            self._check(first, second, kinds, CHUNK + ALIKE, "the KV of a token depends on the tokens behind it")
+        alone = self._kv(self._tokens[:ALIKE] + self._others[ALIKE:CHUNK])[0]
+        self._check(first, alone, kinds, ALIKE, "the KV of a token depends on the tokens behind it")
+        whole = self._kv(self._tokens, PROBE_TOKENS)[0]
+        for mine, theirs in _leading(first, whole, kinds, PROBE_TOKENS):
+            # Other shapes round otherwise, and a token on the edge between two experts may go to the other one.
+            if (mine.float() - theirs.float()).norm() > MOST_OF_A_CUT * mine.float().norm():
+                raise refusal(self._name, "it computes something else where a prompt is cut")
+        return kinds, digest
 
-    def _kv(self, tokens: Sequence[int]) -> Kv:
-        planes = self._buffers.of_rows(0, 1)
-        cache = even_cache(planes, 0)
+    def _kv(self, tokens: Sequence[int], chunk: int = CHUNK) -> tuple[Kv, Any, dict[Path, Any]]:
+        """What a cache holds behind the tokens, that cache, and what it held behind the first chunk."""
+        before: dict[Path, Any] = {}
         with contained(self._refuse), _one_thread(self._device):
-            for begin in range(0, len(tokens), CHUNK):
-                end = begin + CHUNK
-                mask = self._mask.of(CHUNK, end) if self._mask is not None else None
-                self._call(torch.tensor([tokens[begin:end]], device=self._device), cache, mask)
-        if any(cache.get_seq_length(layer) != len(tokens) for layer in range(len(planes))):
-            raise refusal(self._name, "it does not keep its KV in the cache that it is given")
-        return [plane[0, :, : len(tokens)].clone() for pair in planes for plane in pair]
+            cache, token_ids = self._call.new_cache(), torch.tensor([tokens], device=self._device)
+            positions = self._call.positions(token_ids, torch.ones_like(token_ids))
+            for begin in range(0, len(tokens), chunk):
+                before = before or dict(values(cache)) if begin else before
+                self._call(token_ids[:, begin : begin + chunk], cache, begin, positions)
+        held = values(cache)
+        return (
+            {path: one.clone() for path, one in held.items() if isinstance(one, torch.Tensor) and one.ndim},
+            cache,
+            before,
+        )
 
     def _refuse(self, error: Exception) -> None:
         said = (str(error).splitlines() or [type(error).__name__])[0]
         raise refusal(self._name, f"a trial run failed: {said}") from error
 
-    def _check(self, one: Kv, other: Kv, tokens: int, reason: str) -> None:
-        for mine, theirs in zip(one, other, strict=True):
+    def _check(self, one: Kv, other: Kv, kinds: CacheKinds, tokens: int, reason: str) -> None:
+        for mine, theirs in _leading(one, other, kinds, tokens):
             # Only rounding may differ: where a chunk is split among experts, shapes depend on all of its tokens.
             tolerance = min(1e-2, sqrt(torch.finfo(mine.dtype).eps))
-            mine, theirs = mine[:, :tokens].float(), theirs[:, :tokens].float()
+            mine, theirs = mine.float(), theirs.float()
             if not torch.allclose(mine, theirs, rtol=tolerance, atol=tolerance * float(mine.abs().max())):
                 raise refusal(self._name, reason)
 
 
 def _digest(kv: Kv) -> str:
     state = blake2b(digest_size=16, person=b"kv-probe-v1")
-    for plane in kv:
+    for plane in kv.values():
         state.update(f"{list(plane.shape)}{plane.dtype}".encode())
         state.update(plane.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return state.hexdigest()
 
 
-def _is_equal(one: Kv, other: Kv, tokens: int) -> bool:
+def _leading(one: Kv, other: Kv, kinds: CacheKinds, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of what both hold of the first so many tokens; states only where that is all."""
+    cut = {path: plane[..., :tokens, :] for path, plane in one.items() if path not in kinds.states}
+    cut |= {path: one[path] for path in kinds.states if tokens == PROBE_TOKENS}
+    return [(mine, other[path] if path in kinds.states else other[path][..., :tokens, :]) for path, mine in cut.items()]
+
+
+def _is_equal(one: Kv, other: Kv, kinds: CacheKinds, tokens: int) -> bool:
     return all(
-        torch.equal(mine[:, :tokens].view(torch.uint8), theirs[:, :tokens].view(torch.uint8))
-        for mine, theirs in zip(one, other, strict=True)
+        torch.equal(mine.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+        for mine, theirs in _leading(one, other, kinds, tokens)
     )
 
 

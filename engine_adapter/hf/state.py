@@ -9,7 +9,6 @@ of this process into an identity.
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import partial
 from hashlib import blake2b
@@ -35,7 +34,8 @@ MAX_DEPTH = 5
 _PLAIN_LIBRARIES = ("torch", "transformers", "transformers_modules")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _OF_EVERY_MODULE = frozenset(torch.nn.Module().__dict__) | {"_is_hf_initialized", "_hf_hook", "_old_forward", "forward"}
-_DICTIONARIES = (dict, OrderedDict)
+_OF_REQUESTS = frozenset({"rope_deltas"})
+"""Fields in which modules keep something of the last call; every call is given its own (`ModelCall.positions`)."""
 _ATOMS = (str, bool, int, type(None), float)
 
 
@@ -87,6 +87,7 @@ class ModelLook:
         self._switches = _switches()
         self._classes: list[tuple[torch.nn.Module, type]] = []
         self._containers: list[tuple[Any, Any]] = []
+        self._requests: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._children: list[tuple[dict[str, Any], list[tuple[str, int]]]] = []
         self._holders: list[dict[str, Any]] = []
         self._loose: dict[str, torch.Tensor] = {}
@@ -96,13 +97,16 @@ class ModelLook:
         for module in model.modules():
             self._classes.append((module, type(module)))
             fields = vars(module)
-            self._containers.append((fields, dict(fields)))
+            if _OF_REQUESTS.isdisjoint(fields):
+                self._containers.append((fields, dict(fields)))
+            else:
+                self._requests.append((fields, _lasting(fields)))
             for name, value in fields.items():
                 if name in ("_parameters", "_buffers"):
                     self._holders.append(value)
                 elif name == "_modules":
                     self._children.append((value, _ids(value)))
-                else:
+                elif name not in _OF_REQUESTS:
                     self._add(value, MAX_DEPTH)
         self._holders.append(self._loose)
         self._weights = self._places()
@@ -116,6 +120,7 @@ class ModelLook:
                 and all(type(module) is kind for module, kind in self._classes)
                 and all(_ids(children) == before for children, before in self._children)
                 and all(now == before for now, before in self._containers)
+                and all(_lasting(now) == before for now, before in self._requests)
             )
         except (RuntimeError, TypeError, ValueError):
             return False  # values that cannot be compared count as changed
@@ -162,6 +167,10 @@ def _add_places(places: list[object], tensor: torch.Tensor) -> None:
         return
     version = -1 if tensor.is_inference() else tensor._version
     places += (tensor.data_ptr(), version, tensor.shape, tensor.dtype)
+
+
+def _lasting(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in _OF_REQUESTS}
 
 
 def _ids(children: dict[str, Any]) -> list[tuple[str, int]]:

@@ -14,21 +14,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from logging import getLogger
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from engine_adapter.hf.attention import ChunkMask
 from engine_adapter.hf.layers import ModelCall
-from engine_adapter.hf.model import check_model, fingerprint, layout_of, namespace_config, refusal
+from engine_adapter.hf.model import check_model, fingerprint, namespace_config, refusal
 from engine_adapter.hf.probe import Probe
 from engine_adapter.hf.state import ModelLook, WeightSampler, described, is_opaque
 from kvstore.block.errors import BadInput
-from kvstore.block.layout import Layout
 
 PROBE_SECONDS = 5.0
 """A digest is trusted for this long, or for 100 times the probe's duration if that is longer: it costs at most 1 %."""
 
+T = TypeVar("T")
 _log = getLogger(__name__)
 
 
@@ -43,24 +42,18 @@ class ModelIdentity:
 
 
 class ModelWatch:
-    """Looks at one model for one cache. call: its forward passes. mask: the masks of chunks; None if they need none."""
+    """Looks at one model for one cache. call: its forward passes. kinds: what its caches hold."""
 
-    def __init__(
-        self, model: torch.nn.Module, layout: Layout, chunk_tokens: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises `BadInput`, with one line, for a model that cannot be served."""
         self._model = model
-        self._chunk_tokens = chunk_tokens
         self._clock = clock
-        self.layout = layout
-        self.device: torch.device = next(model.parameters()).device
         self.probes = 0
         self.generation = 0
         """Counts the changes that were found: a request of an earlier generation began with another model."""
         self._sampler = WeightSampler(model)
-        self._prepare()
-        self._text = described(model)
-        self._digest = self._probed(self._probe.trial)
+        self._digest: str | None = None
+        self._try()
         self._check_digest()
         self._weights = fingerprint(model)
         self._seen = ModelLook(model, self._sampler)
@@ -91,13 +84,7 @@ class ModelWatch:
     def _look_again(self, is_same_state: bool, is_same_weights: bool) -> None:
         before = self._digest
         if not (is_same_state and is_same_weights):
-            check_model(self._model)
-            device = next(self._model.parameters()).device
-            if layout_of(self._model, self.layout.block_tokens) != self.layout or device != self.device:
-                raise BadInput("the model was moved, cast or rebuilt since this PrefixCache was made; make a new one")
-            self._prepare()
-            self._text = described(self._model)
-            self._digest = self._probed(self._probe.trial)
+            self._try()
         elif self._digest is not None:
             self._digest = self._probed(self._probe.digest)
         if not is_same_weights or (is_same_state and self._digest != before):
@@ -107,22 +94,22 @@ class ModelWatch:
         self._check_digest()
         self._seen = ModelLook(self._model, self._sampler)
 
-    def _prepare(self) -> None:
+    def _try(self) -> None:
+        check_model(self._model)
+        self.device: torch.device = next(self._model.parameters()).device
         self.call = ModelCall(self._model)
-        # Only the CPU's kernels need a mask behind a prefix; a model with an attention of its own makes one itself.
-        is_masked = self.call.takes_masks and self.device.type == "cpu"
-        dtype = getattr(torch, self.layout.groups[0].dtype)
-        self.mask = ChunkMask(self._chunk_tokens, dtype) if is_masked else None
-        self._probe = Probe(self.call, is_masked, self.layout, self._model)
         self.is_opaque = is_opaque(self._model)
+        self._probe = Probe(self.call, self._model)
+        self._text = described(self._model)
+        self.kinds, self._digest = self._probed(self._probe.trial)
 
-    def _probed(self, run: Callable[[], str | None]) -> str | None:
+    def _probed(self, run: Callable[[], T]) -> T:
         start = self._clock()
         self.probes += 1
-        digest = run()
+        result = run()
         now = self._clock()
         self._good_until = now + max(PROBE_SECONDS, 100 * (now - start))
-        return digest
+        return result
 
     def _check_digest(self) -> None:
         if self._digest is not None:

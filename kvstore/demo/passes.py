@@ -19,12 +19,11 @@ from typing import Any, TypeVar
 import torch
 
 from engine_adapter.adapter import Report
-from engine_adapter.hf.sampling import Sampling
 from engine_adapter.hf_cache import PrefixCache
 from kvstore.block.account import HitTier, MissReason
 from kvstore.demo.questions import DemoRequest
 
-TEMPERATURE = 0.8
+DRAWS: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}
 MAX_PAIRS = 8
 SHORTEST_PAIRED_PROMPT = 2048
 
@@ -135,9 +134,7 @@ class PlainGenerate:
             torch.manual_seed(number)
             start = time.perf_counter()
             with torch.inference_mode():
-                output = self._model.generate(
-                    tokens, attention_mask=mask, max_new_tokens=1, do_sample=True, temperature=TEMPERATURE, top_k=0
-                )
+                output = self._model.generate(tokens, attention_mask=mask, max_new_tokens=1, **DRAWS)
             return 1e3 * (time.perf_counter() - start), int(output[0, -1])
 
 
@@ -157,12 +154,14 @@ def run_pass(
         prompt = next_prompt(done)
         if beside is not None and beside.goes_first(number):
             beside.first_token(number, prompt)
-        generation = cache.generate(prompt, max_new_tokens=answer_tokens, sampling=draws_of(number))
-        account = generation.report.account
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(number)
+            output = cache.generate(prompt, max_new_tokens=answer_tokens, **DRAWS)
+        account = cache.report.account
         assert account.hit_tokens + sum(account.misses.values()) == account.asked == len(prompt), "unexplained tokens"
         done.prompts.append(prompt)
-        done.answers.append(generation.token_ids)
-        done.reports.append(generation.report)
+        done.answers.append(output[0, len(prompt) :].tolist())
+        done.reports.append(cache.report)
         if beside is not None and not beside.goes_first(number):
             beside.first_token(number, prompt)
     progress(name, count, count)
@@ -191,10 +190,6 @@ def percentile(values: Sequence[float], percent: float) -> float:
     """By nearest rank: of twenty values the 99th percentile is the largest. 0 without values."""
     ranked = sorted(values)
     return ranked[max(0, ceil(len(ranked) * percent / 100) - 1)] if ranked else 0.0
-
-
-def draws_of(number: int) -> Sampling:
-    return Sampling(temperature=TEMPERATURE, generator=torch.Generator().manual_seed(number))
 
 
 def _sums(counts: Iterable[Mapping[Origin, int]]) -> dict[str, int]:

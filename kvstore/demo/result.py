@@ -77,7 +77,7 @@ class DemoResult:
             "requests": len(self.requests),
             "requests_by_kind": {str(kind): self._count(kind) for kind in Kind},
             "answer_tokens": self.answer_tokens,
-            "chunk_tokens": self.passes[0].reports[0].chunk_tokens,
+            "grid_tokens": self.passes[0].reports[0].grid_tokens,
             "block_tokens": self.block_tokens,
             "passes": {result.name: result.to_dict() for result in self.passes},
             "ttft_ratio": self.ttft_ratio("p50"),

@@ -24,10 +24,8 @@ from kvstore.block.pages import Pages
 
 transformers = pytest.importorskip("transformers")
 
-from engine_adapter.hf.attention import ChunkMask  # noqa: E402
-from engine_adapter.hf.buffers import BufferSet  # noqa: E402
-from engine_adapter.hf.layers import ModelCall, even_cache  # noqa: E402
-from engine_adapter.hf.model import layout_of  # noqa: E402
+from engine_adapter.hf.layers import ModelCall  # noqa: E402
+from engine_adapter.hf.watch import ModelWatch  # noqa: E402
 from engine_adapter.hf_cache import PrefixCache  # noqa: E402
 from kvstore.demo.model import load_trained  # noqa: E402
 
@@ -65,18 +63,16 @@ def prompt_of(seed: int = 5) -> list[int]:
 
 def computed(model: Any, tokens: list[int], chunk_tokens: int) -> list[Block]:
     """The KV of a prompt's blocks, each plane [kv_head, token, width], computed in chunks."""
-    layout = layout_of(model, BLOCK)
-    buffers = BufferSet(layout, 1, TOKENS, torch.device("cpu"))
-    planes = buffers.of_rows(0, 1)
-    call, kv_cache, ids = ModelCall(model), even_cache(planes, 0), torch.tensor([tokens])
-    masks = ChunkMask(TOKENS, getattr(torch, layout.groups[0].dtype))
+    call, ids = ModelCall(model), torch.tensor([tokens])
+    cache = call.new_cache()
     for begin in range(0, len(tokens), chunk_tokens):
-        end = min(begin + chunk_tokens, len(tokens))
-        call(ids[:, begin:end], kv_cache, masks.of(end - begin, end))
-    return [
-        {layer: [plane[0, :, at : at + BLOCK].clone() for plane in pair] for layer, pair in enumerate(planes)}
-        for at in range(0, TOKENS, BLOCK)
-    ]
+        call(ids[:, begin : begin + chunk_tokens], cache, begin, call.positions(ids, torch.ones_like(ids)))
+    return [block_at(cache, at) for at in range(0, TOKENS, BLOCK)]
+
+
+def block_at(cache: Any, at: int) -> Block:
+    pairs = {number: (layer.keys, layer.values) for number, layer in enumerate(cache.layers)}
+    return {number: [plane[0, :, at : at + BLOCK].clone() for plane in pair] for number, pair in pairs.items()}
 
 
 @cache
@@ -265,21 +261,13 @@ def test_a_trained_model(dtype: torch.dtype, _found: float, _hidden: float, foun
 
 def in_turns(model: Any, tokens: list[int], codec: str) -> list[Block]:
     """The KV of a prompt's blocks where each is computed behind the blocks before it as the codec restored them."""
-    layout = layout_of(model, BLOCK)
-    planes = BufferSet(layout, 1, TOKENS, torch.device("cpu")).of_rows(0, 1)
-    call, ids, masks = (
-        ModelCall(model),
-        torch.tensor([tokens]),
-        ChunkMask(TOKENS, getattr(torch, layout.groups[0].dtype)),
-    )
-    blocks = []
+    call, ids = ModelCall(model), torch.tensor([tokens])
+    cache, blocks = call.new_cache(), []
     for begin in range(0, len(tokens), BLOCK):
-        span = slice(begin, begin + BLOCK)
-        call(ids[:, span], even_cache(planes, begin), masks.of(BLOCK, begin + BLOCK))
-        blocks.append({layer: [plane[0, :, span].clone() for plane in pair] for layer, pair in enumerate(planes)})
-        for layer, pair in decoded(blocks[-1], codec).items():
-            for plane, restored in zip(planes[layer], pair, strict=True):
-                plane[0, :, span] = restored
+        call(ids[:, begin : begin + BLOCK], cache, begin, call.positions(ids, torch.ones_like(ids)))
+        blocks.append(block_at(cache, begin))
+        for number, (keys, values) in decoded(blocks[-1], codec).items():
+            cache.layers[number].keys[0, :, begin:], cache.layers[number].values[0, :, begin:] = keys, values
     return blocks
 
 
@@ -402,8 +390,7 @@ def test_blocks_of_a_store_beside_computed_ones(codec: str, tmp_path: Path) -> N
         engine.generate(prompt, max_new_tokens=1)
         handle = engine.namespace
         assert handle is not None
-        buffers = BufferSet(engine.layout, 1, TOKENS, torch.device("cpu"))
-        pages = buffers.pages(0, TOKENS)
+        _, pages = ModelWatch(model).kinds.blank(TOKENS, torch.device("cpu"))
         with handle.lease(handle.match(prompt), first_token=0, deadline_ms=1000) as lease:
             assert handle.get(lease, into=pages, first_token=0).tokens == TOKENS
         stored = [_block(pages, at) for at in range(TOKENS // BLOCK)]

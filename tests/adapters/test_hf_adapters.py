@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 from engine_adapter.hf.model import fingerprint
 from engine_adapter.hf_cache import PrefixCache
-from hf_models import plain_answer, projections, small_model, some_prompt
+from hf_models import Each, ask, ask_all, plain_answer, projections, small_model, some_prompt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,7 +28,7 @@ def cache_of(model: Any, store: Any = None, **options: Any) -> PrefixCache:
 
 def answers(cache: PrefixCache) -> tuple[list[int], int]:
     """Of the prompt: the tokens, and how many of the prompt's came from the store. The tokens are the model's own."""
-    answer = cache.generate(PROMPT, max_new_tokens=6)
+    answer = ask(cache, PROMPT, 6)
     assert answer.token_ids == plain_answer(cache.model, PROMPT, 6)
     return answer.token_ids, answer.report.restored_tokens
 
@@ -108,16 +108,14 @@ def test_switched_scaled_merged_disabled_deleted(targets: list[str], store: Embe
     assert len(set(seen)) >= 4, "these adapters change nothing: nothing would be noticed"
 
 
-def test_an_adapter_that_grows_during_a_stream_is_not_kept(store: EmbeddedStore) -> None:
+def test_an_adapter_that_changes_during_a_request_is_not_kept(store: EmbeddedStore) -> None:
     model = adapted()
     cache = cache_of(model, store)
-    tokens = []
-    for token in cache.stream([PROMPT], max_new_tokens=80):
-        tokens.append(token.token_id)
-        model.set_adapter("a" if 10 < len(tokens) < 50 else "b")
+    step = Each(lambda count: model.set_adapter("a" if 10 < count < 50 else "b"))
+    tokens = ask(cache, PROMPT, 80, stopping_criteria=[step]).token_ids
     turn = PROMPT + tokens
     model.set_adapter("b")
-    assert cache.generate(turn, max_new_tokens=6).token_ids == plain_answer(model, turn, 6)
+    assert ask(cache, turn, 6).token_ids == plain_answer(model, turn, 6)
 
 
 def test_dropout_in_an_adapter_that_trains_is_refused() -> None:
@@ -259,7 +257,7 @@ def test_compiled_models_are_refused_with_the_model_to_pass() -> None:
 def test_other_wrappers_are_refused_with_the_model_to_pass() -> None:
     with pytest.raises(BadInput, match=r"pass the model inside \(model\.module\)"):
         cache_of(torch.nn.DataParallel(small_model()))
-    with pytest.raises(BadInput, match="not a decoder-only language model"):
+    with pytest.raises(BadInput, match="it is not a language model of transformers"):
         cache_of(torch.nn.Sequential(small_model()))
     with pytest.raises(BadInput, match="on meta"):
         cache_of(small_model().to("meta"))
@@ -271,5 +269,5 @@ def test_a_model_that_counts_positions_from_its_mask_is_served(store: EmbeddedSt
     first, _ = answers(cache)
     assert len(set(first)) > 2 and answers(cache) == (first, 256)
     prompts = [some_prompt(90), PROMPT, some_prompt(140)]
-    batch = cache.generate_batch(prompts, max_new_tokens=6)
+    batch = ask_all(cache, prompts, 6)
     assert [answer.token_ids for answer in batch] == [plain_answer(model, prompt, 6) for prompt in prompts]

@@ -14,7 +14,7 @@ from kvstore.node import EmbeddedStore
 
 pytest.importorskip("transformers")
 from engine_adapter.hf_cache import PrefixCache
-from hf_models import plain_answer, small_model, some_prompt
+from hf_models import ask, plain_answer, small_model, some_prompt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,8 +45,8 @@ def test_a_copy_is_refused_by_one_line(how: Callable[[Any], object], is_inside: 
 
 def test_another_cache_on_the_same_store_finds_what_was_kept(store: EmbeddedStore) -> None:
     model, prompt = small_model(), some_prompt(300)
-    cache_of(model, store).generate(prompt, max_new_tokens=4)
-    again = cache_of(copy.deepcopy(model), store).generate(prompt, max_new_tokens=4)
+    ask(cache_of(model, store), prompt, 4)
+    again = ask(cache_of(copy.deepcopy(model), store), prompt, 4)
     assert again.report.restored_tokens >= 256 and again.token_ids == plain_answer(model, prompt, 4)
 
 
@@ -55,7 +55,7 @@ def test_another_cache_on_the_same_store_finds_what_was_kept(store: EmbeddedStor
 def test_after_an_edit_that_nothing_shows_what_is_to_be_called_helps(how: str, then: str, store: EmbeddedStore) -> None:
     model, prompt = small_model(), some_prompt(300)
     cache = cache_of(model, store)
-    cache.generate(prompt, max_new_tokens=6)
+    ask(cache, prompt, 6)
     weight = model.model.embed_tokens.weight
     if how == "data":
         weight.data[prompt[10]] += 3
@@ -66,5 +66,5 @@ def test_after_an_edit_that_nothing_shows_what_is_to_be_called_helps(how: str, t
             weight.add_(0)
     else:
         cache = cache_of(model, store)
-    cold = cache.generate(prompt, max_new_tokens=6)
+    cold = ask(cache, prompt, 6)
     assert cold.report.restored_tokens == 0 and cold.token_ids == plain_answer(model, prompt, 6)

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from engine_adapter.handoff import block_wait
 from engine_adapter.hf_cache import PrefixCache, SavedBlocks
-from hf_models import plain_answer, small_model, some_prompt
+from hf_models import ask, plain_answer, small_model, some_prompt
 from kvstore.block.account import HitTier, MissReason
 from service.sidecar import Sidecar
 from tiering.counts.awaits import AwaitEnd
@@ -27,21 +27,22 @@ NEW_TOKENS = 6
 PREFILL = """
 import sys
 import kvstore
+from engine_adapter.hf.layers import ModelCall
 from engine_adapter.hf_cache import PrefixCache
 from hf_models import small_model, some_prompt
 
 path, tokens, stops_after = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 cache = PrefixCache(small_model(), kvstore.open("unix:" + path), codec="raw", chunk_tokens=128)
-calls, inner = [], cache._watch.call
+cells, inner = [], ModelCall.__call__
 
 def stopping(*given, **more):
-    calls.append(1)
-    if len(calls) > stops_after:
+    cells.append(1)
+    if len(cells) > stops_after:
         sys.stdin.readline()
     return inner(*given, **more)
 
 if stops_after:
-    cache._watch.call = stopping
+    ModelCall.__call__ = stopping
 cache.prefill(some_prompt(tokens), on_ticket=lambda ticket: print(ticket, flush=True))
 print("over", flush=True)
 sys.stdin.readline()
@@ -77,11 +78,11 @@ def test_one_process_prefills_and_another_one_generates(sidecar: Sidecar) -> Non
     right = plain_answer(cache.model, prompt, NEW_TOKENS)
     prefill = Prefill(sidecar, 900)
     try:
-        answer = cache.generate(prompt, max_new_tokens=NEW_TOKENS, ticket=prefill.ticket)
+        answer = ask(cache, prompt, NEW_TOKENS, ticket=prefill.ticket)
     finally:
         prefill.end()
     assert answer.token_ids == right
-    assert answer.report.account.hits == {HitTier.DRAM: 900 // CHUNK * CHUNK}
+    assert answer.report.account.hits == {HitTier.DRAM: 896}
 
 
 def test_a_prefill_that_dies_between_two_chunks_costs_what_is_missing(
@@ -96,7 +97,7 @@ def test_a_prefill_that_dies_between_two_chunks_costs_what_is_missing(
     hashed = namespace.hashed(prompt)
     wait_until(lambda: namespace.await_block(hashed, 1, 30_000).end is AwaitEnd.READABLE)
     prefill.end()
-    answer = cache.generate(prompt, max_new_tokens=NEW_TOKENS, ticket=prefill.ticket)
+    answer = ask(cache, prompt, NEW_TOKENS, ticket=prefill.ticket)
     assert answer.token_ids == right
     assert CHUNK <= answer.report.account.hits[HitTier.DRAM] < 900 // CHUNK * CHUNK
     assert "another engine" in answer.report.detail
@@ -108,7 +109,7 @@ def test_tickets_that_are_of_no_use_are_named(sidecar: Sidecar, monkeypatch: pyt
     ticket = cache.prefill(some_prompt(400))
     for tokens, given, reason in ((500, ticket, MissReason.STALE_HINT), (600, "kv1.x", MissReason.KEY_MISMATCH)):
         prompt = some_prompt(tokens)
-        answer = cache.generate(prompt, max_new_tokens=NEW_TOKENS, ticket=given)
+        answer = ask(cache, prompt, NEW_TOKENS, ticket=given)
         assert answer.token_ids == plain_answer(cache.model, prompt, NEW_TOKENS)
         assert answer.report.account.hits == {} and answer.report.account.misses[reason] == tokens // 64 * 64
 
@@ -123,6 +124,6 @@ def test_in_one_process_and_without_a_store(kept: SavedBlocks, tmp_path: Path) -
         seen: list[str] = []
         ticket = cache.prefill(prompt, on_ticket=seen.append)
         assert seen == [ticket] and ticket.startswith("kv1.")
-        answer = cache.generate(prompt, max_new_tokens=NEW_TOKENS, ticket=ticket)
+        answer = ask(cache, prompt, NEW_TOKENS, ticket=ticket)
         assert answer.report.account.hits == {HitTier.DRAM: 256}
         assert answer.token_ids == plain_answer(model, prompt, NEW_TOKENS)

@@ -21,7 +21,7 @@ from kvstore.block.errors import BadInput
 pytest.importorskip("transformers")
 
 from engine_adapter.hf_cache import PrefixCache
-from hf_models import MODELS, Adapted, plain_answer, projections, replace_linear, small_model, some_prompt
+from hf_models import MODELS, Adapted, ask, plain_answer, projections, replace_linear, small_model, some_prompt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -121,7 +121,7 @@ def judged(name: str, change: str) -> str:
             for cache in caches:  # after the change: the one that saw it, and a new one
                 try:
                     cache = cache or PrefixCache(model, store, codec="raw", chunk_tokens=64)
-                    answer = cache.generate(PROMPT, max_new_tokens=NEW_TOKENS)
+                    answer = ask(cache, PROMPT, NEW_TOKENS)
                 except BadInput as error:
                     assert "\n" not in str(error), error
                     said.append(str(error))

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from hf_models import VOCABULARY, small_model
+from hf_models import ask as answered
+from hf_models import ask_all as answered_all
 from kvstore.block.account import Account, HitTier, MissReason
 from kvstore.cli import ask
 from kvstore.node import SystemClock
@@ -41,8 +43,8 @@ def test_a_requests_record_has_its_reports_account_and_what_the_sidecar_saw(side
     with sidecar.client() as store:
         cache = PrefixCache(small_model("llama"), store, chunk_tokens=128, codec="raw", deadline_ms=5000)
         prompt = prompt_of(400, 1)
-        cold = cache.generate(prompt, max_new_tokens=2).report
-        warm = cache.generate(prompt, max_new_tokens=2).report
+        cold = answered(cache, prompt, 2).report
+        warm = answered(cache, prompt, 2).report
         assert cold.request != warm.request and warm.restored_tokens == 384
         for report in (cold, warm):
             found = why(sidecar, report.request)
@@ -60,21 +62,21 @@ def test_a_requests_record_has_its_reports_account_and_what_the_sidecar_saw(side
 def test_a_batchs_rows_are_requests_of_their_own(sidecar: Sidecar) -> None:
     with sidecar.client() as store:
         cache = PrefixCache(small_model("llama"), store, chunk_tokens=128, deadline_ms=5000)
-        answers = cache.generate_batch([prompt_of(200, 1), prompt_of(300, 2)], max_new_tokens=2)
+        answers = answered_all(cache, [prompt_of(200, 1), prompt_of(300, 2)], 2)
         assert [why(sidecar, one.report.request).told.asked for one in answers] == [200, 300]
 
 
 def test_savings_are_told_once_the_speed_is_known(sidecar: Sidecar) -> None:
     with sidecar.client() as store:
         cache = PrefixCache(small_model("llama"), store, chunk_tokens=128, codec="raw", deadline_ms=5000)
-        reports = [cache.generate(prompt_of(400, seed), max_new_tokens=1).report for seed in (1, 1)]
+        reports = [answered(cache, prompt_of(400, seed), 1).report for seed in (1, 1)]
         why(sidecar, reports[-1].request)
         assert sidecar.admin.facts().savings is None, "it is not known yet"
         for seed in range(2, 6):
-            cache.generate(prompt_of(400, seed), max_new_tokens=1)
+            answered(cache, prompt_of(400, seed), 1)
         assert cache._news.speed.is_learned
         before = cache._news.speed.more_seconds(0, 384)
-        warm = cache.generate(prompt_of(400, 2), max_new_tokens=1).report
+        warm = answered(cache, prompt_of(400, 2), 1).report
         after = cache._news.speed.more_seconds(0, 384)
         assert warm.restored_tokens == 384 and before is not None and after is not None
         why(sidecar, warm.request)
@@ -89,9 +91,9 @@ def test_a_sidecar_that_is_gone_costs_an_answer_nothing(sidecar: Sidecar) -> Non
     with sidecar.client() as store:
         cache = PrefixCache(small_model("llama"), store, chunk_tokens=128, deadline_ms=1000)
         prompt = prompt_of(400, 1)
-        before = cache.generate(prompt, max_new_tokens=4).token_ids
+        before = answered(cache, prompt, 4).token_ids
         sidecar.door.close(5)
-        answer = cache.generate(prompt, max_new_tokens=4)
+        answer = answered(cache, prompt, 4)
         assert answer.token_ids == before or answer.report.restored_tokens == 0
         began = time.perf_counter()
         for _ in range(100):
@@ -100,7 +102,7 @@ def test_a_sidecar_that_is_gone_costs_an_answer_nothing(sidecar: Sidecar) -> Non
 
 
 def test_a_store_in_this_process_and_none_at_all_are_told_nothing(tmp_path: Path) -> None:
-    assert PrefixCache(small_model("llama")).generate(prompt_of(100, 1), max_new_tokens=1).report.request
+    assert answered(PrefixCache(small_model("llama")), prompt_of(100, 1), 1).report.request
 
 
 def test_several_passes_at_once_teach_nothing_and_one_does() -> None:

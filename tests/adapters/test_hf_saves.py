@@ -13,6 +13,7 @@ import pytest
 import kvstore
 from adapters.test_hf_cache import cache_of, model_of, prompt_of, reasons
 from engine_adapter.hf_cache import SavedBlocks
+from hf_models import Each, ask, ask_all
 from kvstore.block.account import MissReason
 from kvstore.block.errors import Unreachable
 from kvstore.client.handle import NamespaceHandle
@@ -32,28 +33,24 @@ def llama() -> Any:
 
 @pytest.mark.parametrize("kept", list(SavedBlocks))
 def test_nothing_is_saved_before_the_first_token(llama: Any, store: EmbeddedStore, kept: SavedBlocks) -> None:
-    cache = cache_of(llama, store, kept=kept)
-    stream = cache.stream([prompt_of(1300)], max_new_tokens=12)
-    next(stream)
-    report = stream.results[0].report
-    assert report.save_ms == 0 and report.saved_blocks == 0 and store.usage().blocks == 0
-    saved = []
-    for _ in range(8):
-        next(stream)
-        saved.append(report.saved_blocks)
-    whole = [4, 8, 12, 16, 20]
-    assert saved == [*whole, *[20] * 3], "a chunk of 256 tokens between two tokens"
-    stream.close()
-    assert report.saved_blocks == 20 and not report.put_reasons
-    again = cache.generate(prompt_of(1300), max_new_tokens=1)
+    cache, saved = cache_of(llama, store, kept=kept), list[int]()
+
+    def step(count: int) -> None:
+        saved.append(cache.report.saved_blocks)
+        assert count > 1 or cache.report.save_ms == 0 == store.usage().blocks
+
+    answer = ask(cache, prompt_of(1300), 9, stopping_criteria=[Each(step)])
+    assert saved == [0, 4, 8, 12, 16, *[20] * 4], "a cell of 256 tokens between two tokens"
+    assert answer.report.saved_blocks == 20 and not answer.report.put_reasons
+    again = ask(cache, prompt_of(1300), 1)
     assert reasons(again.report.account)["dram"] == 1280
 
 
 @pytest.mark.parametrize("new_tokens", [1, 2, 3, 40])
 def test_the_next_request_finds_what_the_last_one_computed(llama: Any, store: EmbeddedStore, new_tokens: int) -> None:
     cache = cache_of(llama, store)
-    cold = cache.generate(prompt_of(1300), max_new_tokens=new_tokens)
-    warm = cache.generate(prompt_of(1300), max_new_tokens=new_tokens)
+    cold = ask(cache, prompt_of(1300), new_tokens)
+    warm = ask(cache, prompt_of(1300), new_tokens)
     assert reasons(warm.report.account)["dram"] == 1280 and warm.token_ids == cold.token_ids
 
 
@@ -61,22 +58,21 @@ def test_in_a_batch_what_a_prompt_shares_is_saved_before_it_is_looked_up_and_not
     llama: Any, store: EmbeddedStore
 ) -> None:
     one, other = prompt_of(700), prompt_of(640, seed=2)
-    stream = cache_of(llama, store).stream([one, other, one[:520]], max_new_tokens=2)
-    next(stream)
-    next(stream)
-    first, second, _ = (answer.report for answer in stream.results)
-    assert (first.save_ms, second.save_ms) == (0, 0)
-    next(stream)
-    assert first.saved_blocks == 10 and second.save_ms == 0
-    assert reasons(stream.results[2].report.account)["dram"] == 512
-    list(stream)
-    assert second.saved_blocks == 10
+    cache = cache_of(llama, store)
+
+    def step(count: int) -> None:
+        first, second, third = cache.reports
+        assert count > 1 or (first.saved_blocks, second.save_ms) == (10, 0)
+        assert reasons(third.account)["dram"] == 512
+
+    ask_all(cache, [one, other, one[:520]], 2, stopping_criteria=[Each(step)])
+    assert cache.reports[1].saved_blocks == 10
 
 
 @pytest.mark.slow
 def test_a_sidecar_that_hangs_costs_no_token(llama: Any, tmp_path: Path) -> None:
     prompt = prompt_of(1300)
-    expected = cache_of(llama).generate(prompt, max_new_tokens=6).token_ids
+    expected = ask(cache_of(llama), prompt, 6).token_ids
     with serving(tmp_path, "--nvme", "off") as (_, said), kvstore.open(f"unix:{said['serving'][0]}") as store:
         cache = cache_of(llama, store)
         door: Any = store._door  # type: ignore[union-attr]
@@ -84,7 +80,7 @@ def test_a_sidecar_that_hangs_costs_no_token(llama: Any, tmp_path: Path) -> None
         stop(said["pid"])
         try:
             started = time.monotonic()
-            answers = [cache.generate(prompt, max_new_tokens=6) for _ in range(3)]
+            answers = [ask(cache, prompt, 6) for _ in range(3)]
             assert time.monotonic() - started < AT_ONCE
         finally:
             os.kill(said["pid"], signal.SIGCONT)
@@ -96,27 +92,28 @@ def test_a_sidecar_that_hangs_costs_no_token(llama: Any, tmp_path: Path) -> None
         assert later == [{"unreachable": 1280, "partial_block": 20}] * 2
         wait_until(lambda: not door._run.breaker.is_open)
         door._limits = CallLimits(match=LONG, lease=LONG)
-        cache.generate(prompt, max_new_tokens=1)
-        warm = cache.generate(prompt, max_new_tokens=6)
+        ask(cache, prompt, 1)
+        warm = ask(cache, prompt, 6)
         assert warm.token_ids == expected and reasons(warm.report.account)["dram"] == 1280
 
 
 @pytest.mark.slow
 def test_a_sidecar_that_hangs_behind_the_first_token_costs_one_deadline(llama: Any, tmp_path: Path) -> None:
     prompt = prompt_of(1300)
-    expected = cache_of(llama).generate(prompt, max_new_tokens=6).token_ids
+    expected = ask(cache_of(llama), prompt, 6).token_ids
     with serving(tmp_path, "--nvme", "off") as (_, said), kvstore.open(f"unix:{said['serving'][0]}") as store:
         cache = cache_of(llama, store)
         door: Any = store._door  # type: ignore[union-attr]
         door._limits = CallLimits(match=LONG, fill=LONG, lease=LONG)
 
-        def stops(_: Any) -> None:
-            stop(said["pid"])
-            door._limits = CallLimits(fill=LONG)
+        def stops(count: int) -> None:
+            if count == 1:
+                stop(said["pid"])
+                door._limits = CallLimits(fill=LONG)
 
         try:
             started = time.monotonic()
-            answer = cache.generate(prompt, max_new_tokens=6, on_token=stops)
+            answer = ask(cache, prompt, 6, stopping_criteria=[Each(stops)])
             assert time.monotonic() - started < AT_ONCE
         finally:
             os.kill(said["pid"], signal.SIGCONT)
@@ -130,7 +127,7 @@ def test_a_model_that_changes_while_the_store_does_not_open_anything_is_answered
     """And the store is asked again later, not by each request."""
     cache = cache_of(llama, store)
     tokens = prompt_of(600)
-    before = cache.generate(tokens, max_new_tokens=2)
+    before = ask(cache, tokens, 2)
     asked = []
 
     def away(**_: Any) -> NamespaceHandle:
@@ -142,13 +139,13 @@ def test_a_model_that_changes_while_the_store_does_not_open_anything_is_answered
         with monkeypatch.context() as patched:
             patched.setattr(store, "namespace", away)
             for _ in range(3):
-                changed = cache.generate(tokens, max_new_tokens=2)
+                changed = ask(cache, tokens, 2)
                 assert changed.report.account.hit_tokens == 0
             assert len(asked) == 1 and cache.namespace is None
         monkeypatch.setattr(cache, "_open_again_at", 0.0)
-        assert cache.generate(tokens, max_new_tokens=2).token_ids == changed.token_ids
-        assert cache.generate(tokens, max_new_tokens=2).report.account.hit_tokens > 0
+        assert ask(cache, tokens, 2).token_ids == changed.token_ids
+        assert ask(cache, tokens, 2).report.account.hit_tokens > 0
     finally:
         hook.remove()
-    again = cache.generate(tokens, max_new_tokens=2)
+    again = ask(cache, tokens, 2)
     assert again.token_ids == before.token_ids and again.report.account.hit_tokens > 0

@@ -7,28 +7,23 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from kvstore.block.codec import codec_named
-from kvstore.block.errors import BadInput, LayoutMismatch
-from kvstore.block.identity import Namespace
-from kvstore.client.handle import NamespaceHandle
+from kvstore.block.errors import BadInput
 from kvstore.node import EmbeddedStore
 from service.test_serve import PATHS
-from workbench import bench
 
 transformers = pytest.importorskip("transformers")
 
 from transformers.models.llama import modeling_llama  # noqa: E402
 
-from engine_adapter.hf.model import fingerprint, layout_of  # noqa: E402
 from engine_adapter.hf.watch import PROBE_SECONDS  # noqa: E402
 from engine_adapter.hf_cache import PrefixCache  # noqa: E402
-from hf_models import Scaled, plain_answer, replace_linear, small_model, some_prompt  # noqa: E402
+from hf_models import Each, Scaled, ask, ask_all, plain_answer, replace_linear, small_model, some_prompt  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,7 +37,7 @@ def cache_of(model: Any, store: Any = None, **options: Any) -> PrefixCache:
 
 def answers(cache: PrefixCache) -> tuple[list[int], int]:
     """Of the prompt: the tokens, and how many of the prompt's came from the store. The tokens are the model's own."""
-    answer = cache.generate(PROMPT, max_new_tokens=6)
+    answer = ask(cache, PROMPT, 6)
     assert answer.token_ids == plain_answer(cache.model, PROMPT, 6)
     assert not answer.report.faults
     return answer.token_ids, answer.report.restored_tokens
@@ -297,59 +292,48 @@ def test_kv_that_depends_on_what_comes_later_is_refused() -> None:
 
 
 @pytest.mark.parametrize("change", [weights_in_place, a_hook], ids=lambda change: change.__name__)
-def test_what_is_computed_after_a_change_in_a_stream_is_not_kept(
+def test_what_is_computed_after_a_change_in_a_request_is_not_kept(
     change: Callable[[Any], Any], store: EmbeddedStore
 ) -> None:
     model = small_model()
-    cache = cache_of(model, store)
-    stream = cache.stream([PROMPT], max_new_tokens=100)
-    tokens = [next(stream).token_id for _ in range(3)]
-    with change(model):
-        tokens += [token.token_id for token in stream]
-        report = stream.results[0].report
-        assert report.saved_blocks == 4 and report.detail == "the model changed during the request"
-    turn = PROMPT + tokens
-    again = cache.generate(turn, max_new_tokens=6)
+    cache, changed = cache_of(model, store), ExitStack()
+    with torch.no_grad(), changed:
+        step = Each(lambda count: changed.enter_context(change(model)) if count == 3 else None)
+        answer = ask(cache, PROMPT, 100, stopping_criteria=[step])
+    assert answer.report.saved_blocks == 4 and answer.report.detail == "the model changed during the request"
+    turn = PROMPT + answer.token_ids
+    again = ask(cache, turn, 6)
     assert again.report.restored_tokens == 256
     assert again.token_ids == plain_answer(model, turn, 6)
 
 
-def test_adapters_that_take_turns_within_a_stream_leave_nothing(store: EmbeddedStore) -> None:
+def test_adapters_that_take_turns_within_a_request_leave_nothing(store: EmbeddedStore) -> None:
     model = small_model()
     scaled: Any = replace_linear(model, DEEP, lambda linear: Scaled(linear, 1.0))
     cache = cache_of(model, store)
-    tokens = []
-    for token in (stream := cache.stream([PROMPT], max_new_tokens=100)):
-        tokens.append(token.token_id)
-        scaled.scale = 4.0 if 10 <= len(tokens) < 60 else 1.0
-    assert stream.results[0].report.saved_blocks == 4, "those of the prompt, before anything changed"
-    turn = PROMPT + tokens
-    assert cache.generate(turn, max_new_tokens=6).token_ids == plain_answer(model, turn, 6)
+    step = Each(lambda count: setattr(scaled, "scale", 4.0 if 10 <= count < 60 else 1.0))
+    answer = ask(cache, PROMPT, 100, stopping_criteria=[step])
+    assert answer.report.saved_blocks == 4, "those of the prompt, before anything changed"
+    turn = PROMPT + answer.token_ids
+    assert ask(cache, turn, 6).token_ids == plain_answer(model, turn, 6)
 
 
-def test_a_change_between_stream_and_its_first_token(store: EmbeddedStore) -> None:
+def test_a_request_goes_on_beside_requests_of_another_state(store: EmbeddedStore) -> None:
+    """The other request looks at the model and finds it changed; this one must not take that look for its own."""
     model = small_model()
-    cache = cache_of(model, store)
-    cache.generate(PROMPT, max_new_tokens=1)
-    stream = cache.stream([PROMPT], max_new_tokens=6)
-    with a_hook(model):
-        tokens = [token.token_id for token in stream]
-        assert tokens == plain_answer(model, PROMPT, 6)
-    assert stream.results[0].report.restored_tokens == 0
+    cache, changed = cache_of(model, store), ExitStack()
 
+    def step(count: int) -> None:
+        if count == 3:
+            changed.enter_context(a_hook(model))
+            answers(cache)
 
-def test_a_stream_goes_on_beside_requests_of_another_state(store: EmbeddedStore) -> None:
-    """The other request looks at the model and finds it changed; the stream must not take that look for its own."""
-    model = small_model()
-    cache = cache_of(model, store)
-    stream = cache.stream([PROMPT], max_new_tokens=100)
-    tokens = [next(stream).token_id for _ in range(3)]
-    with a_hook(model):
-        answers(cache)
-        tokens += [token.token_id for token in stream]
-        assert stream.results[0].report.saved_blocks == 4
-    turn = PROMPT + tokens
-    again = cache.generate(turn, max_new_tokens=6)
+    with changed:
+        output = cache.generate(PROMPT, max_new_tokens=100, do_sample=False, stopping_criteria=[Each(step)])
+        first = next(iter(cache.reports))
+        assert first.prompt_tokens == len(PROMPT)
+    turn = output[0].tolist()
+    again = ask(cache, turn, 6)
     assert again.token_ids == plain_answer(model, turn, 6) and again.report.restored_tokens == 256
 
 
@@ -357,15 +341,13 @@ def test_of_a_model_with_a_hook_answers_are_not_kept_and_changed_prompts_neither
     model, strength = small_model(), {"value": 2.0}
     model.get_submodule(DEEP).register_forward_hook(lambda module, given, output: strength["value"] * output)
     cache = cache_of(model, store)
-    tokens = []
-    for token in (stream := cache.stream([PROMPT, PROMPT[::-1]], max_new_tokens=100)):
-        tokens.append(token)
-        strength["value"] = 2.0 if len(tokens) in (0, 100) else 3.0
-    assert [answer.report.saved_blocks for answer in stream.results] == [0, 0], "it had changed before the first save"
-    strength["value"] = 2.0
-    for prompt in (PROMPT, PROMPT[::-1]):
+    prompts = [PROMPT, PROMPT[::-1]]
+    step = Each(lambda count: strength.update(value=3.0 if count < 90 else 2.0))
+    for answer in ask_all(cache, prompts, 100, stopping_criteria=[step]):
+        assert answer.report.saved_blocks == 0, "it had changed before the first save"
+    for prompt in prompts:
         turn = prompt + some_prompt(40)
-        answer = cache.generate(turn, max_new_tokens=100)
+        answer = ask(cache, turn, 100)
         assert answer.token_ids == plain_answer(model, turn, 100)
         assert answer.report.saved_blocks == len(turn) // 64, "the prompt, and none of the answer"
 
@@ -376,7 +358,6 @@ def test_of_a_model_with_a_hook_answers_are_not_kept_and_changed_prompts_neither
 def test_a_model_that_can_no_longer_be_served_is_refused_by_one_line(store: EmbeddedStore) -> None:
     for change, said in (
         (lambda model: model.train(), "training mode"),
-        (lambda model: model.to(torch.bfloat16), "make a new one"),
         (
             lambda model: setattr(model.model.layers[1], "_compiled_call_impl", lambda *given: None),
             "torch.compile works",
@@ -384,10 +365,10 @@ def test_a_model_that_can_no_longer_be_served_is_refused_by_one_line(store: Embe
     ):
         model = small_model()
         cache = cache_of(model, store)
-        cache.generate(PROMPT, max_new_tokens=1)
+        ask(cache, PROMPT, 1)
         change(model)
         with pytest.raises(BadInput, match=said) as caught:
-            cache.generate(PROMPT, max_new_tokens=1)
+            ask(cache, PROMPT, 1)
         assert "\n" not in str(caught.value)
 
 
@@ -396,8 +377,8 @@ def test_autocast_around_a_call_is_another_namespace(store: EmbeddedStore) -> No
     cache = cache_of(model, store)
     before, _ = answers(cache)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert cache.generate(PROMPT, max_new_tokens=6).report.restored_tokens == 0
-        assert cache.generate(PROMPT, max_new_tokens=6).report.restored_tokens == 256
+        assert ask(cache, PROMPT, 6).report.restored_tokens == 0
+        assert ask(cache, PROMPT, 6).report.restored_tokens == 256
     assert answers(cache) == (before, 256)
 
 
@@ -406,34 +387,17 @@ def test_another_attention_is_another_namespace(store: EmbeddedStore) -> None:
     cache = cache_of(model, store)
     answers(cache)
     model.set_attn_implementation("eager")
-    assert answers(cache)[1] == 0 and cache.call.takes_masks is False
+    assert answers(cache)[1] == 0
     assert answers(cache)[1] == 256
 
 
-# A namespace of the caller's ---------------------------------------------------------------------------------------
-
-
-def test_a_given_namespace_that_says_nothing_of_what_is_computed_serves_a_plain_model_only() -> None:
+def test_a_model_that_is_cast_goes_on_in_another_namespace(store: EmbeddedStore) -> None:
     model = small_model()
-    given = NamespaceHandle(
-        bench(dram=16 << 20, extent=1 << 20).door(),
-        Namespace(fingerprint(model), layout_of(model), "raw", config={"prefill_chunk_tokens": "128"}),
-        codec_named("raw"),
-    )
-    cache = cache_of(model, namespace=given)
-    before, _ = answers(cache)
-    assert answers(cache) == (before, 256)
-    with a_hook(model):
-        for refused in (lambda: cache.generate(PROMPT, max_new_tokens=1), lambda: cache_of(model, namespace=given)):
-            with pytest.raises(LayoutMismatch, match="adapters, hooks or patches") as caught:
-                refused()
-            assert "\n" not in str(caught.value)
-    with a_patched_class(model):
-        cache._watch._good_until = 0.0
-        with pytest.raises(LayoutMismatch, match="computes other KV than when this cache was made"):
-            cache.generate(PROMPT, max_new_tokens=1)
-    cache._watch._good_until = 0.0
-    assert answers(cache) == (before, 256)
+    cache = cache_of(model, store)
+    answers(cache)
+    model.to(torch.bfloat16)
+    assert answers(cache)[1] == 0 and answers(cache)[1] == 256
+    assert cache.layout.groups[0].dtype == "bfloat16"
 
 
 # What it costs ------------------------------------------------------------------------------------------------------
@@ -457,7 +421,7 @@ def test_another_process_and_another_number_of_threads_find_the_same_identity() 
     script = (
         "import sys, torch; torch.set_num_threads(int(sys.argv[1]))\n"
         "from engine_adapter.hf_cache import PrefixCache\n"
-        "from hf_models import Scaled, replace_linear, small_model\n"
+        "from hf_models import Each, Scaled, replace_linear, small_model\n"
         "model = small_model()\n"
         "if sys.argv[2] == 'adapted':\n"
         "    torch.manual_seed(5)\n"

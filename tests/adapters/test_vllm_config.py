@@ -88,7 +88,7 @@ NESTED = Spec(kv_cache_specs={"a": FULL, "b": FULL.like(head_size=64)})
         (engine(FULL.like(rswa_window=9)), True, "generated tokens see another past"),
         (engine(FULL, STATE), True, ""),
         (engine(STATE), True, ""),
-        (engine(STATE), False, "use 0.31 or later"),
+        (engine(STATE), False, "use 0.32 or later"),
         (engine(FULL, STATE.like(mamba_cache_mode="all")), True, "start vLLM with --mamba-cache-mode align"),
         (engine(FULL, CHUNKS), True, ""),
         (engine(FULL.like(attention_chunk_size=8192)), False, ""),

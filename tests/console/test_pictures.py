@@ -62,7 +62,8 @@ def ask_for_a_while(sidecar: Sidecar, cache: PrefixCache) -> str:
     ends_at = time.monotonic() + SECONDS
     while True:
         number = int(CONVERSATIONS * draw.random() ** 2)
-        report = cache.generate(conversation(number), max_new_tokens=2).report
+        cache.generate(conversation(number), max_new_tokens=2)
+        report = cache.report
         while sidecar.whatif.step():  # no thread does it here
             pass
         sidecar.prefixes.step()

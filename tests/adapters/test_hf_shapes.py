@@ -1,0 +1,129 @@
+"""Every kind of KV that transformers computes: cold, hit, longer, forked and restarted answers are the model's own, at
+every boundary, alone, in batches and in beams.
+
+PYTHONPATH=.:kernels:tests python tests/adapters/test_hf_shapes.py [NAME ...]      all 48, with what is refused
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvstore
+from kvstore.block.account import MissReason
+from kvstore.block.errors import BadInput
+from kvstore.node import EmbeddedStore
+
+pytest.importorskip("transformers")
+
+from engine_adapter.hf_cache import PrefixCache
+from hf_shapes import SHAPES, VOCABULARY, model_of_shape
+from kvstore.insight.served import Verdict, shapes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+IN_EVERY_RUN = ("Qwen3-Next", "DeepSeek V3.2", "gpt-oss", "Gemma 4", "Llama 4", "Falcon-H1", "Qwen2.5-VL")
+SAID = {name: answer for name, _, answer in shapes()}
+CHUNK = 128
+
+
+def prompt_of(tokens: int, seed: int) -> list[int]:
+    """Without the tokens that stand for padding and pictures."""
+    return torch.randint(20, VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class Conversations:
+    """A model beside a cache on a store: what the cache answers, the model has to answer too."""
+
+    def __init__(self, model: Any, store: EmbeddedStore, **options: Any) -> None:
+        self.model = model
+        self.cache = PrefixCache(model, store, **{"codec": "raw", "chunk_tokens": CHUNK, **options})
+
+    def ask(self, prompts: list[list[int]], new_tokens: int = 6, **options: Any) -> list[list[int]]:
+        """The prompts with their answers. Raises where one is not the model's, or where the store failed."""
+        given = {"max_new_tokens": new_tokens, "do_sample": False, **options}
+        masks = [[0] * (max(map(len, prompts)) - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        rows = [[5] * mask.count(0) + prompt for prompt, mask in zip(prompts, masks, strict=True)]
+        output = self.cache.generate(rows, attention_mask=masks, **given)
+        found = []
+        for prompt, row, report in zip(prompts, output.tolist(), self.cache.reports, strict=True):
+            ids = torch.tensor([prompt])
+            expected = self.model.generate(ids, attention_mask=torch.ones_like(ids), **given)[0].tolist()
+            found.append(row[len(row) - len(expected) :])
+            assert found[-1] == expected, f"{len(prompt)} tokens, {report.restored_tokens} of them restored"
+            assert report.account.asked == len(prompt) and not report.faults, report.fault
+        return found
+
+    @property
+    def restored(self) -> list[int]:
+        return [report.restored_tokens for report in self.cache.reports]
+
+
+def judge(name: str, directory: str) -> None:
+    """Raises where anything is wrong, `BadInput` where the model is refused."""
+    model, first = model_of_shape(name), prompt_of(400, 1)
+    with kvstore.embedded(directory, dram="64MiB", nvme="64MiB") as store:
+        talk = Conversations(model, store)
+        (answered,) = talk.ask([first], 80)
+        assert talk.restored == [0]
+        talk.ask([first])
+        assert talk.restored == [384], "a prompt again"
+        (longer,) = talk.ask([answered + prompt_of(30, 3)], 20)
+        assert talk.restored == [448], "the answer too"
+        few_states = talk.cache.states is not None and "conv" not in model.config.layer_types
+        for seed, found in ((5, 0 if few_states else 256), (6, 256)):
+            talk.ask([first[:300] + prompt_of(100, seed)])
+            assert talk.restored == [found], "where prompts part a state is kept the second time"
+            assert talk.cache.report.account.misses.get(MissReason.NO_STATE, 0) == 256 - found
+        for tokens in (1, 63, 64, 65, 95, 96, 97, 128, 129, 192, 193):
+            talk.ask([first[:tokens]])
+        talk.ask([first[:350] + prompt_of(40, 2), first, first[:90]])
+        assert talk.restored[1:] == [384, 64], "in a batch"
+        talk.ask([first], num_beams=3)
+        store.check()
+    with kvstore.embedded(directory, dram="64MiB", nvme="64MiB") as store:
+        assert store.warmed(60)
+        talk = Conversations(model_of_shape(name), store, deadline_ms=5000)
+        talk.ask([longer + prompt_of(20, 4)])
+        assert talk.restored == [(len(longer) - 1) // 64 * 64], "after a restart"
+        exact = Conversations(model, store, kept="whole_chunks", deadline_ms=5000)
+        cold, warm = (exact.ask([first], 20) for _ in range(2))
+        assert exact.restored == [384] and cold == warm
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in SHAPES]
+)
+def test_each_kind_of_kv_is_restored_as_it_was_computed(name: str, tmp_path: Path) -> None:
+    """And is what `served` says: a refusal is one line."""
+    if SAID[name].verdict is Verdict.REFUSED:
+        with pytest.raises(BadInput, match=r"cannot serve model type '\w+': [^\n]+$"):
+            judge(name, str(tmp_path))
+    else:
+        judge(name, str(tmp_path))
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    served = 0
+    for name in sys.argv[1:] or SHAPES:
+        with tempfile.TemporaryDirectory() as directory:
+            try:
+                judge(name, directory)
+                said, served = "served", served + 1
+            except BadInput as error:
+                said = str(error)
+            except AssertionError as error:
+                said = f"WRONG: {error}"
+        print(f"{name:20} {said}", flush=True)
+    print(f"{served} of {len(sys.argv[1:] or SHAPES)} are served")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
