@@ -58,7 +58,7 @@ help:
 	@echo 'make test-all      every test but those in an engine: also the long ones, which draw histories and damage at random'
 	@echo '                   (in four parts: test-pure, test-kernels, test-drawn, test-rest)'
 	@echo 'make test-slow     what make test leaves out; SHARE=3/8 the third of eight shares of it'
-	@echo 'make test-engines  the adapters in a real vLLM, and behind the caches of SGLang, on a CPU, in $(ENGINES) (3.7 GB),'
+	@echo 'make test-engines  the adapters in a real vLLM, and in a real SGLang, on a CPU, in $(ENGINES) (3.7 GB),'
 	@echo '                   without the slow tests; SHARE=3/40 with the third of forty shares of these'
 	@echo 'make test-vllm-matrix  all of these, with 200 prompts for each configuration, on every vLLM that is served: hours'
 	@echo 'make browser the console'"'"'s pages in chromium (apt-get install --no-install-recommends chromium fonts-dejavu-core)'

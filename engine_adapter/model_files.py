@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 from engine_adapter.hf.tensor_names import is_embedding
 from kvstore.block.errors import BadInput
+from kvstore.insight.models import names_more_than_text
 
 HASH_WHOLE_BYTES = 256 << 20
 """Models whose weight files have up to this many bytes together are hashed whole. Of larger ones' safetensors files,
@@ -105,8 +106,7 @@ def snapshot_directory(model: str, revision: str | None = None, cache_dir: str |
 
 def takes_more_than_text(model_dir: str | Path) -> bool:
     """Whether the model's configuration, where there is one, speaks of images, video or sound. Raises `BadInput`."""
-    names = _config(Path(model_dir)) or {}
-    return any(word in name for name in names for word in ("vision", "visual", "image", "audio", "video"))
+    return names_more_than_text(_config(Path(model_dir)) or {})
 
 
 def adapter_digest(adapter_dir: str | Path) -> str | None:

@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import wraps
+from functools import lru_cache, wraps
 from hashlib import blake2b
 from importlib.metadata import version
 from itertools import accumulate
@@ -34,6 +34,7 @@ from engine_adapter.paged.step_plan import NamespaceSpec
 from kvstore.block.errors import BadInput
 from kvstore.block.pages import Pages
 from kvstore.client.edge import in_one_line
+from kvstore.insight.served import Engine, served
 
 HASH_DIGITS = 64
 """Of a page's hash: SHA-256 as hexadecimal text."""
@@ -43,7 +44,9 @@ OF_SGLANG = frozenset(
 )
 """Keys of the extra configuration that SGLang reads."""
 SETTINGS = (
-    "attention_backend context_length decode_attention_backend dtype json_model_override_args kv_cache_dtype "
+    "attention_backend context_length decode_attention_backend dtype enable_deepseek_v4_fp4_indexer "
+    "enable_int8_mamba_checkpoint enable_mamba_cache_stochastic_rounding json_model_override_args kv_cache_dtype "
+    "linear_attn_backend linear_attn_decode_backend linear_attn_prefill_backend mamba_backend mamba_ssm_dtype "
     "model_impl prefill_attention_backend qsa_indexer_dtype quantization quantization_param_path rl_quant_profile "
     "speculative_algorithm speculative_draft_kv_cache_dtype"
 ).split()
@@ -57,6 +60,7 @@ WRITERS = {
 }
 """Methods that change weights in place, by class. SGLang's scheduler looks these up at each call, so a backend that is
 attached later can follow them, too; its own methods it bound at its start."""
+_zeros = lru_cache(lambda size: torch.zeros(size, dtype=torch.uint8))
 KEPT_FIGURES = 1024
 """Operations whose figures are kept until they are asked for."""
 Extra: TypeAlias = hicache_storage.HiCacheStorageExtraInfo | None
@@ -111,19 +115,21 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
         name = str(host_pool_name)
         if self._is_off or self.registered_pools.get(name) is host_pool:
             return
-        with in_one_line(f"KvStoreHiCache: a host pool of kind {type(host_pool).__name__} is not served"):
+        kind, layout = type(host_pool).__name__, host_pool.layout
+        hint = "" if layout == "page_first" else " (page_first may be)"
+        with in_one_line(f"KvStoreHiCache: a host pool of kind {kind} in layout {layout!r} is not served{hint}"):
             runs, slots = pool_runs(host_pool)
             tokens = self.registered_pools.get("kv", host_pool).page_size
             facts = {
                 **self._facts,
-                "pool": f"{name}, {type(host_pool).__name__} {host_pool.layout} {host_pool.storage_format_tag}",
+                "pool": f"{name}, {kind} {layout} {host_pool.storage_format_tag}",
                 "page": f"{tokens} tokens, {host_pool.dtype}",
                 "rank": rank_facts(self._config, host_pool, name),
             }
         try:
             layout = chunk_layout(name, tokens, [run.size for run in runs])
         except BadInput as error:
-            raise BadInput(f"KvStoreHiCache: {error}; start SGLang with --page-size 64, or a multiple of it") from None
+            raise BadInput(f"KvStoreHiCache: {error}; start SGLang with a smaller --page-size") from None
         spec = NamespaceSpec(1, "", self._model, layout, "raw", self._epoch, facts, str(self._config.model_name or ""))
         self.registered_pools[name] = host_pool
         self._spaces[name] = ChunkSpace(spec, runs, slots, self._stores, self.outcomes)
@@ -263,17 +269,13 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
         return space.pages([index // page for index in first[: len(_names(keys))]]) if is_good else None
 
     def _restorable(self, transfer: PoolTransfer, names: list[bytes]) -> list[int]:
-        """Lengths of a prefix, in pages, for which this pool has what it needs. Of trailing pages the longest lengths
-        are looked at first; pages not known by the deadline count as missing."""
+        """Lengths of a prefix, in pages, for which this pool has what it needs."""
         space = self._space(str(transfer.name))
         if space is None:
             return []
         if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
             return list(range(1, space.found(names, counts=False) + 1))
-        there, ends_at = [False] * len(names), perf_counter() + self._deadline_ms / 1000
-        for page in range(len(names) - 1, -1, -1):
-            there[page] = perf_counter() < ends_at and space.found(names[page : page + 1], counts=False) == 1
-        trailing = max(1, len(transfer.keys or ()))
+        there, trailing = space.which(names), max(1, len(transfer.keys or ()))
         return [end for end in range(1, len(names) + 1) if all(there[max(0, end - trailing) : end])]
 
     def _flat(self, tensor: Any) -> Pages | None:
@@ -307,22 +309,22 @@ def _telling(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def pool_runs(pool: Any) -> tuple[list[ChunkRun], int]:
-    """Where a host pool keeps each page, and how many it has. Raises `BadInput` for a pool that has no pages, or whose
-    pages do not lie at equal distances."""
-    buffer, page, pages = pool.kv_buffer, pool.page_size, pool.size // pool.page_size
-    if pool.layout == "page_unified":
-        size = buffer[0].nbytes
-        return [ChunkRun(buffer.data_ptr(), size, size)], pages
-    wanted = (0, min(1, pages - 1), pages - 1)
-    told = pool.get_page_buffer_meta(torch.cat([torch.arange(at * page, (at + 1) * page) for at in wanted]))
-    starts = np.array(told[0] if told else [], np.int64).reshape(3, -1)
-    steps = np.maximum(starts[1] - starts[0], told[1][: starts.shape[1]] if told else [])
+    """Where a host pool keeps each page, as it says itself, and how many it has. Raises `ValueError`."""
+    page, pages = pool.page_size, pool.size // pool.page_size
+    starts = sizes = np.zeros((3, 0), np.int64)
+    # Unified memory moves its pages, and KV that ranks share out numbers them over all ranks.
+    if pool.shared_allocation_domain is None and pool.logical_size == pool.size:
+        wanted = (0, min(1, pages - 1), pages - 1)
+        told = pool.get_page_buffer_meta(torch.cat([torch.arange(at * page, (at + 1) * page) for at in wanted]))
+        if told is None:  # it stands for other pools, and has no bytes: zeros say that a page is stored
+            return [ChunkRun(_zeros(pages * page).data_ptr(), page, page)], pages
+        starts, sizes = (np.array(each, np.int64).reshape(3, -1) for each in told)
+    steps = np.maximum(starts[1] - starts[0], sizes[0])
     if not starts.size or (starts[0] + (pages - 1) * steps != starts[2]).any():
-        kind = f"{type(pool).__name__} in layout {pool.layout!r}"
-        raise BadInput(f"KvStoreHiCache: the pages of a host pool of kind {kind} cannot be told")
-    runs = [ChunkRun(*map(int, run)) for run in zip(starts[0], steps, told[1], strict=False)]
+        raise ValueError("its pages have no fixed places; start SGLang without unified memory and sharded KV")
+    runs = [ChunkRun(*map(int, run)) for run in zip(starts[0], steps, sizes[0], strict=True)]
     # Of one buffer in the order of `get_data_page`; where there are several, nothing says which comes first in memory.
-    return sorted(runs) if isinstance(buffer, torch.Tensor) else runs, pages
+    return sorted(runs) if isinstance(getattr(pool, "kv_buffer", None), torch.Tensor) else runs, pages
 
 
 def is_replicated(config: HiCacheStorageConfig, pool: Any, name: str) -> bool:
@@ -334,17 +336,14 @@ def rank_facts(config: HiCacheStorageConfig, pool: Any, name: str) -> str:
     """Which ranks' share of a page a pool has, as text."""
     tp = "any" if is_replicated(config, pool, name) else f"{config.tp_rank} of {config.tp_size}"
     others = f"cp {config.attn_cp_rank} of {config.attn_cp_size}, dcp {config.dcp_rank} of {config.dcp_size}"
-    pp = f"pp {config.pp_rank} of {config.pp_size}, layers {pool.start_layer} to {pool.end_layer}"
+    layers = f"layers {getattr(pool, 'start_layer', 'all')} to {getattr(pool, 'end_layer', 'all')}"  # not of states
+    pp = f"pp {config.pp_rank} of {config.pp_size}, {layers}"
     return f"tp {tp}, {others}, {pp}"
 
 
 def engine_facts(args: Any, model_dir: str | None) -> tuple[str, dict[str, str]]:
     """A fingerprint of the weights, and what else decides a page's bytes besides prompt and pool. args: SGLang's own;
     None where this process has none. Raises `BadInput` for an engine whose pages cannot be told apart."""
-    if getattr(args, "enable_lora", None) or getattr(args, "lora_paths", None):
-        raise BadInput("KvStoreHiCache: page hashes name a LoRA adapter, and not what is in it; serve without LoRA")
-    if getattr(args, "load_format", "") == "dummy":
-        raise BadInput("KvStoreHiCache: load_format=dummy makes weights up, which no file tells")
     if args is None and model_dir is None:
         raise BadInput("KvStoreHiCache: SGLang's arguments are not known here; give the weights as model_dir")
     draft = getattr(args, "speculative_draft_model_path", None)
@@ -354,11 +353,13 @@ def engine_facts(args: Any, model_dir: str | None) -> tuple[str, dict[str, str]]
         takes_more = takes_more_than_text(weights)
     except BadInput as error:
         raise BadInput(f"KvStoreHiCache: {error}; give its directory: as model_dir, or to SGLang as a draft") from None
-    if takes_more and getattr(args, "enable_multimodal", None) is not False:
-        raise BadInput(
-            "KvStoreHiCache: page hashes have 64 bits for an image or the like, which a client may choose, and not "
-            "what it shows; give SGLang enable_multimodal=false where prompts are text"
-        )
+    found = {
+        "lora": getattr(args, "enable_lora", None) or getattr(args, "lora_paths", None),
+        "load_format": getattr(args, "load_format", ""),
+        "pictures": takes_more and getattr(args, "enable_multimodal", None) is not False,
+    }
+    if refused := served((), Engine.SGLANG, settings=found).line:
+        raise BadInput(f"KvStoreHiCache: {refused}")
     settings = "\n".join(f"{name}={getattr(args, name, None)!r}" for name in SETTINGS)
     return model_fingerprint(weights), {
         "engine": f"sglang {version('sglang')}",

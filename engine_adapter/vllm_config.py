@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
+from math import lcm, prod
 from typing import Any
 
 import torch
@@ -19,9 +20,16 @@ from engine_adapter.paged.pages import EnginePages, RegisteredGroup, register
 from engine_adapter.paged.settings import ConnectorSettings, LoadMode
 from engine_adapter.paged.step_plan import WorkerSpec
 from kvstore.block.errors import BadInput
+from kvstore.block.layout import Attention
+from kvstore.insight.models import KvKind
+from kvstore.insight.served import Engine, served
 
-ATTENTION_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
-"""KV groups of these kinds can be stored."""
+_KINDS = {
+    Attention.FULL: KvKind.FULL,
+    Attention.SLIDING: KvKind.WINDOW,
+    Attention.CHUNKED: KvKind.CHUNK,
+    Attention.STATE: KvKind.STATE,
+}
 PLACES = ("_name_or_path", "_commit_hash", "transformers_version")
 """Fields of a model's configuration that say where it was found and what wrote it."""
 WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
@@ -31,30 +39,79 @@ WITHOUT_PREFIX_CACHING = (
 )
 
 
-def unsupported(config: Any, groups: Any, *, is_failure_told: bool) -> str:
+def unsupported(config: Any, groups: Any, *, is_failure_told: bool, are_states_told: bool = True) -> str:
     """Why this engine's KV cannot be stored at all; empty where it can. is_failure_told: whether the engine can be told
-    that a request's load has failed, which is needed where it cannot be told which pages (`is_told_by_page`)."""
-    parallel = config.parallel_config
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            return f"{name}={getattr(parallel, name)} is not supported; allowed: 1"
-    if config.model_config.runner_type != "generate":
-        return f"a model that is run to {config.model_config.runner_type}; allowed: to generate"
-    if config.load_config.load_format == "dummy":
-        return "load_format=dummy makes weights up, which no file tells"
-    if getattr(config.cache_config, "calculate_kv_scales", False):
-        return "calculate_kv_scales makes scales of the first prompt's KV, and another engine's are others"
-    kinds = [type(group.kv_cache_spec).__name__ for group in groups.kv_cache_groups]
-    unknown = sorted({kind for kind in kinds if kind not in ATTENTION_SPECS})
-    if unknown:
-        return f"KV groups of kind {', '.join(unknown)}; allowed: {', '.join(ATTENTION_SPECS)}"
-    if not is_told_by_page(groups) and not is_failure_told:
-        return "several KV groups or windows, where this vLLM cannot be told that a load has failed; use 0.31 or later"
-    if any(getattr(group.kv_cache_spec, "extra_retained_tokens", 0) for group in groups.kv_cache_groups):
-        return "sliding windows with drafts of several layers, for which vLLM keeps more than a window"
-    if any(getattr(group.kv_cache_spec, "non_causal", False) for group in groups.kv_cache_groups):
-        return "attention that is not causal"
-    return ""
+    that a request's load has failed, which is needed where it cannot be told which pages (`is_told_by_page`).
+    are_states_told: whether it tells in which pages recurrent states are whole."""
+    specs = [
+        spec for group in cached_groups(groups).values() for spec in layer_specs(group.kv_cache_spec, ("",)).values()
+    ]
+    interface = "0.32" if is_failure_told and are_states_told else "0.31" if is_failure_told else "0.28"
+    kinds = {_KINDS[kind] for kind, _ in map(kind_of, specs) if kind is not None}
+    return served(kinds, Engine.VLLM, interface, {**_settings(config, groups), **_spec_settings(specs)}).line
+
+
+def cached_groups(groups: Any) -> dict[int, Any]:
+    """The KV groups, by number, whose prefixes vLLM itself reuses. It leaves out those that a hit does not need, such
+    as buffers of tokens that are not compressed yet."""
+    return {
+        number: group
+        for number, group in enumerate(groups.kv_cache_groups)
+        if getattr(group.kv_cache_spec, "prefix_cacheable", True) and getattr(group, "enable_kv_transfer", True)
+    }
+
+
+def layer_specs(spec: Any, names: Sequence[str]) -> dict[str, Any]:
+    """What vLLM says of each of a group's layers: of all the same, or of each something else in pages that one table
+    names (`UniformTypeKVCacheSpecs`, which only workers are given)."""
+    nested = getattr(spec, "kv_cache_specs", None)
+    return nested if nested is not None else dict.fromkeys(names, spec)
+
+
+def kind_of(spec: Any) -> tuple[Attention | None, int]:
+    """What a hit needs of such layers, and their window or chunk; None for what has no such rule. By what a spec says
+    of itself, whatever it is called: one of full attention names windows and chunks that its layers only compute with,
+    while its pages hold all tokens."""
+    has_window, has_chunk = hasattr(spec, "sliding_window"), hasattr(spec, "attention_chunk_size")
+    if hasattr(spec, "mamba_cache_mode"):
+        return Attention.STATE, 0
+    if has_window and has_chunk:
+        return Attention.FULL, 0
+    if has_window:
+        return Attention.SLIDING, int(spec.sliding_window)
+    if has_chunk:
+        return Attention.CHUNKED, int(spec.attention_chunk_size)
+    return None, 0
+
+
+def _settings(config: Any, groups: Any) -> dict[str, Any]:
+    """By the names of `served`."""
+    parallel = ("decode_context_parallel_size", "prefill_context_parallel_size")
+    return {
+        **{name: getattr(config.parallel_config, name, 1) for name in parallel},
+        "runner_type": config.model_config.runner_type,
+        "load_format": config.load_config.load_format,
+        "calculate_kv_scales": getattr(config.cache_config, "calculate_kv_scales", False),
+        "hisparse": getattr(groups, "hisparse_host_num_blocks", None) is not None,
+        "prefix_replay_tokens": any(
+            getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) for group in groups.kv_cache_groups
+        ),
+        "kv_groups": len(groups.kv_cache_groups),
+        "nothing_reused": not cached_groups(groups),
+    }
+
+
+def _spec_settings(specs: Sequence[Any]) -> dict[str, Any]:
+    """The same, of what layers say: the first that is not as it is by itself."""
+    modes = [mode for spec in specs if (mode := getattr(spec, "mamba_cache_mode", "align")) != "align"]
+    return {
+        "unknown_spec": next((type(spec).__name__ for spec in specs if kind_of(spec)[0] is None), None),
+        "rswa_spec": next((type(spec).__name__ for spec in specs if hasattr(spec, "rswa_window")), None),
+        "mamba_cache_mode": next(iter(modes), None),
+        "extra_retained_tokens": any(getattr(spec, "extra_retained_tokens", 0) for spec in specs),
+        "non_causal": any(getattr(spec, "non_causal", False) for spec in specs),
+        "page_tokens": lcm(*(getattr(spec, "block_size", 1) for spec in specs)),
+    }
 
 
 def reuse_refused(config: Any, remedy: str = WITHOUT_PREFIX_CACHING) -> str:
@@ -72,9 +129,9 @@ def reuse_refused(config: Any, remedy: str = WITHOUT_PREFIX_CACHING) -> str:
 
 def is_told_by_page(groups: Any) -> bool:
     """Whether vLLM can be told which pages a load did not bring: only with a single group whose tables have all pages
-    of a prompt, which those of a sliding window do not."""
-    kinds = [type(group.kv_cache_spec).__name__ for group in groups.kv_cache_groups]
-    return len(kinds) == 1 and kinds != ["SlidingWindowSpec"]
+    of a prompt."""
+    kinds = [layer_specs(group.kv_cache_spec, ("",)).values() for group in groups.kv_cache_groups]
+    return len(kinds) == 1 and all(kind_of(spec)[0] is Attention.FULL for spec in kinds[0])
 
 
 def unwaitable(config: Any) -> str:
@@ -83,9 +140,16 @@ def unwaitable(config: Any) -> str:
     second model runner goes on from a wrong place (vLLM issue 49250)."""
     if config.scheduler_config.async_scheduling:
         return "steps are scheduled ahead (async_scheduling)"
+    if stages_of(config) > 1:
+        return "steps are scheduled ahead (pipeline_parallel_size)"
     if getattr(config, "use_v2_model_runner", False):
         return "the second model runner (VLLM_USE_V2_MODEL_RUNNER)"
     return ""
+
+
+def stages_of(config: Any) -> int:
+    """Pipeline stages of an engine: workers with other layers."""
+    return int(getattr(config.parallel_config, "pipeline_parallel_size", 1))
 
 
 def with_load_mode(settings: ConnectorSettings, unwaitable: str) -> tuple[ConnectorSettings, str]:
@@ -136,20 +200,22 @@ def _fingerprint(config: Any, name: str, revision: str | None) -> str:
 def registered_pages(config: Any, groups: Any, kv_caches: Mapping[str, torch.Tensor]) -> EnginePages:
     """Register the pages of this worker, of all its KV groups."""
     parallel = config.parallel_config
-    registered = []
-    for number, group in enumerate(groups.kv_cache_groups):
-        spec = group.kv_cache_spec
-        layers: dict[str, torch.Tensor] = {}
-        for name in group.layer_names:
-            if name in kv_caches and all(kv_caches[name] is not other for other in layers.values()):
-                layers[name] = kv_caches[name]  # some models have layers that use the pages of another one
-        heads, width = getattr(spec, "num_kv_heads", 0), getattr(spec, "head_size", 0)
-        value_width = getattr(spec, "head_size_v", width)
-        widths = (width, value_width) if value_width else (width,)
-        window = int(spec.sliding_window) if type(spec).__name__ == "SlidingWindowSpec" else 0
-        registered.append(
-            RegisteredGroup(f"group{number}", layers, heads, widths, spec.block_size, groups.num_blocks, window)
-        )
+    registered: list[RegisteredGroup] = []
+    for number, group in cached_groups(groups).items():
+        shapes: list[tuple[Any, dict[str, torch.Tensor]]] = []
+        taken: list[torch.Tensor] = []
+        for name, spec in layer_specs(group.kv_cache_spec, group.layer_names).items():
+            if name not in kv_caches or any(kv_caches[name] is other for other in taken):
+                continue  # some models have layers that use the pages of another one
+            taken.append(kv_caches[name])
+            layers = next((layers for known, layers in shapes if known == spec), None)
+            if layers is None:
+                shapes.append((spec, layers := {}))
+            layers[name] = kv_caches[name]
+        for at, (spec, layers) in enumerate(shapes or [(group.kv_cache_spec, {})]):
+            name = f"group{number}.{at}" if at else f"group{number}"
+            registered.append(_registered(config, name, number, spec, layers, groups.num_blocks))
+    registered.sort(key=lambda group: group.attention is Attention.STATE)
     modules = config.compilation_config.static_forward_context
 
     def write(name: str, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
@@ -157,6 +223,42 @@ def registered_pages(config: Any, groups: Any, kv_caches: Mapping[str, torch.Ten
         layer.impl.do_kv_cache_update(layer, key, value, kv_caches[name], slots)
 
     return register(registered, parallel.rank % parallel.world_size, _scales(modules, kv_caches), write)
+
+
+def _registered(
+    config: Any, name: str, table: int, spec: Any, layers: Mapping[str, torch.Tensor], num_pages: int
+) -> RegisteredGroup:
+    kind, window = kind_of(spec)
+    text, made_of, row = "", "", getattr(spec, "tokens_per_state", 1)
+    tensors: tuple[tuple[str, int], ...] = ()
+    widths: tuple[int, ...]
+    if kind is Attention.STATE:
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in spec.dtypes]
+        tensors = tuple((dtype, prod(shape)) for dtype, shape in zip(dtypes, spec.shapes, strict=True))
+        shapes = " ".join(f"{dtype}{list(shape)}" for dtype, shape in zip(dtypes, spec.shapes, strict=True))
+        text = f"{getattr(spec.mamba_type, 'value', spec.mamba_type)} {shapes}"
+        made_of = str(config.model_config.dtype).removeprefix("torch.")
+        widths, row = (sum(count * getattr(torch, dtype).itemsize for dtype, count in tensors),), spec.block_size
+    else:
+        width = getattr(spec, "head_size", 0)
+        value_width = getattr(spec, "head_size_v", width)
+        widths = (width, value_width) if value_width else (width,)
+        row = row if isinstance(row, int) else 1  # a fraction: several rows for each token
+    return RegisteredGroup(
+        name,
+        layers,
+        getattr(spec, "num_kv_heads", 1),
+        widths,
+        spec.block_size,
+        num_pages,
+        window,
+        kind or Attention.FULL,
+        row,
+        table,
+        text,
+        tensors,
+        made_of,
+    )
 
 
 def _scales(layers: Mapping[str, Any], names: Iterable[str]) -> str:
@@ -209,6 +311,7 @@ def config_fields(config: Any, facts: Sequence[WorkerSpec], version: str) -> Map
         kv_scales="+".join(sorted({one.scales for one in facts})),
         rope=rope,
         device=facts[0].device,
+        stages=stages if (stages := stages_of(config)) > 1 else None,  # a rank's numbers are then of other layers
         # For these a position's K depends on how long a prompt may get.
         max_model_len=model.max_model_len if any(kind in rope for kind in ("longrope", "dynamic")) else None,
         draft=" ".join(filter(None, (getattr(config.speculative_config, "method", None), draft_fingerprint(config)))),

@@ -44,6 +44,10 @@ try:
 except ImportError:
     KVConnectorTransferResults = None
 try:
+    from vllm.v1.core.sched.output import KVConnectorBlockState  # likewise
+except ImportError:
+    KVConnectorBlockState = None
+try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource  # from 0.32 on
 except ImportError:
     CacheHitSource = None
@@ -58,8 +62,9 @@ from engine_adapter.adapter_digests import AdapterDigests
 from engine_adapter.connector_metrics import ConnectorSeries
 from engine_adapter.cost.load_choice import StepWork
 from engine_adapter.model_files import adapter_digest
+from engine_adapter.paged.namespace_opener import state_config
 from engine_adapter.paged.pages import is_opaque, layout_of
-from engine_adapter.paged.requests import LOAD_SECONDS, NEVER, SAVING, Computed
+from engine_adapter.paged.requests import LOAD_SECONDS, NEVER, SAVING, Boundary, Computed
 from engine_adapter.paged.scheduler import IDLE_WAIT_SECONDS, PagedScheduler
 from engine_adapter.paged.settings import ConnectorSettings, LoadMode
 from engine_adapter.paged.step_plan import NamespaceSpec, StepPlan, StepReports, WorkerSpec
@@ -71,6 +76,7 @@ from engine_adapter.vllm_config import (
     is_told_by_page,
     registered_pages,
     reuse_refused,
+    stages_of,
     unsupported,
     unwaitable,
     with_load_mode,
@@ -207,7 +213,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Seconds that a save waits until the engine is idle. 0 if the engine computes on another device, another
         engine waits for its saves, or several workers save one block."""
         is_producer = self._config.kv_transfer_config.kv_role == "kv_producer"
-        if facts.device != "cpu" or is_producer or self._config.parallel_config.tensor_parallel_size > 1:
+        if facts.device != "cpu" or is_producer or self._config.parallel_config.world_size > 1:
             return 0.0
         return self._settings.save_patience_ms / 1000
 
@@ -301,8 +307,8 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """The same by (pipeline, tensor) rank; `unsupported` refuses an engine with several pipeline stages."""
-        self.set_xfer_handshake_metadata({rank: one for (stage, rank), one in metadata.items() if stage == 0})
+        """The same by (pipeline, tensor) rank: of each stage with other layers."""
+        self.set_xfer_handshake_metadata({at: one for at, (_, one) in enumerate(sorted(metadata.items()))})
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Keep the engine's own cache, to evict invalid pages from it."""
@@ -433,7 +439,10 @@ class _SchedulerSide:
     def begin(self, facts: Sequence[WorkerSpec], wait_seconds: float = START_SECONDS) -> None:
         """The pages are known: open the namespace. If the KV cannot be stored, log why, and run without the store."""
         refused = unsupported(
-            self._config, self._groups, is_failure_told=KVConnectorTransferResults is not None
+            self._config,
+            self._groups,
+            is_failure_told=KVConnectorTransferResults is not None,
+            are_states_told="boundary_state_offloads" in getattr(KVConnectorBlockState, "__dataclass_fields__", ()),
         ) or next((one.refused for one in facts if one.refused), "")
         if not refused and not self._settings.without_prefix_caching:
             refused = reuse_refused(self._config)
@@ -446,9 +455,17 @@ class _SchedulerSide:
                     "can be: their KV depends on a token that may lie behind a block; give an audit below 1"
                 )
             model = self._config.model_config
-            layout = layout_of(facts, model.get_total_num_kv_heads(), self._settings.block_tokens)
-            codec = self._settings.codec
-            if codec == "auto":
+            # Stages have other layers: none of their heads is another's.
+            heads = model.get_total_num_kv_heads() * stages_of(self._config)
+            block_tokens = self._settings.block_tokens
+            states = layout_of(facts, heads, block_tokens, states=True)
+            layout = layout_of(facts, heads, block_tokens) or states
+            if layout is None:
+                raise BadInput("the workers have no pages")
+            codec, fields = self._settings.codec, config_fields(self._config, facts, vllm.__version__)
+            if layout == states:
+                codec, fields = "raw", state_config(fields, facts[0].groups, "")
+            elif codec == "auto":
                 codec = "raw" if is_opaque(layout.packing) else chosen_codec(None, layout)
             named = NamespaceSpec(
                 0,
@@ -457,8 +474,11 @@ class _SchedulerSide:
                 layout,
                 codec,
                 self._settings.weights_epoch,
-                config_fields(self._config, facts, vllm.__version__),
+                fields,
                 str(model.model),
+                facts[0].groups,
+                tuple(group.kv_cache_spec.block_size for group in self._groups.kv_cache_groups),
+                states,
             )
             self.half.use(named, [one.rank for one in facts])
         except (BadInput, OSError) as error:
@@ -488,7 +508,7 @@ class _SchedulerSide:
     def reported(self, reports: StepReports | None) -> None:
         if reports is not None and reports.facts:
             self._facts += reports.facts
-            if len(self._facts) == self._config.parallel_config.tensor_parallel_size:
+            if len(self._facts) == self._config.parallel_config.world_size:
                 self.begin(sorted(self._facts, key=lambda one: one.rank), wait_seconds=0.0)
         self.half.reported(reports)
         invalid_pages = self.half.take_invalid_pages()
@@ -515,7 +535,12 @@ class _SchedulerSide:
                 return None, False
             del self._unread[request_id]
             self._look_up(mine)
-        return self.half.matched(request_id, local_tokens)
+        answer = self.half.matched(request_id, local_tokens)
+        mine, parted_at = self._requests[request_id], self.half.parted_at(request_id)
+        if parted_at > getattr(mine.request, "shared_prefix_boundary", parted_at):
+            # vLLM ends a step there and keeps its states, as where it sees itself that prompts part.
+            mine.request.shared_prefix_boundary = parted_at
+        return answer
 
     def _look_up(self, mine: EngineView) -> None:
         facts = self.reader.facts(mine.request, mine.read)
@@ -551,7 +576,23 @@ class _SchedulerSide:
                 computed = mine.request.num_computed_tokens + tokens - len(drafts.get(request_id, ()))
                 final = mine.final(computed, has_drafts=self._config.speculative_config is not None)
                 due.append(Computed(request_id, final, partial(resolve, request_id)))
-        return self.half.step(set(scheduled), due, grown, self._work(output))
+        return self.half.step(set(scheduled), due, grown, self._work(output), self._boundaries(output))
+
+    def _boundaries(self, output: Any) -> list[Boundary]:
+        """Where this step computes recurrent states that are whole: vLLM names their pages in this step only. Those of
+        one boundary come together. Behind the prompt they may be a draft's, which vLLM corrects after the step."""
+        offered = getattr(getattr(output, "kv_connector_block_state", None), "boundary_state_offloads", None) or {}
+        found = []
+        for request_id, states in offered.items():
+            mine = self._requests.get(request_id)
+            if mine is None or self._is_other(mine):
+                continue
+            for tokens in sorted({tokens for _, _, tokens in states}):
+                if mine.final(tokens, has_drafts=self._config.speculative_config is not None) == tokens:
+                    found.append(
+                        Boundary(request_id, tokens, {table: page for table, page, at in states if at == tokens})
+                    )
+        return found
 
     def _begin_with(self, output: Any, cached: Any, resumed: Any) -> None:
         for new in output.scheduled_new_reqs:

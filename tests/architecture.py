@@ -104,6 +104,8 @@ ROOMS_IMPORT_ONLY = {
         "kvstore.keys",
         "kvstore.service.daemon",
         "kvstore.service.settings",
+        "kvstore.insight.models",
+        "kvstore.insight.served",
         "engine_adapter.paged.settings",
         "tiering",
     ),
@@ -163,7 +165,7 @@ CLOSED_ROOMS = {
         "pydantic": (),
         "grpc": (
             "kvstore/network/grpc_server.py",
-            "kvstore/network/dialling.py",
+            "kvstore/courier/dialling.py",
             "kvstore/wire/store_pb2_grpc.py",
             "kvstore/wire/admin_pb2_grpc.py",
             "kvstore/wire/score_pb2_grpc.py",
@@ -199,6 +201,7 @@ ENGINE_FILES = {
     "transformers": ("engine_adapter/hf/layers.py", "kvstore/demo/"),
     "vllm": ("engine_adapter/vllm_connector.py", "engine_adapter/vllm_tier.py"),
     "sglang": ("engine_adapter/sglang_storage.py",),
+    "lmcache": ("engine_adapter/lmcache_backend.py",),
 }
 
 TYPE_IMPORTS_ALLOWED = {
@@ -219,7 +222,7 @@ ENVIRONMENT_READERS = {
 
 NAMES_THAT_SAY_NOTHING = frozenset({"utils", "common", "helpers", "base", "manager"})
 # With engine_adapter/ on the path, a file of an engine's name would be imported in place of the engine.
-NAMES_THAT_SHADOW_ENGINES = frozenset({"vllm", "sglang", "transformers"})
+NAMES_THAT_SHADOW_ENGINES = frozenset({"vllm", "sglang", "transformers", "lmcache"})
 # Packages of these names belong to others: `kernels` to Hugging Face, `proto` to proto-plus.
 FOLDERS_WITHOUT_INIT = ("kernels", "proto")
 

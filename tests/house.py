@@ -196,21 +196,22 @@ class House:
         """Protocols that fewer than two classes of the product and its tests implement, by name or by all methods."""
         texts = [path.read_bytes() for path in sorted((self.root / "tests").rglob("*.py"))]
         tests = [ast.parse(text) for text in texts if b"class " in text]
-        classes = {one.name: one for tree in [*tests, *self.trees.values()] for one in _classes(tree)}
-        protocols = {one.name for tree in self.trees.values() for one in _classes(tree) if "Protocol" in _bases(one)}
+        classes = [one for tree in [*tests, *self.trees.values()] for one in _classes(tree)]
+        named = {one.name: one for one in classes}  # of a name in tests and in the product, the product's
 
         @cache
-        def members(name: str) -> set[str]:
-            one = classes.get(name)
-            return set() if one is None else _members(one).union(*map(members, set(_bases(one)) - {name}))
+        def members(one: ast.ClassDef) -> set[str]:
+            bases = {named[name] for name in _bases(one) if name in named} - {one}
+            return _members(one).union(*map(members, bases))
 
-        has = {name: members(name) for name, one in classes.items() if "Protocol" not in _bases(one)}
+        protocols = [one for tree in self.trees.values() for one in _classes(tree) if "Protocol" in _bases(one)]
+        others = [one for one in classes if "Protocol" not in _bases(one)]
         found = {}
         for protocol in protocols:
             asked = {name for name in members(protocol) if not name.startswith("_") or name == "__call__"}
-            makers = [name for name in has if protocol in _bases(classes[name]) or asked <= has[name]]
+            makers = [one.name for one in others if protocol.name in _bases(one) or asked <= members(one)]
             if len(makers) < 2:
-                found[protocol] = makers
+                found[protocol.name] = makers
         return found
 
     def broad_handlers(self) -> Counter[str]:

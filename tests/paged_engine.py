@@ -30,10 +30,10 @@ from engine_adapter.paged.pages import EnginePages, RegisteredGroup, layout_of, 
 from engine_adapter.paged.requests import Computed, RequestSpec
 from engine_adapter.paged.scheduler import PagedScheduler
 from engine_adapter.paged.settings import ConnectorSettings
-from engine_adapter.paged.step_plan import LoadOrder, LoadReport, NamespaceSpec, StepPlan, StepReports
+from engine_adapter.paged.step_plan import GroupSpec, LoadOrder, LoadReport, NamespaceSpec, StepPlan, StepReports
 from engine_adapter.paged.worker import PagedWorker
 from kvstore.block.account import MissReason
-from kvstore.block.layout import Layout
+from kvstore.block.layout import Attention, Layout
 from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
 from workbench import blank_pages
@@ -144,6 +144,22 @@ def kv_numbers(tokens: Sequence[int], layers: int, weights: int) -> torch.Tensor
     mixed *= numpy.uint64(0xBF58476D1CE4E5B9)
     made = (mixed >> numpy.uint64(56)).astype(numpy.float32) / 256  # as many bits as bfloat16 has
     return torch.from_numpy(made).view(len(tokens), layers, 2, HEADS, WIDTH).permute(1, 2, 0, 3, 4).contiguous()
+
+
+def named_of(
+    layout: Layout | None, groups: tuple[GroupSpec, ...] = (), *, session: str = "", codec: str = "raw"
+) -> NamespaceSpec:
+    """The namespace of an engine with a table for each group. groups: those of the layout, if none are given."""
+    assert layout is not None
+    page = layout.page_tokens
+    groups = groups or tuple(
+        GroupSpec(
+            one.name, one.layers, one.kv_heads, one.plane_widths, one.dtype, one.attention, one.window, page, table=at
+        )
+        for at, one in enumerate(layout.groups)
+    )
+    tables = tuple(group.page_tokens for group in groups)
+    return NamespaceSpec(0, session, "3f5e1c0d9a", layout, codec, 0, {}, "", groups, tables)
 
 
 # Requests ----------------------------------------------------------------------------------------------------------
@@ -320,11 +336,11 @@ class SlowWorker(PagedWorker):
         page = self.pages.facts.page_tokens
         tokens = draw.randrange(order.first_token, min(report.tokens, order.stop_token - 1) + 1) // page * page
         tokens = max(tokens, order.first_token)
-        for run in order.tables:
-            for number in self.pages._kernel_pages(run.pages[max(0, tokens // page - run.first) :]):
+        for run, group in zip(order.tables, self.pages.facts.groups, strict=True):
+            for number in run.pages[max(0, tokens // page - run.first) :]:
                 for planes in self.pages._planes.values():
                     for plane in planes:
-                        plane[number] = 3
+                        plane[number * group.split : (number + 1) * group.split] = 3
         self.pages.stream.wait()
         return replace(report, tokens=tokens, reason=MissReason.CORRUPT)
 
@@ -359,6 +375,8 @@ class Rank:
                 shape.page_tokens,
                 shape.pages,
                 window,
+                Attention.SLIDING if window else Attention.FULL,
+                table=at,
             )
             for at, window in enumerate(shape.windows)
         ]
@@ -429,8 +447,8 @@ class PagedEngine:
             for rank, one in enumerate(self.ranks)
         ]
         facts = [one.pages.facts for one in self.ranks]
-        self.layout: Layout = layout_of(facts, HEADS, checked.block_tokens)
-        named = NamespaceSpec(0, session, "3f5e1c0d9a", self.layout, shape.codec, 0, {})
+        self.layout = layout_of(facts, HEADS, checked.block_tokens)
+        named = named_of(self.layout, facts[0].groups, session=session, codec=shape.codec)
         self.half.use(named, range(shape.ranks))
         assert self.half.wait_open(SECONDS)
         self.requests: dict[str, Request] = {}

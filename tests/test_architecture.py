@@ -11,7 +11,7 @@ import architecture
 from programs import ROOT, run_python
 
 # What `import kvstore` must not bring along: it happens in every engine's process and in the sidecar.
-HEAVY = ("torch", "triton", "transformers", "vllm", "sglang")
+HEAVY = ("torch", "triton", "transformers", "vllm", "sglang", "lmcache")
 # The client is imported by engines; all the rest is what `kvstore serve` is made of.
 LIGHT_MODULES = (
     "kvstore",
@@ -94,6 +94,7 @@ BROKEN: tuple[tuple[str, str, str], ...] = (
     ("engine", "engine_adapter/hf_cache.py", "import sglang"),
     ("engine", "engine_adapter/vllm_connector.py", "from transformers import PretrainedConfig"),
     ("engine", "engine_adapter/sglang_storage.py", "from vllm.v1 import core"),
+    ("engine", "engine_adapter/lmcache_backend.py", "import vllm"),
     ("engine", "kvstore/insight/planner.py", "def f():\n    from transformers import AutoConfig"),
     ("engine", "kvstore/demo/run.py", "import vllm"),
     ("engine", "kernels/kv_kernels/triton_raw.py", "import sglang.srt"),
@@ -242,6 +243,7 @@ KEPT: tuple[tuple[str, str], ...] = (
     ("engine_adapter/vllm_connector.py", "from vllm.v1 import core\nfrom engine_adapter.adapter import StoreRequest"),
     ("engine_adapter/vllm_tier.py", "import vllm"),
     ("engine_adapter/sglang_storage.py", "import sglang"),
+    ("engine_adapter/lmcache_backend.py", "import lmcache"),
     ("kvstore/demo/run.py", "import engine_adapter.hf_cache\nimport transformers\nfrom kvstore.demo import documents"),
     ("kvstore/cli/main.py", "def main():\n    from kvstore.demo import run\n    import kvstore.traffic.run"),
     ("kvstore/__main__.py", "from kvstore.cli.main import main"),

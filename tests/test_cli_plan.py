@@ -33,11 +33,9 @@ def test_a_table_for_people_and_an_object_for_scripts() -> None:
     assert told["figures"]["users"]["formula"] == "room / KV of a user, rounded down"
 
 
-def test_what_the_store_refuses_is_said_first(here: Here) -> None:
+def test_what_engines_do_not_serve_is_said_first(here: Here) -> None:
     shown = here("plan", "qwen3.5-27b").stdout
-    assert shown.startswith(
-        "This store refuses models with recurrent states today, and 48 layers of this one have them"
-    )
+    assert shown.startswith("With SGLang it is served in part: page hashes have 64 bits")
 
 
 def test_a_config_and_a_description(tmp_path: Path, here: Here) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from tiering.places import FurtherParts, HeldPlaces
 from tiering.policies.by_group import ByGroup
 from tiering.policies.policy import EvictionPolicy
 from tiering.policies.retention import Retention
-from tiering.slots import FrameState, Piece
+from tiering.slots import FrameState, Piece, SlotLedger
 from tiering.tier import NO_PLACE, SLOT_BITS, Column, SlotClass
 
 _UNKNOWN = -1.0
@@ -46,26 +46,6 @@ class Vacate:
 
 
 Move = Grow | Evict | Vacate
-
-
-class TierRoom(Protocol):
-    """What a decision needs to know of a tier."""
-
-    def free_slots(self, slot_class: SlotClass) -> int:
-        """Free slots of a class."""
-        ...
-
-    def has_room(self) -> bool:
-        """Whether the budget allows another extent."""
-        ...
-
-    def reclaimable_classes(self) -> Iterable[SlotClass]:
-        """Classes with at least as many free slots as one extent has; cheap."""
-        ...
-
-    def extents_of(self, slot_class: SlotClass) -> Iterable[Piece]:
-        """The extents of a class."""
-        ...
 
 
 class Pins:
@@ -404,23 +384,29 @@ class Residency:
 
     # What to do ----------------------------------------------------------------------------------------------------
 
-    def room(self, wanted: Sequence[SlotClass], tier: TierRoom, groups: Sequence[int] | None = None) -> Move | None:
+    def room(
+        self,
+        wanted: Sequence[SlotClass],
+        extents: SlotLedger[Any],
+        extent_bytes: int,
+        groups: Sequence[int] | None = None,
+        *,
+        may_grow: bool,
+    ) -> Move | None:
         """The next step towards a free slot in every wanted class; None when nothing evictable is left.
 
-        Call it while a class is short of slots. In this order: grow into the budget; give back an extent of another
-        class that can be emptied without evicting anything; evict the worst leaf, of these groups if they are given.
-        Evicting other namespaces' worst leaves until one of their extents can be emptied is how memory moves to where
-        it is used.
-        """
-        short = [slot_class for slot_class in wanted if not tier.free_slots(slot_class)]
-        assert short, "room is asked for only when it is short"
-        return Grow(short[0]) if tier.has_room() else self.room_within(wanted, tier, groups)
+        Call it while a class is short of slots. In this order: grow, where `may_grow`; give back an extent of
+        another class that can be emptied without evicting anything; evict the worst leaf, of these groups if they are
+        given. Evicting other namespaces' worst leaves until one of their extents can be emptied is how memory moves to
+        where it is used.
 
-    def room_within(
-        self, wanted: Sequence[SlotClass], tier: TierRoom, groups: Sequence[int] | None = None
-    ) -> Move | None:
-        """The same without growing: the machine may have less memory than the budget allows."""
-        move = self._vacate(wanted, tier)
+        may_grow: whether the budget has room for another extent, and the machine memory for it.
+        """
+        short = [slot_class for slot_class in wanted if not extents.free_slots(slot_class)]
+        assert short, "room is asked for only when it is short"
+        if may_grow:
+            return Grow(short[0])
+        move = self._vacate(wanted, extents, extent_bytes)
         if move is not None:
             return move
         row = next(self.worst(groups), None)
@@ -468,13 +454,13 @@ class Residency:
         assert self.blocks == sum(self._listed), "the count is of what is listed"
         assert set(self.policy.victims()) == leaves, "the policy proposes exactly the leaves"
 
-    def _vacate(self, wanted: Sequence[SlotClass], tier: TierRoom) -> Vacate | None:
+    def _vacate(self, wanted: Sequence[SlotClass], extents: SlotLedger[Any], extent_bytes: int) -> Vacate | None:
         """Each wanted class keeps a free slot if it has one, or a block's parts would take extents from each other."""
         best: Piece | None = None
-        for slot_class in tier.reclaimable_classes():
-            free = tier.free_slots(slot_class)
+        for slot_class in extents.reclaimable_classes(extent_bytes):
+            free = extents.free_slots(slot_class)
             spare = max(0, free - 1) if slot_class in wanted else free
-            for extent in tier.extents_of(slot_class):
+            for extent in extents.open_pieces(slot_class):
                 if best is not None and extent.slots.live >= best.slots.live:
                     continue
                 if self._can_vacate(extent, spare):

@@ -46,7 +46,7 @@ class TimedLookup(PrefixLookup):
 
     def matched(self, *args: Any, **kwargs: Any) -> int | None:
         tokens = super().matched(*args, **kwargs)
-        if self.lease is not None:
+        if self.leases:
             self._times.setdefault("leased", perf_counter())
         return tokens
 

@@ -7,8 +7,9 @@ layer; what is further apart was computed with something else. Imports torch onl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import hypot, isfinite, sqrt
+from typing import Protocol
 
 import torch
 
@@ -77,20 +78,65 @@ def allowed_error(dtype: torch.dtype, layer: int) -> float:
     raise BadInput(f"KV of dtype {str(dtype).removeprefix('torch.')} cannot be audited; view it as one of: {allowed}")
 
 
+# A recurrent state is a sum over all tokens. Each term is a product of at most four numbers (key, value, decay, step
+# size), and each of these is as far off as the K and V of that layer, so a term is twice as far off (four errors,
+# independent of each other), and so is the sum, relative to its size. That holds for decays too: one of e^-x that is
+# off by x u in each step is off by sqrt(x) u over the 1 / x steps that it lets through. Beside that the state is itself
+# rounded to its own dtype, at most once for each token: 0.3 u in two runs, a random walk. Four times all this is
+# allowed. In float32 the walk is 1 in 10,000 after two million tokens; in bfloat16 it is 0.3 after 4,096, where the
+# state of another prompt, or of an earlier block, is off by its whole size.
+
+STEP_ERROR: dict[torch.dtype, float] = {
+    torch.float32: 4 * 0.3 * 2.0**-24,
+    torch.float16: 4 * 0.3 * 2.0**-11,
+    torch.bfloat16: 4 * 0.3 * 2.0**-8,
+}
+"""Relative error (rms) that each step's rounding may add to a state."""
+
+
+class StateGroup(Protocol):
+    """Layers with states of one shape. tensors: dtype and numbers of each tensor of a state, as they lie in its bytes;
+    made_of: the model's dtype."""
+
+    @property
+    def layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def tensors(self) -> tuple[tuple[str, int], ...]: ...
+
+    @property
+    def made_of(self) -> str: ...
+
+
+def allowed_of_steps(dtype: torch.dtype, tokens: int) -> float:
+    """What a state's own roundings may add up to. Raises `BadInput` for numbers that are not floats."""
+    if dtype not in STEP_ERROR:
+        known = ", ".join(str(one).removeprefix("torch.") for one in STEP_ERROR)
+        raise BadInput(f"a state of {str(dtype).removeprefix('torch.')} cannot be audited; view it as one of: {known}")
+    return STEP_ERROR[dtype] * sqrt(tokens)
+
+
 def compare_block(
-    stored: Planes, computed: Planes, codec: str, deepest: int | None = None, *, is_first: bool = True
+    stored: Planes,
+    computed: Planes,
+    codec: str,
+    deepest: int | None = None,
+    *,
+    is_first: bool = True,
+    allowed: Mapping[int, Sequence[float]] | None = None,
 ) -> AuditResult:
     """Compare one block. stored: as decoded. computed: as the engine has it. codec: the namespace's, whose bound each
     number may be off by. deepest: the model's last layer, where layers are not numbered by depth. is_first: whether it
-    is a prompt's first block; a later one may have been computed behind blocks that the codec restored. Raises
-    `BadInput` if the two are not of one shape."""
-    rows, allowed, layers = [], [], []
+    is a prompt's first block; a later one may have been computed behind blocks that the codec restored. allowed: of
+    each layer and plane, instead of `allowed_error`. Raises `BadInput` if the two are not of one shape."""
+    rows, bounds, layers = [], [], []
     for layer, planes in computed.items():
         if layer not in stored or len(stored[layer]) != len(planes):
             raise BadInput(f"layer {layer}: what is stored and what was computed have not the same planes")
         for number, plane in enumerate(planes):
             rows.append(_compare_plane(stored[layer][number], plane, _axis(codec, number, len(planes))))
-            allowed.append(allowed_error(plane.dtype, layer if deepest is None else deepest))
+            depth = layer if deepest is None else deepest
+            bounds.append(allowed_error(plane.dtype, depth) if allowed is None else allowed[layer][number])
             layers.append(layer)
     if not rows:
         raise BadInput("a block without planes; give those of one layer at least")
@@ -98,14 +144,14 @@ def compare_block(
     if not is_first:
         carried = ALLOWED_CARRIED * _codec_error(table, len(set(layers)))
         depths = layers if deepest is None else [deepest] * len(layers)
-        allowed = [hypot(own, carried * sqrt(layer + 1)) for own, layer in zip(allowed, depths, strict=True)]
+        bounds = [hypot(own, carried * sqrt(layer + 1)) for own, layer in zip(bounds, depths, strict=True)]
     errors = [_relative(excess, size) for size, _, excess, _ in table.tolist()]
-    worst = max(range(len(rows)), key=lambda row: errors[row] / allowed[row])
+    worst = max(range(len(rows)), key=lambda row: errors[row] / bounds[row])
     if table[:, 3].all():
         verdict = AuditVerdict.EXACT
     else:
-        verdict = AuditVerdict.CLOSE if errors[worst] <= allowed[worst] else AuditVerdict.DRIFTED
-    return AuditResult(verdict, errors[worst], allowed[worst], layers[worst])
+        verdict = AuditVerdict.CLOSE if errors[worst] <= bounds[worst] else AuditVerdict.DRIFTED
+    return AuditResult(verdict, errors[worst], bounds[worst], layers[worst])
 
 
 def compare_opaque(
@@ -121,6 +167,31 @@ def compare_opaque(
     if not pairs or not all(torch.equal(_bits(one), _bits(other)) for one, other in pairs):
         return None
     return AuditResult(AuditVerdict.EXACT, 0.0, 1.0, next(iter(computed)))
+
+
+def compare_states(stored: Planes, computed: Planes, groups: Iterable[StateGroup], tokens: int) -> AuditResult:
+    """The same for recurrent states, of which each layer's plane is the bytes of some tensors. tokens: behind which
+    they are. Raises `BadInput`."""
+    into: tuple[dict[int, list[torch.Tensor]], ...] = ({}, {})
+    own: dict[int, list[float]] = {}
+    deepest = max(computed, default=0)
+    for group in groups:
+        of_terms = 2 * allowed_error(getattr(torch, group.made_of), deepest)
+        for layer in group.layers:
+            own[layer] = [hypot(of_terms, allowed_of_steps(getattr(torch, one), tokens)) for one, _ in group.tensors]
+            for target, planes in zip(into, (stored, computed), strict=True):
+                target[layer] = _tensors(planes[layer][0].flatten(), group.tensors)
+    return compare_block(into[0], into[1], "raw", allowed=own)
+
+
+def _tensors(raw: torch.Tensor, tensors: Sequence[tuple[str, int]]) -> list[torch.Tensor]:
+    found, at = [], 0
+    for name, count in tensors:
+        dtype: torch.dtype = getattr(torch, name)
+        stop = at + count * dtype.itemsize
+        found.append(raw[at:stop].clone().view(dtype).view(1, 1, count))
+        at = stop
+    return found
 
 
 def _as_numbers(block: Planes, dtype: torch.dtype) -> Planes:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from kvstore.block.errors import BadInput
 from kvstore.block.identity import ExtraKey
-from kvstore.block.layout import BLOCK_TOKENS_UNIT, MAX_BLOCK_TOKENS, KvGroup, Layout
+from kvstore.block.layout import KvGroup, Layout
 from kvstore.client.handle import NamespaceHandle
 from tiering.frame import MAX_SLICES
 
@@ -36,29 +36,21 @@ class ChunkRun(NamedTuple):
 
 
 def chunk_layout(group: str, block_tokens: int, sizes: Sequence[int]) -> Layout:
-    """The layout of a namespace of chunks whose runs have these sizes. Raises `BadInput`, one line, for sizes that no
-    block can have."""
-    is_block = 0 < block_tokens <= MAX_BLOCK_TOKENS and block_tokens % BLOCK_TOKENS_UNIT == 0
-    if not is_block or not sizes or any(size < 1 or size % block_tokens for size in sizes):
-        raise BadInput(
-            f"chunks of {block_tokens} tokens and {sum(sizes)} bytes (KV group {group!r}) cannot be stored; give a "
-            f"chunk a multiple of {BLOCK_TOKENS_UNIT} tokens that divides its bytes, at most {MAX_BLOCK_TOKENS}: "
-            f"{BLOCK_TOKENS_UNIT}, 128, 256, 512, ..."
-        )
-    layers: dict[int, list[int]] = {}
+    """The layout of a namespace of chunks whose runs have these sizes. A chunk has a row for each token where that
+    divides its run, else one row. Raises `BadInput`, one line, for sizes that no block can have."""
+    layers: dict[tuple[int, int], list[int]] = {}
     number = 0
     for size in sizes:
-        count = _slices_of(size, block_tokens)
-        layers.setdefault(size // (count * block_tokens), []).extend(range(number, number + count))
+        count, rows, width = _cut(size, block_tokens)
+        layers.setdefault((width, block_tokens // rows), []).extend(range(number, number + count))
         number += count
-    cut = [
-        (width, numbers[first : first + MAX_SLICES])
-        for width, numbers in layers.items()
+    groups = [
+        KvGroup(group, tuple(numbers[first : first + MAX_SLICES]), 1, (width,), "uint8", row_tokens=row_tokens)
+        for (width, row_tokens), numbers in layers.items()
         for first in range(0, len(numbers), MAX_SLICES)
     ]
-    names = (f"{group} +{number}" if number else group for number in range(len(cut)))
-    groups = [KvGroup(name, tuple(some), 1, (width,), "uint8") for name, (width, some) in zip(names, cut, strict=True)]
-    return Layout(tuple(groups), block_tokens, packing="opaque")
+    named = (replace(one, name=f"{group} +{number}" if number else group) for number, one in enumerate(groups))
+    return Layout(tuple(named), block_tokens, packing="opaque")
 
 
 def chunk_planes(block_tokens: int, runs: Sequence[ChunkRun], slots: int) -> dict[int, tuple[torch.Tensor]]:
@@ -66,9 +58,9 @@ def chunk_planes(block_tokens: int, runs: Sequence[ChunkRun], slots: int) -> dic
     planes = []
     for address, stride, size in runs:
         memory = memoryview((ctypes.c_uint8 * ((slots - 1) * stride + size)).from_address(address))
-        width = size // (_slices_of(size, block_tokens) * block_tokens)
-        shape, strides = (slots, block_tokens, 1, width), (stride, width, width, 1)
-        step = block_tokens * width
+        _, rows, width = _cut(size, block_tokens)
+        shape, strides = (slots, rows, 1, width), (stride, width, width, 1)
+        step = rows * width
         planes += [torch.from_numpy(np.ndarray(shape, np.uint8, memory, at, strides)) for at in range(0, size, step)]
     return {number: (plane,) for number, plane in enumerate(planes)}
 
@@ -77,8 +69,8 @@ def chunk_key(namespace: NamespaceHandle, name: bytes) -> bytes:
     return namespace.hashed(bytes(4 * namespace.block_tokens), (ExtraKey(b"engine:" + name),)).keys[0]
 
 
-def _slices_of(size: int, block_tokens: int) -> int:
-    count = max(1, min(MAX_RUN_SLICES, size // SLICE_BYTES))
-    while size % (count * block_tokens):
+def _cut(size: int, block_tokens: int) -> tuple[int, int, int]:
+    count, rows = max(1, min(MAX_RUN_SLICES, size // SLICE_BYTES)), 1 if size % block_tokens else block_tokens
+    while size % (count * rows):
         count -= 1
-    return count
+    return count, rows, size // (count * rows)

@@ -25,13 +25,14 @@ from kvstore.block.account import Account, HitTier, MissReason
 from kvstore.block.identity import Prompt
 from kvstore.block.pages import Pages
 from kvstore.client.edge import contained
-from kvstore.client.handle import Match, NamespaceHandle
+from kvstore.client.handle import Lease, Match, NamespaceHandle
 from kvstore.protocol import messages as m
 from kvstore.protocol.told import RequestTold
 
 KNOWN_KEYS = 1 << 14
 """Names whose keys are remembered, since those before a batch are needed again with every batch."""
 CLOSE_SECONDS = TELL_SECONDS = 1.0
+POLL_SECONDS = 0.0001
 
 _APART = frozenset(
     {
@@ -88,9 +89,15 @@ class ChunkOutcomes:
             _log.warning("the store %s", "cannot be asked: chunks are computed, not loaded" if is_away else "answers")
 
     def take(self) -> dict[str, int]:
+        """Since the last call."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return dict(counts)
+
+    def status(self) -> tuple[dict[str, int], bool]:
+        """The counts, which stay, and whether the last look-up could not ask the store."""
+        with self._lock:
+            return dict(self._counts), self._is_away
 
 
 class ChunkSpace:
@@ -147,6 +154,31 @@ class ChunkSpace:
                         blocks, _ = FetchPolicy(len(names), fetch_ms / 1000, 1).choose(located, blocks)
         self._outcomes.count(found=blocks, missing=len(names) - blocks)
         return blocks
+
+    def which(self, names: Sequence[bytes]) -> list[bool]:
+        """Which chunks are stored here, each for itself."""
+        with self._outcomes.caught():
+            if (handle := self.handle) is not None and names:
+                return handle.which(self.prompt(handle, names).keys)
+        return [False] * len(names)
+
+    def pin(self, names: Sequence[bytes], seconds: float, *, counts: bool = True) -> tuple[int, Lease | None]:
+        """How many leading chunks are stored, in any tier, and a lease of the first ones as far as they are in memory:
+        none is promoted for it. seconds: to wait for the namespace until it is open, or an attempt at it has failed.
+        counts: as in `found`."""
+        blocks, lease = 0, None
+        if self._reading.why_not()[0] is MissReason.WARMING:
+            self._reading.wait(self.spec.number, seconds)
+        with self._outcomes.caught():
+            if (handle := self.handle) is not None and names:
+                match = handle.match(self.prompt(handle, names), counts=counts)
+                self._outcomes.told(match.reason)
+                leasing = handle.submit_lease(match, deadline_ms=0, counts=False) if match.blocks else None
+                while leasing is not None and (lease := leasing.poll()) is None:
+                    time.sleep(POLL_SECONDS)
+                blocks = match.blocks
+        self._outcomes.count(found=blocks, missing=len(names) - blocks)
+        return blocks, lease
 
     def had(self, chunks: int) -> None:
         """The engine's own cache has so many chunks of a prompt, before those that are looked up."""
@@ -207,7 +239,8 @@ class ChunkSpace:
                     left_ms = max(0.0, 1000 * (ends_at - self._clock()))
                     alone = Prompt(self.block_tokens, chain.keys[known + at : known + at + 1]), pages.cut(at, at + 1)
                     result = handle.put(*alone, deadline_ms=left_ms)
-                    held[at], new = result.stopped_at is None, new + result.stored
+                    held[at], new = result.stopped_at is None or result.in_flight > 0, new + result.stored
+                    in_flight += result.in_flight
                 self._outcomes.told(result.reason)
         present, failed = sum(held) - in_flight - new, len(held) - sum(held)
         self._outcomes.count(stored=new, present=present, in_flight=in_flight, failed_stores=failed)

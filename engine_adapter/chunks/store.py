@@ -340,7 +340,7 @@ def _tables(space: ChunkSpace, slot: int) -> tuple[PageRun, ...]:
 
 
 def _worker_of(space: ChunkSpace, limits: ChunkLimits, clock: Callable[[], float]) -> PagedWorker:
-    pages = EnginePages(WorkerSpec(0, space.block_tokens, (), "", "", "cpu", space.chunk_bytes), space.planes, 1)
+    pages = EnginePages(WorkerSpec(0, space.block_tokens, (), "", "", "cpu", space.chunk_bytes), space.planes)
     threads = {"load_threads": limits.load_threads, "save_threads": limits.save_threads}
     worker = PagedWorker(pages, lambda _: space.stores[1], clock, **threads, save_bytes=1 << 62)
     worker.begin(StepPlan(namespace=space.spec))

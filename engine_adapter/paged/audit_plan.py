@@ -3,6 +3,9 @@
     begins (a hit is held out, the stored block is leased) > computed (the block is there: its comparison is ordered)
     > reported (by every rank) > a verdict
 
+Where a model has recurrent states, the one behind that block is compared as well (`passed`), and an audit that could
+not do that proves nothing.
+
 With a codec that is not exact, KV computed behind a restored prefix has that codec's errors, and small changes of the
 weights hide behind them. Nothing precedes a prompt's first block, so every other audit compares that one.
 
@@ -19,9 +22,10 @@ from engine_adapter.audit.audits import AuditVerdict
 from engine_adapter.cost.load_choice import LoadChoice
 from engine_adapter.paged.requests import AuditUnderWay, Computed, RequestState
 from engine_adapter.paged.save_plan import SavePlan, page_runs
-from engine_adapter.paged.step_plan import AuditOrder, AuditReport, NamespaceSpec, StepPlan
+from engine_adapter.paged.step_plan import AuditOrder, AuditReport, NamespaceSpec, PageRun, StepPlan
 from kvstore.block.codec import codec_named
 from kvstore.client.handle import Match, NamespaceHandle
+from kvstore.client.states import PrefixStates
 
 GIVEN_UP = "given_up"
 """An outcome besides the verdicts: the request ended first, the block was gone, or a page before it held restored
@@ -51,7 +55,9 @@ class AuditPlan:
         self.name = ""
         """Of the namespace, in verdicts."""
 
-    def begins(self, state: RequestState, match: Match, namespace: NamespaceHandle, now: float) -> bool:
+    def begins(
+        self, state: RequestState, match: Match, namespace: NamespaceHandle, states: PrefixStates | None, now: float
+    ) -> bool:
         """Whether this hit is computed all the same; called once for each request that hits. Compares the last usable
         block, or the first."""
         holdout, request = self._choice.holdout, state.request.request_id
@@ -61,93 +67,127 @@ class AuditPlan:
             return True
         self.name = self.name or namespace.namespace.digest().hex()[:12]
         block = namespace.block_tokens
-        stop = 1 if self._is_first_due else min(match.tokens, state.prompt.tokens - 1) // block
+        last = min(match.tokens, state.prompt.tokens - 1) // block
+        stop = 1 if self._is_first_due else last
         self._is_first_due = not self._is_exact and not self._is_first_due
-        wanted = replace(match, keys=match.keys[:stop], blocks=stop, tokens=stop * block)
-        pending = namespace.submit_lease(wanted, (stop - 1) * block, self._lease_deadline_ms, counts=False)
+        pending, deadline_ms = {}, self._lease_deadline_ms
+        if self._facts.has_kv:
+            wanted = replace(match, keys=match.keys[:stop], blocks=stop, tokens=stop * block)
+            pending[False] = namespace.submit_lease(wanted, (stop - 1) * block, deadline_ms, counts=False)
+        if states is not None and stop == last:
+            of_state = states.match_of(match.keys[stop - 1])
+            pending[True] = states.handle.submit_lease(of_state, 0, deadline_ms, counts=False)
         state.audit = AuditUnderWay(stop - 1, pending)
         return True
 
     def is_ready(self, state: RequestState) -> bool:
-        """Whether the lease of the stored block has been answered, at the latest at its deadline."""
-        audit = state.audit
-        return audit is None or audit.pending is None or audit.pending.poll() is not None
+        """Whether the leases of what is stored have been answered, at the latest at their deadline."""
+        return state.audit is None or all(one.poll() is not None for one in state.audit.pending.values())
 
     def computed(self, state: RequestState, one: Computed, plan: SavePlan, orders: StepPlan) -> None:
         """A step computes this much of a request: order the comparison if the request is held out and the block is
         complete."""
         audit, block = state.audit, self._facts.layout.block_tokens
-        if audit is None or audit.pending is None or one.stop < (audit.block + 1) * block:
+        if audit is None or False not in audit.pending or one.stop < (audit.block + 1) * block:
             return
-        lease = audit.pending.poll()
-        if lease is None:
-            return
-        audit.lease, audit.pending = lease, None
-        first = audit.block * block
-        pages = one.tables()
+        pages, first = one.tables(), audit.block * block
         # An inexact codec may have restored pages that are now in the engine's own cache, of this block or of earlier
         # ones.
-        is_exact = plan.exact_runs(pages, 0, audit.block + 1) == [(0, audit.block + 1)]
-        if lease.tokens < first + block or not is_exact:
+        is_read = audit.pending[False].poll() is not None
+        if is_read and plan.exact_runs(pages, 0, audit.block + 1) != [(0, audit.block + 1)]:
             self.ended(state)
             return
-        tables = page_runs(pages, first, first + block, self._facts.layout.page_tokens)
-        audit.order = AuditOrder(
-            next(self._numbers), state.request.request_id, self._facts.number, lease.ticket(), first, tables
+        tables = page_runs(pages, first, first + block, self._facts.kv_groups)
+        self._order(state, audit, first + block, tables, plan, orders, is_state=False)
+
+    def passed(
+        self, state: RequestState, blocks: int, tables: tuple[PageRun, ...], plan: SavePlan, orders: StepPlan
+    ) -> None:
+        """A step computes the states behind so many blocks: likewise. tables: with these."""
+        audit = state.audit
+        if audit is not None and True in audit.pending and blocks == audit.block + 1:
+            self._order(state, audit, self._facts.layout.block_tokens, tables, plan, orders, is_state=True)
+
+    def _order(
+        self,
+        state: RequestState,
+        audit: AuditUnderWay,
+        least: int,
+        tables: tuple[PageRun, ...],
+        plan: SavePlan,
+        orders: StepPlan,
+        *,
+        is_state: bool,
+    ) -> None:
+        lease = audit.pending[is_state].poll()
+        if lease is None:
+            return
+        del audit.pending[is_state]
+        audit.leases.append(lease)
+        if lease.tokens < least:
+            self.ended(state)
+            return
+        first = audit.block * self._facts.layout.block_tokens
+        name, number = state.request.request_id, next(self._numbers)
+        orders.audits.append(
+            AuditOrder(number, name, self._facts.number, lease.ticket(), first, tables, is_state=is_state)
         )
-        audit.waiting = set(self._ranks)
-        self._under_way[audit.order.number] = state
-        plan.watch(audit.order.number, tables)
-        orders.audits.append(audit.order)
+        audit.orders[number], audit.results[number] = set(self._ranks), ()
+        self._under_way[number] = state
+        plan.watch(number, tables)
 
     def reported(self, report: AuditReport, plan: SavePlan, now: float) -> AuditVerdict | None:
         """Take one rank's report. Returns the verdict once all have reported; None if one of them had nothing to
         compare: only it may know that the step was computed behind a failed load."""
         state = self._under_way.get(report.number)
         audit = state.audit if state is not None else None
-        if state is None or audit is None or audit.order is None:
+        if state is None or audit is None:
             return None
-        audit.waiting.discard(report.rank)
-        audit.results += report.results
-        audit.is_void |= not report.results
-        if audit.waiting:
+        waiting, so_far = audit.orders[report.number], audit.results[report.number]
+        waiting.discard(report.rank)
+        audit.results[report.number] = so_far + report.results if so_far is not None and report.results else None
+        if waiting:
             return None
-        del self._under_way[report.number]
+        del self._under_way[report.number], audit.orders[report.number]
         plan.unwatch(report.number)
-        audit.order = None
-        results = () if audit.is_void else audit.results
-        self._end(state, [result.verdict for result in results])
+        results = audit.results[report.number] or ()
+        audit.verdicts += [result.verdict for result in results]
+        audit.is_partial |= not results
+        if not audit.pending:
+            self.ended(state)
         return self._choice.audits.record(self.name, results, now)
 
     def close(self) -> dict[int, set[int]]:
         """Ignore all further reports. Returns the comparisons in progress, each with the ranks that have not reported:
         they read pages until then."""
         reading = {}
-        for number, state in self._under_way.items():
+        for number, state in list(self._under_way.items()):
             if state.audit is not None:
-                reading[number] = state.audit.waiting
-                state.audit.order = None
+                reading[number] = state.audit.orders.pop(number)
+                state.audit.is_partial = True
                 self.ended(state)
         self._under_way.clear()
         return reading
 
     def ended(self, state: RequestState) -> None:
-        """The request is over: its audit ends, unless the comparison is in progress. Safe to call again."""
-        if state.audit is not None and state.audit.order is None:
-            self._end(state, [])
-
-    def _end(self, state: RequestState, verdicts: Sequence[AuditVerdict]) -> None:
+        """The request is over: its audit ends, unless a comparison is in progress. Safe to call again."""
         audit = state.audit
-        assert audit is not None
-        if audit.pending is not None:
-            audit.pending.end()
-        if audit.lease is not None:
-            audit.lease.release()
+        if audit is None:
+            return
+        audit.is_partial |= bool(audit.pending)
+        for pending in audit.pending.values():
+            pending.end()
+        audit.pending.clear()
+        if audit.orders:
+            return
+        for lease in audit.leases:
+            lease.release()
         state.audit = None
-        outcomes: list[str] = [*verdicts] or [GIVEN_UP]
+        outcomes: list[str] = [*audit.verdicts] or [GIVEN_UP]
         for outcome in outcomes:
             self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
-        is_sound = bool(verdicts) and AuditVerdict.DRIFTED not in verdicts
+        is_compared = bool(audit.verdicts) and not audit.is_partial
+        is_sound = is_compared and AuditVerdict.DRIFTED not in audit.verdicts
         self._choice.holdout.ended(state.request.request_id, is_sound)
 
     def take_outcomes(self) -> dict[str, int]:

@@ -22,6 +22,7 @@ from kvstore.client.edge import contained
 from kvstore.client.handle import Lease, Match, NamespaceHandle
 from kvstore.client.pending import PendingReply
 from kvstore.client.spans import NO_TRACE, RequestTrace
+from kvstore.client.states import PrefixStates
 from kvstore.protocol.told import told_name
 
 _log = getLogger(__name__)
@@ -50,19 +51,26 @@ class PrefixLookup:
         settings: ConnectorSettings,
         *,
         wait: BlockWait | None = None,
-        trace: RequestTrace = NO_TRACE,
+        states: PrefixStates | None = None,
     ) -> None:
         """Submits the look-up. clock: monotonic seconds. settings: deadlines. wait: for blocks that are elsewhere, or
-        that another engine stores. trace: notes when the look-up and the lease were answered."""
+        that another engine stores. states: of a model that has recurrent ones, of which a load needs the one behind its
+        last token; their namespace is `namespace` where it has no KV."""
         self.namespace = namespace
         self.prompt = prompt
         self.request = request
         self.account = Account.of([(MissReason.DISABLED, prompt.tokens)])
         self.detail = ""
-        self.lease: Lease | None = None
+        self.leases: list[Lease] = []
+        """Of the KV and of the state, as far as the model has them."""
+        self.ends: list[bool] = []
+        """Of each full block of the prompt: whether the state behind it is stored."""
+        self._states, self._has_kv = states, states is None or states.handle is not namespace
         self._clock = clock
         self._match_seconds, self._lease_ms = settings.match_deadline_ms / 1000, settings.lease_deadline_ms
-        self._trace, self._begun_at = trace, clock()
+        self._begun_at = clock()
+        self.trace: RequestTrace = NO_TRACE
+        """Notes when the look-up and the lease were answered."""
         self._asked_at = 0.0
         self._leased_at = 0.0
         self._match: Match | None = None
@@ -71,7 +79,9 @@ class PrefixLookup:
         """It promises nothing any more."""
         self._wait = wait
         self._pending_match: PendingReply[Match] | None = None
-        self._pending_lease: PendingReply[Lease] | None = None
+        self._pending_ends: PendingReply[list[bool]] | None = None
+        self._pending_leases: list[PendingReply[Lease]] = []
+        self._leased_blocks = 0
         with contained(self._fail):
             self._look()
 
@@ -96,16 +106,20 @@ class PrefixLookup:
             return self._matched(first_token, stop_token, reason)
         return 0
 
-    def take(self) -> Lease | None:
-        """The lease, for a load; the caller releases it."""
-        lease, self.lease = self.lease, None
+    def usable(self, match: Match, last_block: int) -> Match:
+        """What can be loaded of a match up to that block: all of it, or up to the last state."""
+        return self._states.cut(match, self.ends, last_block) if self._states is not None else match
+
+    def take(self) -> list[Lease]:
+        """The leases, for a load; the caller releases them."""
+        leases, self.leases = self.leases, []
         self.is_over = True
-        return lease
+        return leases
 
     def give_back(self) -> None:
         """Release what is held. Safe to call again."""
         self.is_over = True
-        for pending in (self._pending_match, self._pending_lease):
+        for pending in (self._pending_match, self._pending_ends, *self._pending_leases):
             if pending is not None:
                 pending.cancel()
         if self._wait is not None:
@@ -123,7 +137,10 @@ class PrefixLookup:
         self._counts = self._counts_short or self.namespace.has_courier
         if wait is not None and (wait.plan.policy is not None or self._seen is not None):
             self._match_seconds = max(self._match_seconds, OPEN_MS / 1000)
-        self._pending_match = self._submitted(self._counts, self._counts_short)
+        if self._has_kv:
+            self._pending_match = self._submitted(self._counts, self._counts_short)
+        if self._states is not None:
+            self._pending_ends = self._states.submit(self.prompt, 1000 * self._match_seconds)
 
     def _submitted(self, counts: bool, counts_short: bool) -> PendingReply[Match]:
         return self.namespace.submit_match(
@@ -146,30 +163,37 @@ class PrefixLookup:
             if wait is not None and wait.goes_on(match.blocks):
                 self._seen = match
                 return
-        if not (self._counts and (self._counts_short or match.blocks == len(match.keys))):
+        if self._has_kv and not (self._counts and (self._counts_short or match.blocks == len(match.keys))):
             self._submitted(counts=True, counts_short=True)  # for the store's own account; the answer is dropped
         if wait is not None:
             match = replace(match, account=wait.plan.account(match.account), detail=wait.plan.detail or match.detail)
         self._match, self.account, self.detail = match, match.account, match.detail
-        self._trace.looked_up(self._clock() - self._begun_at, match.account)
+        self.trace.looked_up(self._clock() - self._begun_at, match.account)
         if not match.tokens:
             self.is_over = True
 
     def _polled(self) -> Match | None:
-        if self._pending_match is None:
+        if self._pending_match is None and self._pending_ends is None:
             self._look()
-        assert self._pending_match is not None
         now = self._clock()
         self._asked_at = self._asked_at or now
-        match = self._pending_match.poll()
-        if match is None and now - self._asked_at < self._match_seconds:
+        if self._pending_match is not None:
+            match = self._pending_match.poll()
+        else:
+            match = self._states.whole(self.prompt) if self._states is not None else None
+        ends = self._pending_ends.poll() if self._pending_ends is not None else self.ends
+        if (match is None or ends is None) and now - self._asked_at < self._match_seconds:
             return None
-        self._pending_match.cancel()
-        self._pending_match = None
-        if match is None:
+        for pending in (self._pending_match, self._pending_ends):
+            if pending is not None:
+                pending.cancel()
+        self._pending_match = self._pending_ends = None
+        if match is None or ends is None:
             self.detail = f"no answer within {1000 * self._match_seconds:g} ms"
             self._miss(MissReason.DEADLINE)
-            self._trace.looked_up(now - self._begun_at, self.account)
+            self.trace.looked_up(now - self._begun_at, self.account)
+            return None
+        self.ends = ends
         return match
 
     def _matched(self, first_token: int, stop_token: int, reason: MissReason) -> int | None:
@@ -178,46 +202,67 @@ class PrefixLookup:
             return 0
         if match is None:
             return None
-        blocks = min(match.tokens, stop_token) // self.namespace.block_tokens
-        tokens = blocks * self.namespace.block_tokens
-        asked = match.account.asked
-        account = match.account.cut(asked - 1, MissReason.LAST_TOKEN).cut(tokens, reason)
-        if tokens <= first_token:
-            self.account = account
+        block = self.namespace.block_tokens
+        blocks = min(match.tokens, stop_token) // block
+        account = match.account.cut(match.account.asked - 1, MissReason.LAST_TOKEN).cut(blocks * block, reason)
+        wanted = self.usable(replace(match.cut(blocks, account), keys=match.keys[:blocks]), blocks)
+        if wanted.tokens <= first_token:
+            self.account = wanted.account
             self.give_back()
             return 0
-        wanted = replace(match.cut(blocks, account), keys=match.keys[:blocks])
-        while not self._is_good(first_token):
+        while not self._is_good(first_token, wanted.blocks):
             self._release()
-            if self._pending_lease is None:
+            if not self._pending_leases:
                 self._begun_at = self._clock()
-                self._pending_lease = self.namespace.submit_lease(wanted, first_token, self._lease_ms, self.request)
-            lease = self._pending_lease.poll()
-            if lease is None:
+                self._pending_leases = self._leasing(wanted, first_token)
+            leases = [pending.poll() for pending in self._pending_leases]
+            if None in leases:
                 return None
-            # It may have been submitted when the engine had more tokens of its own than now.
-            self._pending_lease = None
-            self.lease, self._leased_at = lease, self._clock()
-            self._trace.leased(self._leased_at - self._begun_at, lease.account)
-            if lease.reason is not None:
-                self.detail = lease.detail or self.detail
-        assert self.lease is not None
-        # It may have been taken when more tokens were wanted than now.
-        self.account = self.lease.account.cut(tokens, reason)
-        promised = min(self.lease.tokens, tokens)
-        if promised <= self.lease.first_token:
+            # They may have been submitted when the engine had more tokens of its own than now.
+            self._pending_leases = []
+            self.leases, self._leased_at = [one for one in leases if one is not None], self._clock()
+            self.trace.leased(self._leased_at - self._begun_at, self.leases[0].account)
+            for one in self.leases:
+                if one.reason is not None:
+                    self.detail = one.detail or self.detail
+        return self._promised(wanted, reason)
+
+    def _leasing(self, wanted: Match, first_token: int) -> list[PendingReply[Lease]]:
+        pending, self._leased_blocks = [], wanted.blocks
+        if self._has_kv:
+            pending.append(self.namespace.submit_lease(wanted, first_token, self._lease_ms, self.request))
+        if self._states is not None:
+            state = self._states.match_of(wanted.keys[wanted.blocks - 1])
+            pending.append(self._states.handle.submit_lease(state, 0, self._lease_ms, self.request))
+        return pending
+
+    def _promised(self, wanted: Match, reason: MissReason) -> int:
+        """What the leases hold of what is wanted: where there are states, all of it or nothing."""
+        first, tokens = self.leases[0], wanted.tokens
+        if self._has_kv:
+            # It may have been taken when more tokens were wanted than now.
+            self.account = first.account.cut(tokens, reason)
+            tokens = min(first.tokens, tokens)
+        else:
+            self.account = wanted.account
+        if self._states is not None and (tokens < wanted.tokens or not self.leases[-1].tokens):
+            why = next((one.reason for one in reversed(self.leases) if one.reason is not None), None)
+            self.account, tokens = self.account.cut(0, why or MissReason.NO_STATE), 0
+        if tokens <= first.first_token:
             self.give_back()
             return 0
-        return promised
+        return tokens
 
-    def _is_good(self, first_token: int) -> bool:
-        if self.lease is None or self.lease.released:
+    def _is_good(self, first_token: int, blocks: int) -> bool:
+        if not self.leases or any(lease.released for lease in self.leases):
             return False
-        return self.lease.first_token <= first_token and self._clock() - self._leased_at <= HELD_SECONDS
+        if self._states is not None and self._leased_blocks != blocks:
+            return False  # the state is of another place
+        return self.leases[0].first_token <= first_token and self._clock() - self._leased_at <= HELD_SECONDS
 
     def _release(self) -> None:
-        lease, self.lease = self.lease, None
-        if lease is not None:
+        leases, self.leases = self.leases, []
+        for lease in leases:
             lease.release()
 
     def _miss(self, reason: MissReason) -> None:

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from hashlib import blake2b
 from logging import getLogger
 from typing import Protocol
 
-from engine_adapter.paged.step_plan import NamespaceSpec
+from engine_adapter.paged.step_plan import GroupSpec, NamespaceSpec
 from kvstore.block.account import MissReason, reason_of
+from kvstore.block.layout import Layout
 from kvstore.client.edge import contained
 from kvstore.client.handle import NamespaceHandle, OpenStore
+from kvstore.client.states import PrefixStates
 
 _log = getLogger(__name__)
 
 RETRY_SECONDS = 1.0
 """Between two attempts."""
+
+
+def state_config(config: Mapping[str, str], groups: Iterable[GroupSpec], beside: str) -> dict[str, str]:
+    """What names the namespace of a model's states. beside: the digest of its KV's namespace, of which they are a
+    part; empty where it has no KV."""
+    made_by = "; ".join(f"{group.name}: {group.text}" for group in groups if group.is_state)
+    return {**config, "state": made_by, "beside": beside or blake2b(digest_size=16).hexdigest()}
 
 
 class ClosableStore(OpenStore, Protocol):
@@ -39,6 +49,8 @@ class NamespaceOpener:
         self._store: ClosableStore | None = None
         self._wanted: NamespaceSpec | None = None
         self._handle: NamespaceHandle | None = None
+        self.states: PrefixStates | None = None
+        """Of the open namespace, for a model with recurrent states."""
         self._number = -1
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -110,9 +122,9 @@ class NamespaceOpener:
                 wanted = self._wanted
                 if self._closed or wanted is None:
                     return
-            handle = None
+            handle = states = None
             with contained(self._not_opened):
-                handle = self._opened(wanted)
+                handle, states = self._opened(wanted)
             if handle is None:
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed, RETRY_SECONDS)
@@ -120,27 +132,34 @@ class NamespaceOpener:
             tell = None
             with self._changed:
                 if self._wanted is wanted and not self._closed:
-                    self._handle, self._number = handle, wanted.number
+                    self.states, self._handle, self._number = states, handle, wanted.number
                     self._changed.notify_all()
                     tell, self._tell_when_open = self._tell_when_open, None
             if tell is not None:
                 tell()
             self._failed, self._is_told = None, False
 
-    def _opened(self, wanted: NamespaceSpec) -> NamespaceHandle:
+    def _opened(self, wanted: NamespaceSpec) -> tuple[NamespaceHandle, PrefixStates | None]:
         if self._store is None:
             self._store = self._open_store()
-        handle = self._store.namespace(
+        handle = self._named(wanted, wanted.layout, wanted.codec, wanted.config)
+        handle.is_told = self._is_reported
+        if wanted.states is None or not wanted.has_kv:
+            return handle, PrefixStates(handle) if wanted.states is not None else None
+        config = state_config(wanted.config, wanted.groups, handle.namespace.digest().hex())
+        return handle, PrefixStates(self._named(wanted, wanted.states, "raw", config))
+
+    def _named(self, wanted: NamespaceSpec, layout: Layout, codec: str, config: Mapping[str, str]) -> NamespaceHandle:
+        assert self._store is not None
+        return self._store.namespace(
             model=wanted.model,
-            layout=wanted.layout,
-            codec=wanted.codec,
+            layout=layout,
+            codec=codec,
             weights_epoch=wanted.weights_epoch,
-            config=wanted.config,
+            config=config,
             shard=self._shard,
             name=wanted.name,
         )
-        handle.is_told = self._is_reported
-        return handle
 
     def _not_opened(self, error: Exception) -> None:
         if self._closed:

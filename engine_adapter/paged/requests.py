@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from math import inf
 from typing import Any, Protocol, TypeVar, cast
 
-from engine_adapter.audit.audits import AuditResult, HitSaving
+from engine_adapter.audit.audits import AuditResult, AuditVerdict, HitSaving
 from engine_adapter.cost.fetches import FetchDecision
 from engine_adapter.cost.load_choice import LoadChoice
 from engine_adapter.handoff.fetch import FetchPolicy
 from engine_adapter.paged.announcements import Announcements
 from engine_adapter.paged.lookup import PrefixLookup
-from engine_adapter.paged.step_plan import AuditOrder, LoadOrder
+from engine_adapter.paged.step_plan import LoadOrder
 from kvstore.block.account import Account, HitTier, MissReason
 from kvstore.block.identity import ExtraKey, Prompt
 from kvstore.client.edge import contained
@@ -114,6 +114,15 @@ class Computed:
     tables: Callable[[], Sequence[Sequence[int]]]
 
 
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A step of a request computes the states behind its first `tokens` tokens. pages: with these, by page table."""
+
+    request_id: str
+    tokens: int
+    pages: Mapping[int, int]
+
+
 @dataclass(slots=True)
 class LoadUnderWay:
     """state: of its request. tokens: up to which pages are verified, as far as is known. waiting: ranks that have
@@ -123,7 +132,7 @@ class LoadUnderWay:
 
     state: RequestState = field(repr=False)
     order: LoadOrder
-    lease: Lease | None
+    leases: Sequence[Lease]
     waiting: set[int]
     tokens: int
     is_first: bool
@@ -148,15 +157,18 @@ class LoadUnderWay:
 
 @dataclass(slots=True)
 class AuditUnderWay:
-    """block: the one that is compared; pending, lease: of the stored copy. is_void: a rank had nothing to compare."""
+    """block: the one that is compared, with the state behind it where there are states. pending: the leases of what is
+    stored and not compared yet, of a state by True. orders: comparisons in progress, each with the ranks that have not
+    reported; results: of these so far, None if a rank had nothing to compare. is_partial: something was not compared.
+    """
 
     block: int
-    pending: PendingReply[Lease] | None
-    lease: Lease | None = None
-    order: AuditOrder | None = None
-    waiting: set[int] = field(default_factory=set)
-    results: tuple[AuditResult, ...] = ()
-    is_void: bool = False
+    pending: dict[bool, PendingReply[Lease]]
+    leases: list[Lease] = field(default_factory=list)
+    orders: dict[int, set[int]] = field(default_factory=dict)
+    results: dict[int, tuple[AuditResult, ...] | None] = field(default_factory=dict)
+    verdicts: list[AuditVerdict] = field(default_factory=list)
+    is_partial: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -168,7 +180,8 @@ class RequestState:
     the store's, at its last admission. held_out: whether its hit is computed all the same, None until that is decided.
     added_at, and found_tokens in the store: until its first token, to learn what hits save. sealing: the pending query
     for its ticket. is_renewed: the retention of its stored blocks was renewed as it asks.
-    is_counted: its hits and misses were reported."""
+    is_counted: its hits and misses were reported. ends: numbers of blocks behind which the state is stored, or was
+    offered. parted_at: tokens up to which KV was found, where states end before that."""
 
     request: EngineRequest
     facts: RequestSpec
@@ -198,6 +211,8 @@ class RequestState:
     sealing: PendingReply[Sealed] | None = None
     is_renewed: bool = False
     is_counted: bool = False
+    ends: set[int] = field(default_factory=set)
+    parted_at: int = 0
 
     def hit_tiers(self, tokens: int) -> dict[HitTier, int]:
         """The tiers of this many tokens that are loaded for it. Empty if unknown."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from engine_adapter.paged.step_plan import PageRun, SaveOrder, SaveReport
+from engine_adapter.paged.step_plan import GroupSpec, LoadOrder, PageRun, SaveOrder, SaveReport
 from kvstore.block.account import MissReason
 
 FREED = 0
@@ -38,10 +38,10 @@ class Offer:
 
 
 class SavePlan:
-    def __init__(self, ranks: Iterable[int], page_tokens: int, block_tokens: int) -> None:
-        """ranks: workers that report each save."""
+    def __init__(self, ranks: Iterable[int], groups: Sequence[GroupSpec], block_tokens: int) -> None:
+        """ranks: workers that report each save. groups: with KV."""
         self._ranks = tuple(ranks)
-        self._page_tokens = page_tokens
+        self._groups = tuple(groups)
         self._block_tokens = block_tokens
         self._offers: dict[int, Offer] = {}
         self._reading: dict[int, set[int]] = {}
@@ -62,22 +62,23 @@ class SavePlan:
         """An inexact codec restored these, in the load of that number."""
         self._decoded.update(dict.fromkeys(pages, number))
 
-    def computed(self, pages: Iterable[int], number: int) -> None:
-        """The load of that number failed, and the engine computes these pages itself. A page that another load has
+    def computed(self, load: LoadOrder, tokens: int) -> None:
+        """The load failed, and the engine itself computes the pages behind so many tokens. A page that another load has
         filled since keeps its mark."""
-        for page in pages:
-            if self._decoded.get(page) == number:
-                del self._decoded[page]
+        for run, group in zip(load.tables, self._groups, strict=True):
+            for page in run.pages[max(0, tokens // group.page_tokens - run.first) :]:
+                if self._decoded.get(page) == load.number:
+                    del self._decoded[page]
 
     def exact_runs(self, tables: Sequence[Sequence[int]], first_block: int, stop_block: int) -> list[tuple[int, int]]:
         """Runs of blocks whose pages are all as the engine computed them."""
         if not self._decoded:
             return [(first_block, stop_block)]
-        per_block = self._block_tokens // self._page_tokens
         runs: list[tuple[int, int]] = []
         for number in range(first_block, stop_block):
-            span = slice(number * per_block, (number + 1) * per_block)
-            if not all(self._decoded.keys().isdisjoint(table[span]) for table in tables):
+            first = number * self._block_tokens
+            of_block = page_runs(tables, first, first + self._block_tokens, self._groups)
+            if not all(self._decoded.keys().isdisjoint(run.pages) for run in of_block):
                 continue
             if runs and runs[-1][1] == number:
                 runs[-1] = (runs[-1][0], number + 1)
@@ -123,13 +124,17 @@ class SavePlan:
 
 
 def page_runs(
-    tables: Sequence[Sequence[int]], first_token: int, stop_token: int, page_tokens: int
+    tables: Sequence[Sequence[int]], first_token: int, stop_token: int, groups: Iterable[GroupSpec]
 ) -> tuple[PageRun, ...]:
     """Each group's pages of these tokens, without leading pages that were freed since, which an engine's tables list as
-    page 0 (sliding windows)."""
-    first, stop = first_token // page_tokens, -(-stop_token // page_tokens)
+    page 0 (sliding windows); of a state, the page with the state behind the last of them."""
     runs = []
-    for table in tables:
+    for group in groups:
+        table, stop = tables[group.table], -(-stop_token // group.page_tokens)
+        if group.is_state:
+            runs.append(PageRun(0, list(table[stop - 1 : stop])))
+            continue
+        first = first_token // group.page_tokens
         pages = list(table[first:stop])
         freed = next((at for at, page in enumerate(pages) if page != FREED), len(pages))
         runs.append(PageRun(first + freed, pages[freed:]))

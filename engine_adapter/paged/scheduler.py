@@ -34,6 +34,7 @@ from engine_adapter.paged.requests import (
     NEVER,
     TELL_SECONDS,
     TICKET_SECONDS,
+    Boundary,
     Computed,
     EngineRequest,
     LoadUnderWay,
@@ -52,6 +53,7 @@ from engine_adapter.paged.step_plan import (
     LoadOrder,
     LoadReport,
     NamespaceSpec,
+    PageRun,
     SaveOrder,
     SaveReport,
     StepPlan,
@@ -60,6 +62,8 @@ from engine_adapter.paged.step_plan import (
 from kvstore.block.account import Account, HitTier, MissReason
 from kvstore.block.codec import codec_named
 from kvstore.block.identity import Prompt
+from kvstore.block.layout import Attention
+from kvstore.block.states import StatePolicy
 from kvstore.client.edge import contained
 from kvstore.client.handle import Lease, NamespaceHandle
 
@@ -98,8 +102,9 @@ class PagedScheduler:
         self._ranks: tuple[int, ...] = (0,)
         self._is_exact, self._is_broken = True, False
         self._states: dict[str, RequestState] = {}
-        self._loads, self._plan = LoadPlan(1, 1), SavePlan((0,), 1, 1)
+        self._loads, self._plan = LoadPlan(1, 1), SavePlan((0,), (), 1)
         self._audits: AuditPlan | None = None
+        self._kept_states: StatePolicy | None = None
         self._former_audits: dict[int, set[int]] = {}
         """Comparisons that were given up, each with the ranks that have not reported."""
         self._saving: dict[int, EngineRequest] = {}
@@ -132,7 +137,10 @@ class PagedScheduler:
         self._facts, self._ranks = facts, tuple(ranks)
         if not self._is_broken:
             self._refused = None  # also after drift: these are other weights, or renamed ones
-        self._is_exact, self._plan = codec.is_exact, SavePlan(ranks, layout.page_tokens, layout.block_tokens)
+        self._is_exact, self._plan = codec.is_exact, SavePlan(ranks, facts.kv_groups, layout.block_tokens)
+        if facts.states is not None:
+            per_token = payload_bytes // layout.block_tokens if facts.has_kv else 0
+            self._kept_states = StatePolicy(layout.block_tokens, facts.states.raw_bytes, per_token)
         self.choice = LoadChoice(
             payload_bytes / layout.block_tokens,
             is_on=settings.cost_model,
@@ -232,9 +240,9 @@ class PagedScheduler:
         """The engine has room for a request. tokens: how many behind its own it counts on; 0 for none, and for the
         second call after a load beside its steps."""
         state = self._states.get(request_id)
-        first = state.local_tokens // self.page_tokens if state is not None else 0
-        for table in tables:
-            self._taken.update(table[first:])
+        local = state.local_tokens if state is not None else 0
+        for table, page in zip(tables, self._facts.table_tokens if self._facts is not None else (), strict=False):
+            self._taken.update(table[local // page :])
         if state is None or self._loads.resumes(request_id):
             return
         lookup = state.lookup
@@ -254,13 +262,9 @@ class PagedScheduler:
             self._news.is_due()
         if tokens and self._facts is not None:
             # Without a lease the order fails at the worker: an engine that counts on these tokens must learn that.
-            handle, lease = (lookup.namespace, lookup.take()) if lookup is not None else (None, None)
-            here = (
-                LeaseHere(lease, handle)
-                if lease is not None and handle is not None and self._reads_here(state)
-                else None
-            )
-            self._order_load(state, self._facts, lease, here, tables, state.local_tokens + tokens, is_first=is_first)
+            leases = lookup.take() if lookup is not None else []
+            here = LeaseHere(leases[0], lookup.namespace) if lookup and leases and self._reads_here(state) else None
+            self._order_load(state, self._facts, leases, here, tables, state.local_tokens + tokens, is_first=is_first)
         elif lookup is not None and found is None and not lookup.is_over:
             state.late_lookup, state.lookup = lookup, None  # it says which blocks need not be saved
         else:
@@ -290,15 +294,28 @@ class PagedScheduler:
             self._counts.add(state.account)
         return {**self._news.over(state), "block_tokens": self.block_tokens}
 
+    def parted_at(self, request_id: str) -> int:
+        """Where the engine should keep a request's states, besides where it does: KV was found up to there, and states
+        were not. 0 for nowhere."""
+        state = self._states.get(request_id)
+        return state.parted_at if state is not None else 0
+
     def hit_tiers(self, request_id: str, tokens: int) -> dict[HitTier, int]:
         state = self._states.get(request_id)
         return state.hit_tiers(tokens) if state is not None else {}
 
     # A step ----------------------------------------------------------------------------------------------------------
 
-    def step(self, running: set[str], due: Sequence[Computed], grown: Iterable[int], work: StepWork) -> StepPlan:
+    def step(
+        self,
+        running: set[str],
+        due: Sequence[Computed],
+        grown: Iterable[int],
+        work: StepWork,
+        boundaries: Iterable[Boundary] = (),
+    ) -> StepPlan:
         """The workers' orders for this step. running: all requests that it computes. due: those of them that complete a
-        block. grown: new pages of requests that ran before."""
+        block. grown: new pages of requests that ran before. boundaries: at which recurrent states can be read."""
         orders, self._orders = self._orders, StepPlan()
         if running:
             self._step += 1
@@ -311,6 +328,9 @@ class PagedScheduler:
             for load in orders.loads:
                 self._plan.decoded((page for run in load.tables for page in run.pages), load.number)
         self._offer_all(due, orders)
+        for one in boundaries:
+            with contained(self.broke):
+                self._offer_state(one, orders)
         self._running = running
         self._idle_seconds = IDLE_WAIT_SECONDS
         if self._parked.waiting:
@@ -421,9 +441,10 @@ class PagedScheduler:
                 request.request_id,
                 self._clock,
                 self.settings,
-                wait=self._wait_of(state, namespace),
-                trace=facts.trace,
+                wait=self._wait_of(state, namespace) if self._facts.has_kv else None,
+                states=self.opener.states,
             )
+            state.lookup.trace = facts.trace
 
     def _ask_late(self, state: RequestState, computed: int) -> None:
         """Look up a request whose admission did not wait for that; called in each step until the answer is there."""
@@ -494,17 +515,25 @@ class PagedScheduler:
         return True
 
     def _promised(self, state: RequestState, lookup: PrefixLookup, local_tokens: int) -> int | None:
-        match = lookup.found()
-        if match is None:
+        found = lookup.found()
+        if found is None:
             return 0 if lookup.is_over else None
+        whole = (state.prompt.tokens - 1) // self.block_tokens
+        match = lookup.usable(found, whole)
         if state.chosen_for != local_tokens and self.choice is not None and self._audits is not None:
             state.chosen_for = local_tokens
+            state.ends.update(at for at, is_end in enumerate(lookup.ends, 1) if is_end)
+            if self._facts is not None and self._facts.has_kv and min(found.blocks, whole) > match.blocks:
+                state.parted_at = min(found.blocks, whole) * self.block_tokens
             block, page = self.block_tokens, self.page_tokens
             is_hit = min(match.tokens, state.prompt.tokens - 1) // block * block > local_tokens
             takes_all = self.choice.holdout.takes_all
             # Also after a preemption if all hits are computed: nothing is loaded uncompared.
             if is_hit and state.held_out is None and (takes_all or not state.is_admitted):
-                state.held_out = self._audits.begins(state, match, lookup.namespace, self._clock())
+                states, now = self.opener.states, self._clock()
+                state.held_out = self._audits.begins(state, match, lookup.namespace, states, now)
+                if state.held_out and states is not None:
+                    state.parted_at = match.tokens  # to be compared there
             # If all hits are computed, chance has not chosen which: the saving cannot be learned from them.
             state.found_tokens = match.tokens if is_hit and not takes_all else 0
             cap = (state.prompt.tokens - 1) // page * page
@@ -534,8 +563,9 @@ class PagedScheduler:
 
     @property
     def _is_told_by_page(self) -> bool:
-        groups = self._facts.layout.groups if self._facts is not None else ()
-        return len(groups) == 1 and not groups[0].window
+        if self._facts is None or len(self._facts.table_tokens) > 1:
+            return False
+        return all(group.attention is Attention.FULL for group in self._facts.groups)
 
     def _waits(self, state: RequestState, promised: int) -> bool:
         mode = self.settings.load
@@ -553,7 +583,7 @@ class PagedScheduler:
         self,
         state: RequestState,
         facts: NamespaceSpec,
-        lease: Lease | None,
+        leases: Sequence[Lease],
         here: LeaseHere | None,
         tables: Sequence[Sequence[int]],
         stop_token: int,
@@ -561,19 +591,22 @@ class PagedScheduler:
         is_first: bool,
     ) -> None:
         waits, request_id = state.waits, state.request.request_id
+        tickets = [lease.ticket() for lease in leases] or [b""]
         order = LoadOrder(
             next(self._numbers),
             request_id,
             facts.number,
-            lease.ticket() if lease is not None else b"",
+            tickets[0],
             state.local_tokens,
             stop_token,
-            page_runs(tables, state.local_tokens, stop_token, self.page_tokens),
+            page_runs(tables, state.local_tokens, stop_token, facts.kv_groups),
             waits,
             self.settings.load is LoadMode.LAYERWISE,
             here,
+            tickets[-1],
+            page_runs(tables, state.local_tokens, stop_token, facts.state_groups),
         )
-        state.load = LoadUnderWay(state, order, lease, set(self._ranks), stop_token, is_first=is_first)
+        state.load = LoadUnderWay(state, order, leases, set(self._ranks), stop_token, is_first=is_first)
         if waits:
             state.load.pages = tuple(tables[0][state.local_tokens // self.page_tokens :])
         self._loads.add(state.load)
@@ -587,8 +620,8 @@ class PagedScheduler:
         load = self._loads.reported(report)
         if load is None:
             return
-        if load.lease is not None:
-            load.lease.release()
+        for lease in load.leases:
+            lease.release()
         order, tokens, is_whole = load.order, load.end, load.is_whole
         self._counts.load_ended(load.seconds, is_whole=is_whole)
         load.state.facts.trace.loaded(load.seconds, tokens - order.first_token)
@@ -596,9 +629,7 @@ class PagedScheduler:
             seconds = load.seconds if order.waits else None
             self.choice.ended(order.request, seconds, tokens - order.first_token, self._clock())
         if not is_whole:  # the engine computes these
-            page = tokens // self.page_tokens
-            behind = (number for run in order.tables for number in run.pages[max(0, page - run.first) :])
-            self._plan.computed(behind, order.number)
+            self._plan.computed(order, tokens)
         is_miss = load.is_first and not is_whole
         state = load.state
         if state.load is not load:
@@ -638,58 +669,102 @@ class PagedScheduler:
             asked, found = state.account.asked, state.found_tokens
             self._first_tokens.append((self._step, state.added_at, bool(state.held_out), asked, found))
             state.found_tokens = 0
-        facts, policy, namespace = state.facts, self.settings.save, self.opener.now()
-        is_other = self._facts is None or state.number != self._facts.number or self._refused is not None
-        if namespace is None or is_other or facts.refused is not None or not facts.saves or policy is SavePolicy.NONE:
+        namespace = self._saves_into(state)
+        if namespace is None or self._facts is None or not self._facts.has_kv:
             state.request.due = NEVER
             return
         block = namespace.block_tokens
-        stop = min(one.stop, state.request.num_tokens)
+        stop = self._stop_of(state, one.stop)
         if state.late_at and one.stop >= state.late_at:
             self._ask_late(state, one.stop)
-        if policy is SavePolicy.PROMPT:
-            stop = min(stop, state.request.num_prompt_tokens)
         stop_block = stop // block
         if stop_block <= state.offered:
             if held := state.take_renewal(one.stop):
-                self._order_save(state, one.tables(), held, held, orders)
+                self._order_save(state, self._runs(one.tables(), held, held), held, held, orders)
             if stop < one.stop and not state.late_at:
                 state.request.due = NEVER  # none of it will be offered any more
             else:
                 self._is_offered(state, state.offered)
             return
-        if stop_block > len(state.prompt.keys):
-            first = len(state.prompt.keys) * block
-            token_ids = state.request.token_ids(first, stop_block * block)
-            state.prompt = namespace.hashed(token_ids, facts.extra_keys, state.prompt)
+        self._hash_to(state, namespace, stop_block)
         tables = one.tables()
         for first_block, last_block in self._plan.exact_runs(tables, state.offered, stop_block):
-            self._order_save(state, tables, first_block, last_block, orders)
+            self._order_save(state, self._runs(tables, first_block, last_block), first_block, last_block, orders)
         self._is_offered(state, stop_block)
+
+    def _runs(self, tables: Sequence[Sequence[int]], first_block: int, stop_block: int) -> tuple[PageRun, ...]:
+        assert self._facts is not None
+        block = self.block_tokens
+        return page_runs(tables, first_block * block, stop_block * block, self._facts.kv_groups)
+
+    def _saves_into(self, state: RequestState) -> NamespaceHandle | None:
+        """The namespace for what this request computes now; None if that is not to be saved."""
+        is_other = self._facts is None or state.number != self._facts.number or self._refused is not None
+        facts = state.facts
+        if is_other or facts.refused is not None or not facts.saves or self.settings.save is SavePolicy.NONE:
+            return None
+        return self.opener.now()
+
+    def _stop_of(self, state: RequestState, stop: int) -> int:
+        """Up to where KV that is complete may be saved."""
+        if self.settings.save is SavePolicy.PROMPT:
+            return min(stop, state.request.num_prompt_tokens)
+        return min(stop, state.request.num_tokens)
+
+    def _hash_to(self, state: RequestState, namespace: NamespaceHandle, blocks: int) -> None:
+        known = len(state.prompt.keys)
+        if blocks > known:
+            token_ids = state.request.token_ids(known * namespace.block_tokens, blocks * namespace.block_tokens)
+            state.prompt = namespace.hashed(token_ids, state.facts.extra_keys, state.prompt)
+
+    def _offer_state(self, one: Boundary, orders: StepPlan) -> None:
+        """Save the states behind a whole block, unless they are stored or not worth their room."""
+        state = self._states.get(one.request_id)
+        namespace = self._saves_into(state) if state is not None else None
+        if state is None or namespace is None or self._facts is None or self._audits is None:
+            return
+        blocks, rest = divmod(one.tokens, namespace.block_tokens)
+        groups = self._facts.state_groups
+        if rest or one.tokens > self._stop_of(state, one.tokens) or not all(g.table in one.pages for g in groups):
+            return
+        self._hash_to(state, namespace, blocks)
+        tables = tuple(PageRun(0, [one.pages[group.table]]) for group in groups)
+        self._audits.passed(state, blocks, tables, self._plan, orders)
+        kept = self._kept_states
+        if blocks in state.ends or kept is None:
+            return
+        prompt, parted_at = state.request.num_prompt_tokens, state.parted_at
+        if kept.wanted(one.tokens - 1, one.tokens, prompt, parted_at=parted_at, end=one.tokens):
+            state.ends.add(blocks)
+            self._order_save(state, tables, blocks - 1, blocks, orders, is_state=True)
 
     def _order_save(
         self,
         state: RequestState,
-        tables: Sequence[Sequence[int]],
+        tables: Sequence[PageRun],
         first_block: int,
         stop_block: int,
         orders: StepPlan,
+        *,
+        is_state: bool = False,
     ) -> None:
         assert self._facts is not None
-        block, facts = self.block_tokens, state.facts
+        facts, keys = state.facts, state.prompt.keys
         order = SaveOrder(
             next(self._numbers),
             state.request.request_id,
             self._facts.number,
-            b"".join(state.prompt.keys[:stop_block]),
-            first_block * block,
-            page_runs(tables, first_block * block, stop_block * block, self.page_tokens),
+            b"".join(keys[first_block if is_state else 0 : stop_block]),
+            0 if is_state else first_block * self.block_tokens,
+            tuple(tables),
             facts.kept_seconds(self.settings.ttl, TICKET_SECONDS),
             facts.priority if facts.priority is not None else self.settings.priority,
             facts.hands_over,
+            is_state,
         )
         self._plan.add(order, first_block, stop_block)
-        self.announced.expect(state.request, state.prompt.keys[first_block:stop_block], first_block)
+        if not is_state:
+            self.announced.expect(state.request, keys[first_block:stop_block], first_block)
         self._saving[order.number] = state.request
         orders.saves.append(order)
 
@@ -700,19 +775,23 @@ class PagedScheduler:
         request = self._saving.pop(report.number)
         self._counts.saved_blocks += offer.stored
         self._counts.dropped_saves += offer.dropped
-        self.announced.saved(offer.order.keys, offer.first_block, offer.held)
+        if not offer.order.is_state:
+            self.announced.saved(offer.order.keys, offer.first_block, offer.held)
         state = self._states.get(offer.order.request)
         if state is None or state.request is not request:
             return
         state.saved_blocks += offer.stored
         if offer.reason is not None:
             state.put_reasons[offer.reason] = state.put_reasons.get(offer.reason, 0) + 1
+        if offer.order.is_state:
+            return  # its pages may be gone: no second attempt
         if offer.held < offer.stop_block:
             state.offered = min(state.offered, offer.held)  # offered again when the next block is due
 
     def _is_offered(self, state: RequestState, blocks: int) -> None:
         state.offered = blocks
         saves = state.facts.refused is None and state.facts.saves and self.settings.save is not SavePolicy.NONE
+        saves &= self._facts is None or self._facts.has_kv
         due = (blocks + 1) * self.block_tokens if saves and self.block_tokens else NEVER
         if state.late_at and due != NEVER:
             due = min(due, state.late_at)

@@ -12,27 +12,42 @@ from dataclasses import dataclass, field
 
 from engine_adapter.audit.audits import AuditResult
 from kvstore.block.account import MissReason
-from kvstore.block.layout import Layout
+from kvstore.block.layout import Attention, Layout
 from kvstore.client.handle import Lease, NamespaceHandle
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """One KV group as a worker's engine registered it: this rank's heads. layers: numbers over all groups; window: 0
-    for full attention."""
+    """One group of layers as a worker's engine registered it: this rank's heads. layers: numbers over all groups.
+    page_tokens: of its pages; row_tokens: that one stored row covers, of a state the whole page. split: kernel pages to
+    a page. table: which of the engine's page tables names its pages; several groups may share one. Of a state, text:
+    what its bytes are; tensors: (dtype, numbers) of those in them; made_of: the dtype of what it was computed from."""
 
     name: str
     layers: tuple[int, ...]
     kv_heads: int
     widths: tuple[int, ...]
     dtype: str
+    attention: Attention
     window: int
+    page_tokens: int
+    row_tokens: int = 1
+    split: int = 1
+    table: int = 0
+    text: str = ""
+    tensors: tuple[tuple[str, int], ...] = ()
+    made_of: str = ""
+
+    @property
+    def is_state(self) -> bool:
+        return self.attention is Attention.STATE
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """The pages of one worker. packing: how numbers lie in a page, proven; scales: digest of the KV scales. page_bytes:
-    of one page in all layers. refused: why nothing can be stored, else empty."""
+    """The pages of one worker. page_tokens: the least common multiple of the groups' pages. packing: how numbers lie in
+    a page, proven; scales: digest of the KV scales. page_bytes: of `page_tokens` tokens in all layers, without states.
+    refused: why nothing can be stored, else empty."""
 
     rank: int
     page_tokens: int
@@ -47,7 +62,9 @@ class WorkerSpec:
 @dataclass(frozen=True, slots=True)
 class NamespaceSpec:
     """The namespace that a worker opens. number: raised with each change, so that orders and namespaces cannot be mixed
-    up. name: of the model, for people."""
+    up. name: of the model, for people. groups: of which the layouts are made; table_tokens: of a page in each of the
+    engine's tables. states: the layout of recurrent states, which have a namespace of their own; where the model has no
+    KV it is `layout`."""
 
     number: int
     session: str
@@ -57,6 +74,21 @@ class NamespaceSpec:
     weights_epoch: int
     config: Mapping[str, str]
     name: str = ""
+    groups: tuple[GroupSpec, ...] = ()
+    table_tokens: tuple[int, ...] = ()
+    states: Layout | None = None
+
+    @property
+    def has_kv(self) -> bool:
+        return self.states != self.layout
+
+    @property
+    def kv_groups(self) -> tuple[GroupSpec, ...]:
+        return tuple(group for group in self.groups if not group.is_state)
+
+    @property
+    def state_groups(self) -> tuple[GroupSpec, ...]:
+        return tuple(group for group in self.groups if group.is_state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +119,8 @@ def _elsewhere() -> None:
 class LoadOrder:
     """Load leased blocks into pages. number: the order's own. tables: by group, from the page of first_token on. waits:
     the step needs it; otherwise the request is parked until it is reported. here: the scheduler's lease, for a worker
-    in its process and a load that its step waits for: the lease cannot be released meanwhile."""
+    in its process and a load that its step waits for: the lease cannot be released meanwhile. state_ticket,
+    state_tables: of the state behind stop_token, without which nothing of it counts as loaded."""
 
     number: int
     request: str
@@ -99,12 +132,15 @@ class LoadOrder:
     waits: bool
     layerwise: bool = False
     here: LeaseHere | None = None
+    state_ticket: bytes = b""
+    state_tables: tuple[PageRun, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
     """Offer a prompt's blocks from first_token on, once the step is over. keys: of all its blocks up to the last that
-    is offered, joined. tables: by group, from the page of first_token on. is_urgent: another engine waits for it."""
+    is offered, joined. tables: by group, from the page of first_token on. is_urgent: another engine waits for it.
+    is_state: the one key's block is the state behind its last token."""
 
     number: int
     request: str
@@ -115,12 +151,13 @@ class SaveOrder:
     ttl: float | None
     priority: int
     is_urgent: bool = False
+    is_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class AuditOrder:
     """Compare a stored block with the one that the engine computed, once the step is over. first_token: the block's;
-    tables: by group, its pages."""
+    tables: by group, its pages. is_state: it is a state."""
 
     number: int
     request: str
@@ -128,6 +165,7 @@ class AuditOrder:
     ticket: bytes
     first_token: int
     tables: tuple[PageRun, ...]
+    is_state: bool = False
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from engine_adapter.audit.audits import AuditResult
-from engine_adapter.audit.blocks import compare_block, compare_opaque
+from engine_adapter.audit.blocks import compare_block, compare_opaque, compare_states
 from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
 from engine_adapter.paged.pages import EnginePages, opaque_dtype
 from engine_adapter.paged.save_plan import SavePatience
@@ -32,7 +32,6 @@ from engine_adapter.paged.step_plan import (
     AuditReport,
     LoadOrder,
     LoadReport,
-    PageRun,
     SaveOrder,
     SaveReport,
     StepPlan,
@@ -40,8 +39,8 @@ from engine_adapter.paged.step_plan import (
 )
 from kvstore.block.account import MissReason, reason_of
 from kvstore.block.identity import Prompt
-from kvstore.block.layout import Layout
-from kvstore.block.pages import Pages
+from kvstore.block.layout import Attention, Layout
+from kvstore.block.pages import GroupPages, Pages
 from kvstore.client.edge import contained
 from kvstore.client.get import Loaded
 from kvstore.client.handle import Lease, NamespaceHandle
@@ -112,8 +111,9 @@ class PagedWorker:
         self._saves: deque[_Reader] = deque()
         self._saving = set[_Reader]()
         self._waiting_bytes = 0
-        has_windows = any(group.window for group in pages.facts.groups)
-        self._save_patience = SavePatience(0.0 if has_windows else save_patience)
+        self._frees_early = any(group.attention is not Attention.FULL for group in pages.facts.groups)
+        """Whether the engine takes pages back from requests that run."""
+        self._save_patience = SavePatience(0.0 if self._frees_early else save_patience)
         self._is_hurried = False
         self._done_loads: list[LoadReport] = []
         self._reports: list[LoadReport] = []
@@ -202,7 +202,7 @@ class PagedWorker:
                 else:
                     self._saves.append(_Reader(audit, after, now))
             for order in orders:
-                size = sum(len(run.pages) for run in order.tables[:1]) * self.pages.facts.page_bytes
+                size = self._bytes_of(order)
                 if is_stale or self._waiting_bytes + size > self._save_bytes or self._closed:
                     if not is_stale and self._saves:  # if they had not waited, there might be room
                         self._save_patience.gave_up(now)
@@ -267,6 +267,17 @@ class PagedWorker:
         if self._namespace is not None:
             self._namespace.close(max(0.0, give_up_at - self._clock()) + 0.5)
 
+    def _bytes_of(self, order: SaveOrder) -> int:
+        facts = self.pages.facts
+        if order.is_state:
+            return sum(len(group.layers) * sum(group.widths) for group in facts.groups if group.is_state)
+        run, page = (
+            order.tables[0],
+            next((one.page_tokens for one in facts.groups if not one.is_state), facts.page_tokens),
+        )
+        tokens = (run.first + len(run.pages)) * page - order.first_token
+        return tokens * facts.page_bytes // facts.page_tokens
+
     # Loads -----------------------------------------------------------------------------------------------------------
 
     def _load_loop(self) -> None:
@@ -312,8 +323,8 @@ class PagedWorker:
         reason: MissReason | None = None
 
         def failed(error: Exception) -> None:
-            nonlocal reason
-            reason = self._fault(error)
+            nonlocal tokens, reason
+            tokens, reason = order.first_token, self._fault(error)
 
         with contained(failed):
             here = order.here
@@ -321,22 +332,40 @@ class PagedWorker:
             if namespace is None:
                 reason = self._why_closed(order.namespace)
             else:
-                lease = here.lease if here is not None else namespace.attach(order.ticket)
-                with nullcontext() if here is not None else lease:
-                    if lease.tokens > order.first_token:
-                        pages = self.pages.pages(
-                            order.tables, namespace.layout, order.first_token, is_exact=namespace.is_exact
-                        )
-                        got = tokens
-                        for loaded in self._loaded(namespace, lease, pages, order):
-                            got, reason = min(loaded.tokens, order.stop_token), loaded.reason
-                        tokens = max(tokens, got)
-                    else:
-                        reason = lease.reason or MissReason.STALE_HINT
+                tokens, reason = order.stop_token, None
+                if order.tables:
+                    tokens, reason = self._load_kv(namespace, order)
+                if order.state_tables and tokens >= order.stop_token:
+                    reason = self._load_state(order)
+                if order.state_tables and reason is not None:
+                    tokens = order.first_token  # where it ends early, there is no state
         # An engine with several groups is told only by the reason that the load failed.
         reason = None if tokens >= order.stop_token else reason or MissReason.STALE_HINT
         seconds = self._clock() - asked_at
         return LoadReport(order.number, order.request, self._rank, tokens, seconds, reason)
+
+    def _load_kv(self, namespace: NamespaceHandle, order: LoadOrder) -> tuple[int, MissReason | None]:
+        """Up to which token, and why not further."""
+        tokens, reason, here = order.first_token, None, order.here
+        lease = here.lease if here is not None else namespace.attach(order.ticket)
+        with nullcontext() if here is not None else lease:
+            if lease.tokens <= order.first_token:
+                return tokens, lease.reason or MissReason.STALE_HINT
+            pages = self.pages.pages(order.tables, namespace.layout, order.first_token, is_exact=namespace.is_exact)
+            for loaded in self._loaded(namespace, lease, pages, order):
+                tokens, reason = min(loaded.tokens, order.stop_token), loaded.reason
+        return max(tokens, order.first_token), reason
+
+    def _load_state(self, order: LoadOrder) -> MissReason | None:
+        """Why it did not come."""
+        states = self._states()
+        if states is None:
+            return MissReason.DISABLED
+        with states.attach(order.state_ticket) as lease:
+            if not lease.tokens:
+                return lease.reason or MissReason.STALE_HINT
+            loaded = states.get(lease, into=self.pages.pages(order.state_tables, states.layout, 0, is_exact=True))
+            return None if loaded.tokens == states.block_tokens else loaded.reason or MissReason.STALE_HINT
 
     def _loaded(self, namespace: NamespaceHandle, lease: Lease, pages: Pages, order: LoadOrder) -> Iterator[Loaded]:
         """At once, or layer by layer; the last report holds for all layers."""
@@ -412,29 +441,32 @@ class PagedWorker:
     def _audit(self, order: AuditOrder, reader: _Reader) -> tuple[AuditResult, ...]:
         """Any thread. Compare the stored block with the computed one."""
         with contained(self._fault):
-            namespace = self._opened(order.namespace, OPEN_SECONDS)
+            namespace = self._opened(order.namespace, OPEN_SECONDS, is_state=order.is_state)
             if namespace is None:
                 return ()
-            pages = self.pages.pages(order.tables, namespace.layout, order.first_token, is_exact=namespace.is_exact)
-            into = _blank(pages)
+            first, layout = 0 if order.is_state else order.first_token, namespace.layout
+            pages = self.pages.pages(order.tables, layout, first, is_exact=namespace.is_exact)
+            into = _blank(pages, layout)
             with namespace.attach(order.ticket) as lease:
-                stop = order.first_token + namespace.block_tokens
-                if namespace.get(lease, into=into, first_token=order.first_token).tokens < stop:
+                if namespace.get(lease, into=into, first_token=first).tokens < first + layout.block_tokens:
                     return ()
             reading = _Reading(self, reader)
             if not reading.begin():
                 return ()
             try:
-                computed = _block(pages, namespace.layout)
+                computed = _block(pages, layout, first)
                 self.pages.stream.wait()  # these are copies: pages may be written to once they are complete
             finally:
                 reading.end()
             if not computed:
                 return ()
-            stored, codec = _block(into, namespace.layout), namespace.namespace.codec
+            stored, codec = _block(into, layout, first), namespace.namespace.codec
+            if order.is_state:
+                groups = [group for group in self.pages.facts.groups if group.is_state]
+                return (compare_states(stored, computed, groups, order.first_token + layout.block_tokens),)
             # With several groups a layer's depth in the model is unknown: all may then differ as much as the last.
-            deepest = len(pages.planes) - 1 if len(namespace.layout.groups) > 1 else None
-            dtype = opaque_dtype(namespace.layout.packing)
+            deepest = len(pages.planes) - 1 if len(layout.groups) > 1 else None
+            dtype = opaque_dtype(layout.packing)
             if dtype is not None:
                 result = compare_opaque(stored, computed, dtype, deepest)
                 return () if result is None else (result,)
@@ -451,19 +483,19 @@ class PagedWorker:
             reason = self._fault(error)
 
         with contained(failed):
-            namespace = self._opened(order.namespace, OPEN_SECONDS)
+            namespace = self._opened(order.namespace, OPEN_SECONDS, is_state=order.is_state)
             if namespace is None:
                 return 0, 0, self._why_closed(order.namespace)
             block = namespace.block_tokens
             keys = [order.keys[at : at + KEY_BYTES] for at in range(0, len(order.keys), KEY_BYTES)]
-            step = max(1, PIECE_BYTES * self.pages.facts.page_tokens // (self.pages.facts.page_bytes * block))
+            step = max(1, PIECE_BYTES * namespace.layout.head_shards // namespace.layout.raw_bytes)
             first = held = order.first_token // block
             if first == len(keys):
                 namespace.renew(Prompt(first * block, keys), order.ttl, order.priority, SAVE_DEADLINE_MS)
             while first < len(keys):
                 stop = min(first + step, len(keys))
-                run = [_cut(table, first * block, stop * block, self.pages.facts.page_tokens) for table in order.tables]
-                pages = self.pages.pages(run, namespace.layout, first * block, is_exact=namespace.is_exact)
+                runs = self.pages.cut(order.tables, namespace.layout, first * block, stop * block)
+                pages = self.pages.pages(runs, namespace.layout, first * block, is_exact=namespace.is_exact)
                 prompt = Prompt(stop * block, keys[:stop])
                 reading = _Reading(self, save)
                 # A name that all ranks' puts of these blocks share.
@@ -493,7 +525,7 @@ class PagedWorker:
         could be stored any more.
         """
         with self._changed:
-            if any(group.window for group in self.pages.facts.groups):
+            if self._frees_early:
                 self._changed.wait_for(lambda: self._closed or not self._reads_any(numbers), WINDOW_FENCE_SECONDS)
             kept: deque[_Reader] = deque()
             for reader in self._saves:
@@ -538,8 +570,13 @@ class PagedWorker:
 
     # The store -------------------------------------------------------------------------------------------------------
 
-    def _opened(self, number: int, seconds: float) -> NamespaceHandle | None:
-        return self._namespace.wait(number, seconds) if self._namespace is not None else None
+    def _opened(self, number: int, seconds: float, *, is_state: bool = False) -> NamespaceHandle | None:
+        handle = self._namespace.wait(number, seconds) if self._namespace is not None else None
+        return self._states() if handle is not None and is_state else handle
+
+    def _states(self) -> NamespaceHandle | None:
+        states = self._namespace.states if self._namespace is not None else None
+        return states.handle if states is not None else None
 
     def _why_closed(self, number: int) -> MissReason:
         return self._namespace.why(number) if self._namespace is not None else MissReason.DISABLED
@@ -565,24 +602,24 @@ class _Reading:
         self.worker.end_reading(self.save)
 
 
-def _cut(run: PageRun, first_token: int, stop_token: int, page_tokens: int) -> PageRun:
-    first, stop = first_token // page_tokens, -(-stop_token // page_tokens)
-    start = max(first, run.first)
-    return PageRun(start, run.pages[start - run.first : stop - run.first])
+def _blank(pages: Pages, layout: Layout) -> Pages:
+    planes, groups = {}, {}
+    for group in layout.groups:
+        of_group = pages.of_group(group.name)
+        groups[group.name] = GroupPages(range(of_group.stop_page), 0, of_group.page_tokens)
+        for layer in group.layers:
+            planes[layer] = [plane[: of_group.stop_page].clone() for plane in pages.planes[layer]]
+    return Pages(planes, range(len(pages.table)), pages.page_tokens, groups)
 
 
-def _blank(pages: Pages) -> Pages:
-    planes = {layer: [plane[: len(pages.table)].clone() for plane in both] for layer, both in pages.planes.items()}
-    return Pages(planes, range(len(pages.table)), pages.page_tokens)
-
-
-def _block(pages: Pages, layout: Layout) -> dict[int, list[torch.Tensor]]:
-    """The numbers of all pages, as one block: by layer and plane [kv_head, token, width]. Without groups whose first
-    pages the engine has freed, and those with windows so short that a load brings a part only."""
+def _block(pages: Pages, layout: Layout, first_token: int) -> dict[int, list[torch.Tensor]]:
+    """The numbers of all pages, as one block: by layer and plane [kv_head, row, width]. Without groups whose first
+    pages the engine has freed, and those of which a load brings a part only."""
     found = {}
     for group in layout.groups:
         of_group = pages.of_group(group.name)
-        if of_group.first_page or (group.window and layout.block_tokens - group.window >= pages.page_tokens):
+        needed = group.needed_from(first_token + layout.block_tokens)
+        if of_group.first_page or needed - first_token >= of_group.page_tokens:
             continue
         table = torch.tensor(list(of_group.table))
         for layer in group.layers:

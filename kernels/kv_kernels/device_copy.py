@@ -147,7 +147,9 @@ class DeviceCopy:
         """Have the payloads' memory page-locked soon; these blocks may still go through the bounce ring."""
         for memory in {id(payload.memory): payload.memory for payload in payloads}.values():
             if memory is not None:
-                self._ways.extents.adopt(memory)
+                self._ways.extents.adopt(
+                    memory.address, memory.size_bytes, memory.before_unmap, writable=memory.writable
+                )
 
     @contextmanager
     def _told(

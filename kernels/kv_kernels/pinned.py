@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -35,24 +35,10 @@ from kv_kernels.worker import Worker
 CHUNK_BYTES = 1 << 30
 """At most so much is registered at once: the driver takes long, and other calls wait for it."""
 
+Leave = Callable[[Callable[[], object]], object]
+"""Called by a finalizer in place of unmapping, with a function that unmaps."""
+
 _log = logging.getLogger(__name__)
-
-
-class HostMapping(Protocol):
-    """Memory that slots lie in. Does not keep it mapped: views of it do."""
-
-    @property
-    def address(self) -> int: ...
-
-    @property
-    def size_bytes(self) -> int: ...
-
-    @property
-    def writable(self) -> bool: ...
-
-    def before_unmap(self, leave: Callable[[Callable[[], object]], object]) -> None:
-        """A finalizer calls `leave` in place of unmapping, with a function that unmaps."""
-        ...
 
 
 class Runs(NamedTuple):
@@ -94,14 +80,15 @@ class PinnedExtents:
         self._waiting: deque[tuple[_Extent, int]] = deque()  # to be registered
         self._is_registering = False
 
-    def adopt(self, memory: HostMapping) -> None:
-        """Memory of slots that the caller has views of. Memory that is known already is only looked up."""
+    def adopt(self, address: int, size_bytes: int, before_unmap: Callable[[Leave], object], *, writable: bool) -> None:
+        """Memory of slots that stays mapped while the caller has views of it. before_unmap: takes what the finalizer
+        of the last view calls. Memory that is known already is only looked up."""
         with self._lock:
-            at = bisect_right(self._starts, memory.address) - 1
-            if self._is_closed or (at >= 0 and memory.address < self._extents[at].end):
+            at = bisect_right(self._starts, address) - 1
+            if self._is_closed or (at >= 0 and address < self._extents[at].end):
                 return
-        if self._insert(memory.address, memory.size_bytes, memory, memory.writable):
-            memory.before_unmap(partial(self._leaves, memory.address))
+        if self._insert(address, size_bytes, None, writable):
+            before_unmap(partial(self._leaves, address))
 
     def close(self, timeout_s: float) -> bool:
         """Unregister all that no transfer holds, and adopt no more; returns whether that was done in time."""

@@ -7,9 +7,10 @@ tokens, so hits and misses always add up to the tokens asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from kv_kernels.copies import Flaw
 from kvstore.block.errors import BadInput, LeaseExpired, NotReady, StoreClosed
@@ -25,6 +26,23 @@ class HitTier(StrEnum):
     NVME = "nvme"
     PEER = "peer"  # another node's
     REMOTE = "remote"  # a remote engine
+
+
+class Holder(NamedTuple):
+    """A node with this many leading blocks of a chain, by its own hints. tier: the slowest of them."""
+
+    node: bytes
+    incarnation: bytes
+    blocks: int
+    tier: HitTier
+
+
+@dataclass(frozen=True, slots=True)
+class HeldElsewhere:
+    """Other nodes that have leading blocks of a prompt, most first. left_out: why more may have some; empty if none."""
+
+    holders: Sequence[Holder] = ()
+    left_out: str = ""
 
 
 class MissReason(StrEnum):

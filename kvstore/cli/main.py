@@ -10,7 +10,7 @@
                             an operator's commands for a running sidecar
     fsck                    a directory that no process has open
     record, replay, whatif  record requests of a running sidecar; replay them without memory; estimate the result
-    plan, lint              a model's KV and what storing it saves; where prompts part needlessly
+    plan, models, lint      a model's KV and what storing it saves; who serves it; where prompts part needlessly
 
 Results go to stdout, with `--json` as one object and nothing else. An error is one line on stderr that says what was
 given, what is allowed and how to mend it. Long work shows its progress on a terminal only.

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+from kvstore.cli.plan import given_model
 from kvstore.cli.terminal import (
     CHECK_FAILED,
     OK,
@@ -60,6 +61,10 @@ def doctor(
     engine: Annotated[
         str | None, option("JSON|FILE", "What vLLM is given as --kv-transfer-config, or a file that has it.")
     ] = None,
+    model: Annotated[
+        str | None,
+        option("MODEL", "A model's name or directory, as for kvstore models: whether the installed engines serve it."),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """What this machine, the data directory, the sidecar's socket and an engine's configuration lack, a line each with
@@ -87,9 +92,10 @@ def doctor(
             except Unfit as error:
                 raise typer.BadParameter(f"--engine {engine}: {error}; give a file of JSON, or JSON") from None
         given = read_transfer_config(engine)
+    asked = given_model(model) if model is not None else None
     with shown_progress() as show:
         show("looking at the machine")
-        found = examine(checks_of(settings, socket is not None, given))
+        found = examine(checks_of(settings, socket is not None, given, asked))
     print_result(found, as_json)
     return CHECK_FAILED if found.lacking else OK
 

@@ -38,7 +38,7 @@ def needs(module: str) -> str:
 COMMANDS = tuple(
     (
         "demo doctor fsck serve keys console network pd-proxy prime stat why prefixes namespaces drop purge warm "
-        "record replay whatif plan lint bench"
+        "record replay whatif plan models lint bench"
     ).split()
 )
 ABOUT = "A KV-cache store for language models: keep what prefill has computed, and never serve the wrong bytes."

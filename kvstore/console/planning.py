@@ -41,7 +41,8 @@ class PlanSection(msgspec.Struct, frozen=True):
 
 class PlanAnswer(msgspec.Struct, frozen=True):
     """`/api/plan`. dram, nvme, new_tokens_per_second: the inputs used. is_measured: new_tokens_per_second is this
-    sidecar's present load of that model, not a guess. refusals: what of the model this store does not keep."""
+    sidecar's present load of that model, not a guess. refusals: with which engines the model is not served,
+    or in part."""
 
     model: str
     source: str

@@ -143,7 +143,6 @@ class Room:
         self, record: ReservationRecord | SlotRequest, scarce: bool, is_patient: bool
     ) -> SlotClass | ExtentMove | list[int] | MissReason | None:
         blocks = self._blocks
-        make_room = blocks.residency.room_within if scarce else blocks.residency.room
         take_places = blocks.make_place_above if isinstance(record, SlotRequest) else blocks.place
         classes = blocks.spaces[record.namespace].classes
         while record.filled < len(record.rows):
@@ -166,7 +165,9 @@ class Room:
                     return self._no_room(record)
                 continue
             groups = blocks.givers(record.namespace)
-            move = make_room(classes, blocks.dram, groups)
+            dram = blocks.dram
+            may_grow = not scarce and dram.has_room()
+            move = blocks.residency.room(classes, dram.ledger, dram.extent_bytes, groups, may_grow=may_grow)
             if isinstance(move, Evict):
                 if not blocks.evict_for(record.namespace, len(missing)):
                     return self._no_room(record)  # the rest frees no extent, or leads to blocks that stay

@@ -1,4 +1,4 @@
-"""The contract of queries between nodes, which the network process fulfils with gRPC; and the MACs of the requests."""
+"""What queries between nodes have in common: whom they go to, how they fail, who asks, and the MACs of the requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from kvstore.peers.tokens import PullTerms
 from kvstore.wire import peer_pb2
@@ -39,29 +39,9 @@ class Dialled:
 Answers: TypeAlias = Callable[[float], list[peer_pb2.HasResponse | None]]
 """The answers that are there after so many seconds at most; None for the others. May be called again."""
 
-
-class PeerCalls(Protocol):
-    """Thread-safe. Each call ends within its seconds."""
-
-    def who_are_you(
-        self, peer: Dialled, request: peer_pb2.WhoAreYouRequest, seconds: float
-    ) -> peer_pb2.WhoAreYouResponse:
-        """Raises `PeerAway`."""
-        ...
-
-    def has(self, asked: Sequence[tuple[Dialled, peer_pb2.HasRequest]], seconds: float) -> Answers:
-        """Ask all nodes at once, each for that long."""
-        ...
-
-    def open_pull(self, peer: Dialled, request: peer_pb2.OpenPullRequest, seconds: float) -> peer_pb2.OpenPullResponse:
-        """Raises `PeerAway`."""
-        ...
-
-    def offer(self, peer: Dialled, request: peer_pb2.OfferRequest, seconds: float) -> peer_pb2.OfferResponse:
-        """Raises `PeerAway`."""
-        ...
-
-    def close(self) -> None: ...
+AskedBy: TypeAlias = tuple[bytes, Callable[[], float]]
+"""The asking node's id, by its certificate, empty if it has none (on loopback); and for how many seconds it still
+waits, which raises `TimedOut` once it does not."""
 
 
 class UsableTransports:
@@ -111,17 +91,6 @@ class UsableTransports:
 
     def _is_usable(self, node: bytes, name: str, now: float) -> bool:
         return now >= self._unreached.get((node, name), (0.0, 0.0))[0]
-
-
-class AskedBy(Protocol):
-    """The asking node: by its certificate, or unknown (on loopback without certificates)."""
-
-    @property
-    def node(self) -> bytes: ...
-
-    def seconds_left(self) -> float:
-        """How long it still waits."""
-        ...
 
 
 def has_mac(identity_key: bytes, terms: PullTerms) -> bytes:

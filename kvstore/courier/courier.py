@@ -19,13 +19,14 @@ from itertools import count as counted_from
 
 import msgspec
 
-from kvstore.block.account import MissReason
+from kvstore.block.account import HeldElsewhere, MissReason
 from kvstore.block.errors import BadInput, Unreachable
 from kvstore.block.identity import NodeIdentity
 from kvstore.client.connection import SidecarConnection, Unavailable
 from kvstore.client.framing import FramedSocket, drained
 from kvstore.courier.announcing import Follower
-from kvstore.courier.asking import VERSION, AskedBy, PeerCalls, UsableTransports, has_mac, offer_mac
+from kvstore.courier.asking import VERSION, AskedBy, UsableTransports, has_mac, offer_mac
+from kvstore.courier.dialling import GrpcPeers
 from kvstore.courier.directory import DirectoryAddress, ValkeyDirectory
 from kvstore.courier.fetch import Fetcher, FetchJob, places_answer
 from kvstore.courier.figures import BANNED, DIRECTORY, MOST_SHOWN, PEER, REMOTE, UP, Figures, OncePerKind
@@ -40,7 +41,7 @@ from kvstore.peers.tokens import NONCE_BYTES, PullTerms, ask_mac, pull_secret
 from kvstore.peers.transport import OfferedFrames, PeerFault, PullBusy
 from kvstore.pool.announcer import Announcer
 from kvstore.pool.choice import HolderChoice
-from kvstore.pool.directory import MAX_FINGERPRINTS, HeldElsewhere, NodeEntry
+from kvstore.pool.directory import MAX_FINGERPRINTS, NodeEntry
 from kvstore.pool.hottest import LEAVING_SECONDS, MOST_OFFERED_BLOCKS, MOST_OFFERED_BYTES
 from kvstore.pool.members import AliveTable
 from kvstore.protocol import messages as m
@@ -94,7 +95,7 @@ class CourierParts:
     new_token: Callable[[int], bytes]
     figures: Figures
     told: OncePerKind
-    calls: PeerCalls | None = None
+    calls: GrpcPeers | None = None
     peers: Sequence[str] = ()
     doors: dict[str, FrameDoor] = field(default_factory=dict)
     transports: dict[str, PullTransport] = field(default_factory=dict)
@@ -439,7 +440,8 @@ class PeerHolder:
             return peer_pb2.OpenPullResponse(reason=BUSY)
         is_offered = False
         try:
-            wait = min(request.wait_ms / 1000, call.seconds_left(), LONGEST_WAIT_SECONDS)
+            _, seconds_left = call
+            wait = min(request.wait_ms / 1000, seconds_left(), LONGEST_WAIT_SECONDS)
             answer = self._opened(run, space, terms, door, wait)
             is_offered = bool(answer.token)
             return answer
@@ -461,7 +463,8 @@ class PeerHolder:
         if not self._taking.acquire(blocking=False):
             return peer_pb2.OfferResponse(reason=BUSY)
         try:
-            blocks, reason = self._courier.take_offer(*found, min(call.seconds_left(), LEAVING_SECONDS))
+            _, seconds_left = call
+            blocks, reason = self._courier.take_offer(*found, min(seconds_left(), LEAVING_SECONDS))
         except Unavailable as away:
             return peer_pb2.OfferResponse(reason=str(away.reason))
         finally:
@@ -541,7 +544,8 @@ class PeerHolder:
         joined = request.keys  # read once: each access to a message's field copies it
         if len(joined) % KEY_BYTES:
             raise BadInput(f"keys of {len(joined)} bytes; give {KEY_BYTES} for each block")
-        if call.node and request.node != call.node:
+        node, _ = call
+        if node and request.node != node:
             raise BadInput("the node of the message is another one than that of the caller's certificate")
         run = next((one for one in self._courier.runs() if one.fingerprint == request.fingerprint), None)
         if run is None:
@@ -619,11 +623,6 @@ class Courier:
         if was is not None:
             was.close()
         return session
-
-    @property
-    def service(self) -> PeerHolder | None:
-        """`kvstore.v1.Peer`; None without other nodes."""
-        return self.holder if self.parts.calls is not None else None
 
     def holding(
         self, tenant: str, namespace: str, keys: Sequence[bytes], seconds: float, *, are_own: bool

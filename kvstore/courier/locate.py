@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TypeAlias
 
-from kvstore.block.account import HitTier, MissReason
+from kvstore.block.account import HeldElsewhere, HitTier, Holder, MissReason
 from kvstore.courier.directory import ValkeyDirectory
 from kvstore.courier.figures import DIRECTORY
 from kvstore.courier.link import CourierRun, CourierSpace
@@ -35,8 +35,6 @@ from kvstore.pool.directory import (
     CHUNK_BLOCKS,
     MAX_HEADS,
     DirectoryDown,
-    HeldElsewhere,
-    Holder,
     NodeEntry,
     chunk_heads,
     hint_name,

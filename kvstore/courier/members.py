@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from kvstore.block.errors import StoreError
 from kvstore.block.identity import INCARNATION_BYTES, NODE_BYTES, NodeIdentity
-from kvstore.courier.asking import VERSION, Dialled, PeerAway, PeerCalls
+from kvstore.courier.asking import VERSION, Dialled, PeerAway
+from kvstore.courier.dialling import GrpcPeers
 from kvstore.courier.figures import OncePerKind
 from kvstore.pool.directory import MAX_FINGERPRINTS, NODE_SECONDS, NodeEntry
 from kvstore.pool.members import AliveTable
@@ -26,7 +27,7 @@ class NamedPeers:
         addresses: Sequence[str],
         here: NodeIdentity,
         table: AliveTable,
-        calls: PeerCalls,
+        calls: GrpcPeers,
         told: OncePerKind,
         clock: Clock,
     ) -> None:

@@ -13,7 +13,8 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.block.errors import BadInput
 from kvstore.client.connection import Unavailable
 from kvstore.config import is_loopback
-from kvstore.courier.asking import Dialled, PeerAway, PeerCalls, UsableTransports, has_mac, offer_mac
+from kvstore.courier.asking import Dialled, PeerAway, UsableTransports, has_mac, offer_mac
+from kvstore.courier.dialling import GrpcPeers
 from kvstore.courier.figures import Figures, OncePerKind
 from kvstore.courier.link import CourierRun, CourierSpace
 from kvstore.courier.window import Forged, ReservedWindow
@@ -81,7 +82,7 @@ class Stops:
 class PeerWays:
     """What all sources of this kind share. transports: by name. usable: their order."""
 
-    calls: PeerCalls
+    calls: GrpcPeers
     transports: Mapping[str, PullTransport]
     usable: UsableTransports
     choice: HolderChoice

@@ -11,16 +11,19 @@ from typing import Any
 from kvstore.block.errors import BadInput
 from kvstore.config import AUTO, DEFAULT_POLICY, OFF, DramConfig, NvmeConfig
 from kvstore.doctor import directory, machine, sidecar
-from kvstore.doctor.engine import configuration
+from kvstore.doctor.engine import configuration, model_served
 from kvstore.doctor.findings import Check, Finding, refused
+from kvstore.insight.models import ModelKv
 from kvstore.service.daemon import DRAM_SHARE, NVME_SHARE
 from kvstore.service.settings import Settings, socket_key
 from tiering.nvme.slab_files import disk_room
 
 
-def checks_of(settings: Settings, named_socket: bool, engine: Mapping[str, Any] | None) -> list[Check]:
+def checks_of(
+    settings: Settings, named_socket: bool, engine: Mapping[str, Any] | None, model: ModelKv | None = None
+) -> list[Check]:
     """The checks, in the order in which findings are shown. named_socket: the caller named the socket, so it must
-    exist."""
+    exist. model: whether it is served."""
     data = Path(settings.store.data)
     checks = [Check("kernel", machine.kernel)]
     limit = machine.memory_bytes()
@@ -50,6 +53,8 @@ def checks_of(settings: Settings, named_socket: bool, engine: Mapping[str, Any] 
         checks.append(Check("socket", partial(sidecar.engines_socket, "socket", one.socket, is_needed)))
     if engine is not None:
         checks.append(Check("engine", partial(configuration, engine)))
+    if model is not None:
+        checks.append(Check("model", partial(model_served, model, machine.installed)))
     return checks
 
 

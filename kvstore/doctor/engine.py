@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -12,6 +12,8 @@ from kvstore.block.errors import BadInput
 from kvstore.config import expanded
 from kvstore.doctor.findings import Finding, lacks, note, ok, refused
 from kvstore.doctor.sidecar import engines_socket
+from kvstore.insight.models import ModelKv
+from kvstore.insight.served import Engine, Verdict, served
 
 MOST_BYTES = 1 << 20
 MOST_CONNECTORS = 16
@@ -30,6 +32,23 @@ def read_transfer_config(text: str) -> Mapping[str, Any]:
     if not isinstance(given, dict):
         raise BadInput('--engine is no JSON object; give {"kv_connector": ...} as vLLM\'s --kv-transfer-config has it')
     return given
+
+
+def model_served(model: ModelKv, installed: Callable[[str], str]) -> Iterator[Finding]:
+    """What the adapters of the engines that are installed say of a model; of all where there is none. installed: the
+    version of a package, or "". An engine may bring transformers along, which then is not looked at."""
+    versions = {engine: installed(str(engine).lower()) for engine in Engine}
+    here = [engine for engine in Engine if versions[engine]] or list(Engine)
+    answers = {engine: served(model, engine, versions[engine]) for engine in here}
+    if len(here) > 1 and versions[here[0]]:
+        answers.pop(Engine.TRANSFORMERS, None)
+    is_served = any(one.verdict is not Verdict.REFUSED for one in answers.values())
+    for engine, one in answers.items():
+        text = f"with {engine} {versions[engine]}".strip() + f" {model.name} is {one.verdict.words}"
+        if not one.line:
+            yield ok("model", text)
+        else:
+            yield (note if is_served else lacks)("model", f"{text}: {one.reason}", one.remedy)
 
 
 def configuration(given: Mapping[str, Any]) -> Iterator[Finding]:

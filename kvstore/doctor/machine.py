@@ -160,9 +160,7 @@ def packages(wanted: Mapping[str, str]) -> Iterator[Finding]:
     for name in PACKAGES:
         floor, extra = floors.get(name, ("", ""))
         install = f"run: pip install '{DISTRIBUTION}[{extra}]'" if extra else f"run: pip install {DISTRIBUTION}"
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
+        if not (version := installed(name)):
             if name in wanted:
                 yield lacks("packages", f"{name} is not installed, and {wanted[name]} needs it", install)
             else:
@@ -175,6 +173,14 @@ def packages(wanted: Mapping[str, str]) -> Iterator[Finding]:
     yield ok("packages", ", ".join(well))
     if absent:
         yield note("packages", f"not installed, and not needed by these settings: {', '.join(absent)}")
+
+
+def installed(name: str) -> str:
+    """The version of a distribution; empty where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def floors_of(requirements: Collection[str]) -> dict[str, tuple[str, str]]:

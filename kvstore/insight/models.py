@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
@@ -33,6 +33,7 @@ class KvKind(StrEnum):
     CHUNK = "chunk"
     LATENT = "latent"
     INDEX = "index"
+    STATE = "state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ class StateLayers:
 
 @dataclass(frozen=True, slots=True)
 class ModelKv:
-    """source: where the numbers are from. notes: what they leave out."""
+    """source: where the numbers are from. notes: what they leave out. traits: `pictures` where it takes more than text;
+    `longrope` or `dynamic` where its rope depends on a sequence's length."""
 
     name: str
     source: str
@@ -96,6 +98,11 @@ class ModelKv:
     states: tuple[StateLayers, ...] = ()
     dtype: str = DEFAULT_DTYPE
     notes: tuple[str, ...] = ()
+    traits: frozenset[str] = frozenset()
+
+    @property
+    def kinds(self) -> frozenset[KvKind]:
+        return frozenset([*(one.kind for one in self.layers), *([KvKind.STATE] if self.states else [])])
 
     def bytes_per_token(self, dtype: str, *kinds: KvKind) -> int:
         """Sum over layers of these kinds, or over all layers."""
@@ -105,11 +112,6 @@ class ModelKv:
     def state_bytes(self) -> int:
         """Of one sequence."""
         return sum(one.bytes for one in self.states)
-
-    @property
-    def row_bytes(self) -> set[int]:
-        """Bytes that a token takes in one layer, of all layers that keep K and V or a latent."""
-        return {one.bytes_per_token(self.dtype) // one.layers for one in self.layers if one.kind is not KvKind.INDEX}
 
 
 # The table -------------------------------------------------------------------------------------------------------
@@ -155,12 +157,13 @@ def _mamba2(
     return _state(layers, heads * head_dim + 2 * groups * state, kernel, (heads, head_dim, state), dtype)
 
 
+_PICTURES = "pictures"
 _CHUNKS = KvLayers(KvKind.CHUNK, 36, 8, (128, 128), 8192)
 _MIMO = (KvLayers(KvKind.FULL, 9, 4, (192, 128)), _window(39, 8, 192, 128, 128))
 
-# Columns: name, repository whose config.json has it, layers, states. Shapes were read in copies of these files (litgpt,
-# aiconfigurator), of MiniMax M3 in vLLM's defaults for it. Not read: Llama 4's split into full and chunked layers, and
-# the heads of Kimi K3's recurrent layers.
+# Columns: name, repository whose config.json has it, layers, states, traits. Shapes were read in copies of these files
+# (litgpt, aiconfigurator), of MiniMax M3 in vLLM's defaults for it, and which take pictures in vLLM's list of classes.
+# Not read: Llama 4's split into full and chunked layers, and the heads of Kimi K3's recurrent layers.
 _ROWS: tuple[tuple[Any, ...], ...] = (
     ("llama-2-7b", "meta-llama/Llama-2-7b-hf", _full(32, 32, 128)),
     ("llama-2-70b", "meta-llama/Llama-2-70b-hf", _full(80, 8, 128)),
@@ -170,13 +173,13 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
     ("llama-3.1-70b", "meta-llama/Llama-3.1-70B", _full(80, 8, 128)),
     ("llama-3.3-70b", "meta-llama/Llama-3.3-70B-Instruct", _full(80, 8, 128)),
     ("llama-3.1-405b", "meta-llama/Llama-3.1-405B", _full(126, 8, 128)),
-    ("llama-4-scout", "meta-llama/Llama-4-Scout-17B-16E", _full(12, 8, 128), _CHUNKS),
-    ("llama-4-maverick", "meta-llama/Llama-4-Maverick-17B-128E", _full(12, 8, 128), _CHUNKS),
+    ("llama-4-scout", "meta-llama/Llama-4-Scout-17B-16E", _full(12, 8, 128), _CHUNKS, _PICTURES),
+    ("llama-4-maverick", "meta-llama/Llama-4-Maverick-17B-128E", _full(12, 8, 128), _CHUNKS, _PICTURES),
     ("mistral-7b", "mistralai/Mistral-7B-v0.3", _full(32, 8, 128)),
     ("mistral-large-2", "mistralai/Mistral-Large-Instruct-2407", _full(88, 8, 128)),
     ("mixtral-8x7b", "mistralai/Mixtral-8x7B-v0.1", _full(32, 8, 128)),
     ("mixtral-8x22b", "mistralai/Mixtral-8x22B-v0.1", _full(56, 8, 128)),
-    ("phi-4-mini", "microsoft/Phi-4-mini-instruct", _full(32, 8, 128)),
+    ("phi-4-mini", "microsoft/Phi-4-mini-instruct", _full(32, 8, 128), "longrope"),
     ("phi-4", "microsoft/phi-4", _full(40, 10, 128)),
     ("nemotron-super-49b", "nvidia/Llama-3_3-Nemotron-Super-49B-v1", _full(49, 8, 128)),
     ("qwen2.5-7b", "Qwen/Qwen2.5-7B", _full(28, 4, 128)),
@@ -189,19 +192,19 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
     ("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B", _full(94, 4, 128)),
     ("qwen3-coder-480b-a35b", "Qwen/Qwen3-Coder-480B-A35B-Instruct", _full(62, 8, 128)),
     ("qwen3-next-80b-a3b", "Qwen/Qwen3-Next-80B-A3B-Instruct", _full(12, 2, 256), _delta(36, 32)),
-    ("qwen3.5-27b", "Qwen/Qwen3.5-27B", _full(16, 4, 256), _delta(48, 48)),
-    ("qwen3.6-27b", "Qwen/Qwen3.6-27B", _full(16, 4, 256), _delta(48, 48)),
-    ("qwen3.5-35b-a3b", "Qwen/Qwen3.5-35B-A3B", _full(10, 2, 256), _delta(30, 32)),
-    ("qwen3.6-35b-a3b", "Qwen/Qwen3.6-35B-A3B", _full(10, 2, 256), _delta(30, 32)),
-    ("qwen3.5-122b-a10b", "Qwen/Qwen3.5-122B-A10B", _full(12, 2, 256), _delta(36, 64)),
-    ("qwen3.5-397b-a17b", "Qwen/Qwen3.5-397B-A17B", _full(15, 2, 256), _delta(45, 64)),
+    ("qwen3.5-27b", "Qwen/Qwen3.5-27B", _full(16, 4, 256), _delta(48, 48), _PICTURES),
+    ("qwen3.6-27b", "Qwen/Qwen3.6-27B", _full(16, 4, 256), _delta(48, 48), _PICTURES),
+    ("qwen3.5-35b-a3b", "Qwen/Qwen3.5-35B-A3B", _full(10, 2, 256), _delta(30, 32), _PICTURES),
+    ("qwen3.6-35b-a3b", "Qwen/Qwen3.6-35B-A3B", _full(10, 2, 256), _delta(30, 32), _PICTURES),
+    ("qwen3.5-122b-a10b", "Qwen/Qwen3.5-122B-A10B", _full(12, 2, 256), _delta(36, 64), _PICTURES),
+    ("qwen3.5-397b-a17b", "Qwen/Qwen3.5-397B-A17B", _full(15, 2, 256), _delta(45, 64), _PICTURES),
     ("gemma-2-9b", "google/gemma-2-9b", _full(21, 8, 256), _window(21, 8, 256, 4096)),
     ("gemma-2-27b", "google/gemma-2-27b", _full(23, 16, 128), _window(23, 16, 128, 4096)),
-    ("gemma-3-4b", "google/gemma-3-4b-pt", _full(5, 4, 256), _window(29, 4, 256, 1024)),
-    ("gemma-3-12b", "google/gemma-3-12b-pt", _full(8, 8, 256), _window(40, 8, 256, 1024)),
-    ("gemma-3-27b", "google/gemma-3-27b-pt", _full(10, 16, 128), _window(52, 16, 128, 1024)),
-    ("gemma-4-26b-a4b", "google/gemma-4-26B-A4B", _full(5, 2, 512), _window(25, 8, 256, 1024)),
-    ("gemma-4-31b", "google/gemma-4-31B", _full(10, 4, 512), _window(50, 16, 256, 1024)),
+    ("gemma-3-4b", "google/gemma-3-4b-pt", _full(5, 4, 256), _window(29, 4, 256, 1024), _PICTURES),
+    ("gemma-3-12b", "google/gemma-3-12b-pt", _full(8, 8, 256), _window(40, 8, 256, 1024), _PICTURES),
+    ("gemma-3-27b", "google/gemma-3-27b-pt", _full(10, 16, 128), _window(52, 16, 128, 1024), _PICTURES),
+    ("gemma-4-26b-a4b", "google/gemma-4-26B-A4B", _full(5, 2, 512), _window(25, 8, 256, 1024), _PICTURES),
+    ("gemma-4-31b", "google/gemma-4-31B", _full(10, 4, 512), _window(50, 16, 256, 1024), _PICTURES),
     ("gpt-oss-20b", "openai/gpt-oss-20b", _full(12, 8, 64), _window(12, 8, 64, 128)),
     ("gpt-oss-120b", "openai/gpt-oss-120b", _full(18, 8, 64), _window(18, 8, 64, 128)),
     ("deepseek-v3", "deepseek-ai/DeepSeek-V3", _latent(61)),
@@ -209,9 +212,9 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
     ("deepseek-v3.1", "deepseek-ai/DeepSeek-V3.1", _latent(61)),
     ("deepseek-v3.2", "deepseek-ai/DeepSeek-V3.2", _latent(61), _index(61)),
     ("kimi-k2", "moonshotai/Kimi-K2-Instruct", _latent(61)),
-    ("kimi-k2.5", "moonshotai/Kimi-K2.5", _latent(61)),
-    ("kimi-k2.7", "moonshotai/Kimi-K2.7", _latent(61)),
-    ("kimi-k3", "moonshotai/Kimi-K3", _latent(24), _kda(69, 96)),
+    ("kimi-k2.5", "moonshotai/Kimi-K2.5", _latent(61), _PICTURES),
+    ("kimi-k2.7", "moonshotai/Kimi-K2.7", _latent(61), _PICTURES),
+    ("kimi-k3", "moonshotai/Kimi-K3", _latent(24), _kda(69, 96), _PICTURES),
     ("glm-4.5", "zai-org/GLM-4.5", _full(92, 8, 128)),
     ("glm-4.7", "zai-org/GLM-4.7", _full(92, 8, 128)),
     ("glm-4.7-flash", "zai-org/GLM-4.7-Flash", _latent(47)),
@@ -220,13 +223,13 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
     ("glm-5.2", "zai-org/GLM-5.2", _latent(78), _index(21)),
     ("minimax-m2.5", "MiniMaxAI/MiniMax-M2.5", _full(62, 8, 128)),
     ("minimax-m2.7", "MiniMaxAI/MiniMax-M2.7", _full(62, 8, 128)),
-    ("minimax-m3", "MiniMaxAI/MiniMax-M3", _full(60, 4, 128), _index(57, 128, DEFAULT_DTYPE)),
+    ("minimax-m3", "MiniMaxAI/MiniMax-M3", _full(60, 4, 128), _index(57, 128, DEFAULT_DTYPE), _PICTURES),
     ("nemotron-3-nano", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B", _full(6, 2, 128), _mamba2(23, 64, 128)),
     ("nemotron-3-super", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B", _full(8, 2, 128), _mamba2(40, 128, 128)),
     ("nemotron-3-ultra", "nvidia/NVIDIA-Nemotron-3-Ultra", _full(12, 2, 128), _mamba2(48, 256, 128)),
     ("nemotron-h-56b", "nvidia/Nemotron-H-56B-Base-8K", _full(10, 8, 128), _mamba2(54, 256, 256)),
     ("mimo-v2-flash", "XiaomiMiMo/MiMo-V2-Flash", *_MIMO),
-    ("step-3.7-flash", "stepfun-ai/Step-3.7-Flash", _full(12, 8, 128), _window(33, 8, 128, 512)),
+    ("step-3.7-flash", "stepfun-ai/Step-3.7-Flash", _full(12, 8, 128), _window(33, 8, 128, 512), _PICTURES),
 )
 
 
@@ -236,6 +239,7 @@ def _model(name: str, repository: str, *pieces: Any) -> ModelKv:
         f"config.json of {repository}",
         tuple(one for one in pieces if isinstance(one, KvLayers)),
         tuple(one for one in pieces if isinstance(one, StateLayers)),
+        traits=frozenset(one for one in pieces if isinstance(one, str)),
     )
 
 
@@ -318,6 +322,11 @@ def _every(pattern: Any, other: str) -> tuple[str, ...]:
     return (*[other] * (int(pattern) - 1), _FULL)
 
 
+def names_more_than_text(fields: Iterable[str]) -> bool:
+    """Whether fields of a config.json speak of images, video or sound."""
+    return any(word in name for name in fields for word in ("vision", "visual", "image", "audio", "video"))
+
+
 def model_of_config(name: str, text: str) -> ModelKv:
     """Read a `config.json`. name: the file's, for messages.
 
@@ -374,6 +383,7 @@ class _ConfigReader:
             states,
             self._dtype(),
             self._notes(),
+            self._traits(),
         )
 
     def _number(self, field: str, most: int, default: int | None = None) -> int:
@@ -403,6 +413,12 @@ class _ConfigReader:
             if is_whole(count, 1, MAX_LAYERS):
                 return (f"{count} layers for drafts ({field}) add KV where drafting is on; they are not counted",)
         return ()
+
+    def _traits(self) -> frozenset[str]:
+        rope = self._config.get("rope_parameters") or self._config.get("rope_scaling")
+        kind = rope.get("rope_type") or rope.get("type") if isinstance(rope, dict) else None
+        found = {one for one in ("longrope", "dynamic") if one == kind}
+        return frozenset(found | ({_PICTURES} if names_more_than_text(self._config) else set()))
 
     def _layers(self) -> int:
         return self._number("num_hidden_layers", MAX_LAYERS)

@@ -22,6 +22,7 @@ from kvstore.block.states import DEFAULT_SHARE, StatePolicy
 from kvstore.config import format_size
 from kvstore.insight.models import KvKind, KvLayers, ModelKv
 from kvstore.insight.replays import MOST_BLOCKS, QUADRATIC_TOKENS, Builder, Progress, headed
+from kvstore.insight.served import Engine, served
 from kvstore.insight.trace import MOST_TOKENS, Column, Trace
 from tiering.frame import frame_bytes
 from tiering.policies.lru import LeafFirstLru
@@ -170,8 +171,8 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class SizePlan:
-    """refusals: what of the model this store does not keep today. notes: what the numbers leave out. sections: headings
-    with their figures."""
+    """refusals: with which engines the model is not served, or not wholly. notes: what the numbers leave out. sections:
+    headings with their figures."""
 
     request: PlanRequest
     codec: str
@@ -204,7 +205,7 @@ class SizePlan:
     def render(self, console: Any) -> None:
         request, model = self.request, self.request.model
         for refusal in self.refusals:
-            console.print(Text(f"This store refuses {refusal}."), soft_wrap=True)
+            console.print(Text(f"{refusal}."), soft_wrap=True)
         ranks = "" if request.tensor_parallel == 1 else f", {request.tensor_parallel} GPUs"
         console.print(
             Text(f"{model.name} ({model.source}): {request.dtype or model.dtype}{ranks}, codec {self.codec}"),
@@ -241,28 +242,17 @@ def plan(request: PlanRequest) -> SizePlan:
         sections.append((f"Load from {tier.name} or compute{assumed}", parts.break_even(tier)))
     notes = (*request.model.notes, *parts.notes())
     shown = tuple((heading, tuple(figures)) for heading, figures in sections)
-    return SizePlan(request, parts.codec, refusals(request.model), notes, shown)
+    return SizePlan(request, parts.codec, refusals(request.model, request.tensor_parallel), notes, shown)
 
 
-_NOTHING_STORED = "nothing of it is stored, and what is said of tiers and loads below is what it would take"
+def refusals(model: ModelKv, tensor_parallel: int) -> tuple[str, ...]:
+    """What engines' adapters do not serve of it, a line for each."""
+    settings = {"tensor_parallel_size": tensor_parallel}
+    answers = ((engine, served(model, engine, settings=settings)) for engine in Engine)
+    return tuple(f"With {engine} it is {one.verdict.words}: {one.line}" for engine, one in answers if one.line)
 
 
-def refusals(model: ModelKv) -> tuple[str, ...]:
-    """What of a model this store does not keep today, in words."""
-    found, kinds = [], {one.kind for one in model.layers}
-    if model.states:
-        layers = sum(one.layers for one in model.states)
-        found.append(
-            f"models with recurrent states today, and {layers} layers of this one have them: {_NOTHING_STORED}"
-        )
-    for kind, words in ((KvKind.CHUNK, "chunked local attention"), (KvKind.INDEX, "an indexer's keys beside the KV")):
-        if kind in kinds:
-            found.append(f"{words} today, which this model has: {_NOTHING_STORED}")
-    if len(model.row_bytes) > 1:
-        found.append(f"layers of two sizes today, which this model has: {_NOTHING_STORED}")
-    elif KvKind.WINDOW in kinds:
-        found.append("sliding windows with transformers; with vLLM 0.31 or later it stores them for all tokens")
-    return tuple(found)
+_ATTENTION = {KvKind.WINDOW: Attention.SLIDING, KvKind.CHUNK: Attention.CHUNKED}
 
 
 def layout_of(request: PlanRequest) -> Layout:
@@ -270,7 +260,7 @@ def layout_of(request: PlanRequest) -> Layout:
     groups: list[KvGroup] = []
     first = 0
     for layers in request.model.layers:
-        is_window = layers.kind is KvKind.WINDOW
+        attention = _ATTENTION.get(layers.kind, Attention.FULL)
         groups.append(
             KvGroup(
                 f"{layers.kind}{len(groups)}",
@@ -278,8 +268,8 @@ def layout_of(request: PlanRequest) -> Layout:
                 layers.kv_heads,
                 layers.widths,
                 layers.dtype or request.dtype or request.model.dtype,
-                Attention.SLIDING if is_window else Attention.FULL,
-                layers.tokens if is_window else 0,
+                attention,
+                layers.tokens,
             )
         )
         first += layers.layers
@@ -525,8 +515,6 @@ class _Parts:
         yield Figure(f"{tier.name}_compute_seconds", f"computing {depth:,} tokens", compute, "seconds", formula)
 
     def notes(self) -> Iterator[str]:
-        if any(one.kind is KvKind.INDEX for one in self._model.layers):
-            yield "an indexer's keys are counted as this store would keep them; no adapter has been tried with them"
         if self._model.states:
             size = format_size(self._model.state_bytes)
             yield (

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from kvstore.block.errors import BadInput
 from kvstore.config import NetworkSettings, RemoteSettings, host_and_port
 from kvstore.courier.courier import Courier, CourierParts
+from kvstore.courier.dialling import GrpcPeers, channel_credentials
 from kvstore.courier.directory import DirectoryAddress
 from kvstore.courier.figures import Figures, OncePerKind
 from kvstore.courier.remote_source import RemoteWays
 from kvstore.network.credentials import Rotated, SourceFile
-from kvstore.network.dialling import GrpcPeers, channel_credentials
-from kvstore.network.serve import NetworkParts
+from kvstore.network.serve import CourierBeside, NetworkParts
 from kvstore.peers.door import SocketFrameDoor
 from kvstore.peers.reader import PullTransport
 from kvstore.peers.serving import FrameDoor
@@ -38,7 +38,7 @@ def make_courier(
     ucx: Ucx | None,
     parts: NetworkParts,
     files: list[SourceFile] | None,
-) -> Courier:
+) -> CourierBeside:
     """place: the sidecar's `courier.sock`, and the tenants that it works for. ucx: if that is the transport. files: of
     the certificate, its key and the CA of nodes; None on loopback. The passwords are read with each connection. Raises
     `BadInput`, `OSError`."""
@@ -50,7 +50,7 @@ def make_courier(
     directory = None
     if network.wants_peers:
         assert network.listen is not None, "`check_network` saw to it"
-        credentials = Rotated(files, channel_credentials, clock) if files is not None else None
+        credentials = Rotated(files, channel_credentials, clock).now if files is not None else None
         if network.directory is not None:
             password = _secret_of(network.directory_password_file, parts)
             directory = DirectoryAddress.read(network.directory), lambda: password().decode()
@@ -65,8 +65,11 @@ def make_courier(
         transports["sockets"] = SocketPullTransport(clock, seal=seal, checks_beside=True)
     writing = _remote(remote, figures, told, parts) if remote.url is not None else None
     peers = network.peers or ()
-    courier = CourierParts(*place, clock, new_token, figures, told, calls, peers, doors, transports, directory, writing)
-    return Courier(courier)
+    made_of = CourierParts(*place, clock, new_token, figures, told, calls, peers, doors, transports, directory, writing)
+    courier = Courier(made_of)
+    if calls is None:
+        return CourierBeside(None, None, courier.start, courier.close)
+    return CourierBeside(courier.holder, courier, courier.start, courier.close)
 
 
 def _secret_of(path: str | None, parts: NetworkParts) -> Callable[[], bytes]:

@@ -1,4 +1,4 @@
-"""The gRPC server: callers' rights, deadlines and concurrency; the only file that knows grpc.
+"""The gRPC server: callers' rights, deadlines and concurrency; the only file here that knows grpc.
 
     headers > credential, right, deadline > a lane of the caller's > the message > the service > the answer
 
@@ -21,7 +21,7 @@ from kvstore.network.callers import KEPT, GrpcCallers
 from kvstore.network.credentials import Rotated, Tokens, caller_of_uris, node_of_uris
 from kvstore.network.lanes import AtOnce, CallerLanes, Delayed, Lane
 from kvstore.network.links import CallTime, SidecarBusy, TenantLink
-from kvstore.network.services import AdminService, DoorCall, DoorCaller, PeerCall, Scorer, ScoreService, StoreService
+from kvstore.network.services import AdminService, DoorCall, DoorCaller, Scorer, ScoreService, StoreService
 from kvstore.network.watch import StatusWatch
 from kvstore.protocol.words import printable
 from kvstore.wire.admin_pb2_grpc import add_AdminServicer_to_server
@@ -194,7 +194,7 @@ class GrpcDoor:
         """Admit a call, or refuse it; does not block."""
         service, _, name = method.lstrip("/").partition("/")
         try:
-            call: DoorCall | PeerCall | None = None
+            call: object = None
             if service == HEALTH:
                 lane = self._health_lane
             elif service == PEER:
@@ -227,13 +227,14 @@ class GrpcDoor:
             raise Refused(grpc.StatusCode.PERMISSION_DENIED, text)
         return DoorCall(caller, self._time(context), link)
 
-    def _peer_call(self, context: Any) -> PeerCall:
+    def _peer_call(self, context: Any) -> tuple[bytes, Callable[[], float]]:
+        """`kvstore.courier.asking.AskedBy`."""
         assert self._nodes is not None, "the service is there"
         node = self._nodes(context)
         if node is None:
             raise Refused(grpc.StatusCode.UNAUTHENTICATED, f"{PEER} needs the certificate of a node")
         self.callers.introduce(context.peer(), node)
-        return PeerCall(node, self._time(context))
+        return node, self._time(context).left
 
     def _time(self, context: Any) -> CallTime:
         left = context.time_remaining()  # without a deadline it is 9.2e18, and never None
@@ -243,13 +244,7 @@ class GrpcDoor:
         return CallTime(self._clock, self._clock.monotonic_seconds() + left)
 
     def _serve(
-        self,
-        lane: Lane,
-        behaviour: Any,
-        requests: Iterator[Any],
-        context: Any,
-        send: _Send,
-        call: DoorCall | PeerCall | None,
+        self, lane: Lane, behaviour: Any, requests: Iterator[Any], context: Any, send: _Send, call: object
     ) -> None:
         if not context.is_active():
             return

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from kvstore.block.errors import BadInput
 from kvstore.config import is_loopback
@@ -48,21 +48,16 @@ Reflection = tuple[Answers, Callable[[bytes], Any], Callable[[Any], bytes]]
 """Its answers, the parser of requests, and the serializer of answers."""
 
 
-class CourierBeside(Others, Protocol):
-    """Fetches blocks from elsewhere: `kvstore.courier.courier.Courier`."""
+@dataclass(frozen=True, slots=True)
+class CourierBeside:
+    """A courier, whose room is imported only where one is configured. peers: answers other nodes, `kvstore.v1.Peer`;
+    others: knows what these hold; both None without any. start: begins, given the address where other nodes reach this
+    one, empty without any. close: leaves the pool."""
 
-    @property
-    def service(self) -> Any:
-        """`kvstore.v1.Peer`; None without other nodes."""
-        ...
-
-    def start(self, address: str) -> None:
-        """address: where other nodes reach this one; empty without any."""
-        ...
-
-    def close(self) -> None:
-        """Leave the pool."""
-        ...
+    peers: Any
+    others: Others | None
+    start: Callable[[str], None]
+    close: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +129,15 @@ def serve_network(
         watch, lanes = StatusWatch(options.observe, clock), CallerLanes(clock)
         is_unix = isinstance(options.listen, str)
         identify = by_certificate if configurations is not None and not is_unix else by_token(_given(tokens))
-        has_others = courier is not None and courier.service is not None
-        scorer = Scorer(watch, courier if has_others else None)
+        scorer = Scorer(watch, courier.others if courier is not None else None)
         door = GrpcDoor(links, watch, identify, lanes, clock, scorer)
         if parts.reflection is not None:
             door.reflect(*parts.reflection((*SERVICES, HEALTH)))
         stack.callback(lambda: door.close(END_SECONDS))
         if courier is not None:
             stack.callback(courier.close)
-            if courier.service is not None:
-                door.serve_peers(courier.service, node_by_certificate if configurations is not None else _any_process)
+            if courier.peers is not None:
+                door.serve_peers(courier.peers, node_by_certificate if configurations is not None else _any_process)
         port = 0
         if isinstance(options.listen, str):
             address = UnixAddress(options.listen.removeprefix(UNIX))
@@ -184,7 +178,7 @@ def _serve_courier(
     ends: threading.Event,
     started: Callable[[str | None, int | None], None],
 ) -> None:
-    if courier is None or courier.service is not None or options.http is not None:
+    if courier is None or courier.peers is not None or options.http is not None:
         raise BadInput("listen is missing; give HOST:PORT or unix:PATH of gRPC")
     stack.callback(courier.close)
     courier.start("")

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from kvstore.block.account import HeldElsewhere, Holder
 from kvstore.block.errors import BadInput
 from kvstore.network.answers import (
     checked_drop_seconds,
@@ -27,9 +28,6 @@ from kvstore.network.watch import READY, StatusWatch
 from kvstore.protocol import messages as m
 from kvstore.protocol.words import pick, printable
 from kvstore.wire import admin_pb2, score_pb2, store_pb2
-
-if TYPE_CHECKING:
-    from kvstore.pool.directory import HeldElsewhere, Holder
 
 MOST_NODES = 256
 NODE_DIGITS = 32
@@ -58,18 +56,6 @@ class DoorCall:
         """The link to its own socket."""
         assert self.link is not None, "the door lets tenants in here"
         return self.link
-
-
-@dataclass(frozen=True, slots=True)
-class PeerCall:
-    """Another node's call: its id, by its certificate; empty without certificates."""
-
-    node: bytes
-    time: CallTime
-
-    def seconds_left(self) -> float:
-        """How long it still waits. Raises `TimedOut`."""
-        return self.time.left()
 
 
 class StoreService:

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from kvstore.pool.directory import Holder, NodeEntry
+from kvstore.block.account import Holder
+from kvstore.pool.directory import NodeEntry
 from kvstore.pool.speeds import SpeedBook
 
 MOST_ASKED = 2

@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from math import ceil
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from kvstore.block.account import HitTier
+from kvstore.block.account import HitTier, Holder
 from kvstore.block.identity import INCARNATION_BYTES, NODE_BYTES
 
 CHUNK_BLOCKS = 16
@@ -69,23 +68,6 @@ class NodeEntry(msgspec.Struct, frozen=True):
     fingerprints: Annotated[tuple[Annotated[bytes, Meta(max_length=16)], ...], Meta(max_length=MAX_FINGERPRINTS)] = ()
     versions: Annotated[tuple[int, ...], Meta(max_length=16)] = ()
     transports: Annotated[tuple[_Word, ...], Meta(max_length=8)] = ()
-
-
-class Holder(NamedTuple):
-    """A node with this many leading blocks of a chain, by its own hints. tier: the slowest of them."""
-
-    node: bytes
-    incarnation: bytes
-    blocks: int
-    tier: HitTier
-
-
-@dataclass(frozen=True, slots=True)
-class HeldElsewhere:
-    """Other nodes that have leading blocks of a prompt, most first. left_out: why more may have some; empty if none."""
-
-    holders: Sequence[Holder] = ()
-    left_out: str = ""
 
 
 def is_head(index: int) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 import kvstore
 from engine_adapter.audit.audits import UNLIKE_ANYTHING, AuditResult, AuditVerdict
-from engine_adapter.audit.blocks import allowed_error, compare_block, compare_opaque
+from engine_adapter.audit.blocks import allowed_error, compare_block, compare_opaque, compare_states
 from kv_kernels import int8
 from kv_kernels.int8 import Axis
 from kvstore.block.errors import BadInput
@@ -446,3 +447,56 @@ def test_slices_of_bytes_that_are_no_whole_numbers_are_compared_as_bytes() -> No
     result = compare_opaque({0: [plane]}, {0: [plane.clone()]}, torch.float32)
     assert result is not None and result.verdict is AuditVerdict.EXACT
     assert compare_opaque({0: [plane + 1]}, {0: [plane]}, torch.float32) is None
+
+
+# Recurrent states -------------------------------------------------------------------------------------------------
+
+RUNS, STEPS, KEYS, VALUES = 10_000, 64, 8, 8
+LAST_LAYER = 2
+
+
+def states_of(dtype: torch.dtype, seed: int, noise: int) -> list[torch.Tensor]:
+    """Of many prompts at once: a gated sum of k v^T as it is behind each step, kept in `dtype`, of inputs that a model
+    in bfloat16 has rounded on its way to its last layer. noise: of another way to compute the same. Returned are those
+    of a block before the last step, and those of the last one."""
+    drawn, rounded = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(noise)
+    state, found = torch.zeros(RUNS, KEYS, VALUES), []
+    off = 2.0**-8 * ((LAST_LAYER + 1) / 2) ** 0.5  # two ways differ by a bit for each layer
+    for step in range(STEPS):
+        k, v = torch.randn(RUNS, KEYS, 1, generator=drawn), torch.randn(RUNS, 1, VALUES, generator=drawn)
+        decay = 0.2 * torch.rand(RUNS, 1, 1, generator=drawn)
+        k, v, decay = (one * (1 + off * torch.randn(one.shape, generator=rounded)) for one in (k, v, decay))
+        state = (torch.exp(-decay) * state + k * v).to(dtype).float()
+        if step in (STEPS - 16, STEPS - 1):
+            found.append(state.flatten(1).to(dtype))
+    return found
+
+
+def compared_states(stored: torch.Tensor, now: torch.Tensor) -> AuditResult:
+    group = SimpleNamespace(layers=(LAST_LAYER,), tensors=((str(now.dtype).split(".")[1], now.numel()),))
+    group.made_of = "bfloat16"
+    planes = ({LAST_LAYER: [one.view(torch.uint8).view(1, 1, -1)]} for one in (stored, now))
+    return compare_states(*planes, [group], STEPS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_state_is_close_to_the_same_one_and_to_no_other(dtype: torch.dtype) -> None:
+    """No false alarm in 10,000; one of a block before, one of another prompt, and a change of four times the bound are
+    found."""
+    now, stored, other = states_of(dtype, 1, 2), states_of(dtype, 1, 3)[1], states_of(dtype, 4, 5)[1]
+    bound = compared_states(stored[0], now[-1][0]).allowed_error
+    last = now[-1].float()
+    off = (stored.float() - last).norm(dim=1) / last.norm(dim=1)
+    assert float(off.max()) < bound < 0.1, "of 10,000"
+    assert compared_states(now[-1][0], now[-1][0]).verdict is AuditVerdict.EXACT
+    for run in range(50):
+        assert compared_states(stored[run], now[-1][run]).verdict is AuditVerdict.CLOSE
+        changed = now[-1][run] * (1 + 4 * bound)
+        for wrong in (now[0][run], other[run], changed):
+            assert compared_states(wrong, now[-1][run]).verdict is AuditVerdict.DRIFTED
+
+
+def test_a_state_of_numbers_that_are_none_is_said() -> None:
+    one = torch.zeros(8, dtype=torch.int8)
+    with pytest.raises(BadInput, match="a state of int8 cannot be audited"):
+        compared_states(one, one)

@@ -42,7 +42,7 @@ class Held:
         self.choice = LoadChoice(1.0, is_on=False, audit=1.0, choose=lambda: 0.0)
         numbers = count(50)
         self.plan = AuditPlan(self.choice, facts, ranks, numbers, 5000)
-        self.saves = SavePlan(ranks, 32, 64)
+        self.saves = SavePlan(ranks, FACTS.groups, 64)
         self.handle = put(store, ids(320))
         self.state = self.of("a")
 
@@ -53,7 +53,7 @@ class Held:
         return state
 
     def begins(self) -> bool:
-        return self.plan.begins(self.state, self.handle.match(ids(330)), self.handle, 0.0)
+        return self.plan.begins(self.state, self.handle.match(ids(330)), self.handle, None, 0.0)
 
     def computed(self, stop: int = 330) -> StepPlan:
         """Steps until the lease is there; where it cannot be needed yet, one."""
@@ -62,7 +62,7 @@ class Held:
         one = Computed("a", stop, lambda: [TABLE])
         while True:
             self.plan.computed(self.state, one, self.saves, orders)
-            if orders.audits or stop < 320 or self.state.audit is None or self.state.audit.pending is None:
+            if orders.audits or stop < 320 or self.state.audit is None or not self.state.audit.pending:
                 return orders
             assert time.monotonic() < deadline
             time.sleep(0.001)

@@ -118,6 +118,21 @@ def test_a_corrupt_chunk_ends_what_is_loaded(engine: Engine, sidecar: Sidecar) -
     assert engine.load(NAMES[:20], range(100, 120)) == 20
 
 
+def test_pinning_finds_chunks_in_any_tier_and_promotes_none(tmp_path: Path) -> None:
+    url, sizes = f"embedded:{tmp_path / 'kv'}", {"dram": "16MiB", "nvme": "64MiB", "extent": "1MiB"}
+    with kvstore.open(url, **sizes) as store:
+        assert all(Engine(store).store(NAMES[:20], range(20)))
+    with kvstore.open(url, **sizes) as store:
+        engine = Engine(store)
+        found, lease = engine.space.pin(NAMES, SECONDS)
+        assert found == 20 and lease is not None and not lease.blocks, "all are on disk"
+        assert engine.load(NAMES[:8], range(8)) == 8
+        found, lease = engine.space.pin(NAMES, SECONDS)
+        assert found == 20 and lease is not None and lease.blocks == 8 and store.usage().leases == 1
+        lease.release()
+        assert store.usage().leases == 0 and engine.space.pin(NAMES[20:], SECONDS) == (0, None)
+
+
 def test_clearing_evicts_for_all(engine: Engine, sidecar: Sidecar) -> None:
     engine.store(NAMES[:20], range(20))
     assert engine.space.clear() and engine.space.found(NAMES[:20]) == 0
@@ -208,14 +223,22 @@ def test_engines_that_store_one_beginning_at_once_store_every_end(sidecar: Sidec
             engine.space.close()
 
 
-def test_what_a_hung_engine_is_storing_counts_as_held_and_the_rest_is_stored(engine: Engine, sidecar: Sidecar) -> None:
-    with sidecar.client() as hung:
-        theirs = Engine(hung)
-        handle: Any = theirs.space.handle
-        keys = theirs.space.prompt(handle, NAMES[:20]).keys
-        reservation = Asking(handle.door).reserve(handle.number, keys).reservation
-        assert reservation
-        assert engine.space.store([], NAMES[:30], engine.space.pages(range(30)), 2000) == ([True] * 30, 10)
-        assert engine.outcomes.take() == {"stored": 10, "in_flight": 20}
-        assert engine.space.found(NAMES[20:30]) == 10 and engine.space.found(NAMES[:20]) == 0
-        theirs.space.close()
+@pytest.mark.parametrize("theirs", [[(0, 20)], [(5, 8), (20, 21)]])
+def test_what_a_hung_engine_is_storing_counts_as_held_and_the_rest_is_stored(
+    theirs: list[tuple[int, int]], engine: Engine, sidecar: Sidecar
+) -> None:
+    with sidecar.client() as client:
+        hung = Engine(client)
+        handle: Any = hung.space.handle
+        for first, stop in theirs:
+            keys = hung.space.prompt(handle, NAMES[first:stop]).keys
+            assert Asking(handle.door).reserve(handle.number, keys).reservation
+        in_flight = sum(stop - first for first, stop in theirs)
+        assert engine.space.store([], NAMES[:30], engine.space.pages(range(30)), 20_000) == (
+            [True] * 30,
+            30 - in_flight,
+        )
+        assert engine.outcomes.take() == {"stored": 30 - in_flight, "in_flight": in_flight}
+        here = [not any(first <= at < stop for first, stop in theirs) for at in range(30)]
+        assert engine.space.which(NAMES[:30]) == here and engine.space.found(NAMES[:20]) == theirs[0][0]
+        hung.space.close()

@@ -221,13 +221,42 @@ def test_groups_without_layers_and_engines_with_few_pages_are_refused() -> None:
     assert few.registered(num_pages=4).facts.refused == "the engine has 4 pages; a block needs 2"
 
 
-def test_groups_with_pages_of_different_sizes_are_refused() -> None:
-    one, other = Pool("slabs"), Pool("slabs", split=2)
-    groups = [one.group(), other.group(name="b", layers={"x": other.layers["layer.0"]})]
-    facts = register(groups, 0, "", lambda name, *given: None).facts
-    assert "different sizes" in facts.refused
-    groups = [one.group(), one.group(name="b", page_tokens=16, num_pages=16, layers={"x": torch.zeros(16, 2, 16, 32)})]
-    assert "different sizes" in register(groups, 0, "", no_write).facts.refused
+def test_groups_with_pages_of_different_sizes_are_served() -> None:
+    """Those whose form is proven as K and V, and others as bytes; blocks are of whole pages of each."""
+    one, small = Pool("heads-first", pages=12), {"x": torch.randn(12, HEADS, 16, 2 * WIDTH)}
+    groups = [one.group(num_pages=12), one.group(name="b", layers=small, page_tokens=16, num_pages=12, table=1)]
+    facts = (pages := register(groups, 0, "", one.write)).facts
+    assert not facts.refused and facts.page_tokens == TOKENS and facts.packing.startswith("heads-first+opaque:")
+    assert [(group.page_tokens, group.table) for group in facts.groups] == [(32, 0), (16, 1)]
+    layout = layout_of([facts], HEADS, 64)
+    assert layout is not None
+    runs = [PageRun(2, [5, 6]), PageRun(6, [1, 7])]
+    given = pages.pages(runs, layout, 64, is_exact=True)
+    assert (given.page_tokens, list(given.table)) == (32, [5, 6])
+    of_b = given.of_group("b")
+    assert (list(of_b.table), of_b.first_page, of_b.page_tokens) == ([1, 7], 2, 16)
+    assert pages.cut(runs, layout, 96, 128) == [PageRun(3, [6]), PageRun(6, [1, 7])]
+    assert facts.page_bytes == 2 * (one.layers["layer.0"].nbytes + small["x"].nbytes) // 12
+
+
+def test_rows_of_several_tokens_and_states_are_bytes() -> None:
+    latents = RegisteredGroup("l", {"a": torch.randn(PAGES, 1, 2, 24)}, 1, (24,), 64, PAGES, row_tokens=32)
+    memory = torch.randint(0, 127, (PAGES, 640), dtype=torch.int8)
+    padded = memory[:, :600].view(PAGES, 1, 1, 600)
+    state = RegisteredGroup(
+        "s", {"b": padded}, 1, (600,), 128, PAGES, 0, Attention.STATE, 128, 1, "gdn", (("float32", 150),), "bfloat16"
+    )
+    pages = register([latents, state], 0, "", no_write)
+    assert not pages.facts.refused and pages.facts.page_tokens == 128
+    kv, states = layout_of([pages.facts], 1, 0), layout_of([pages.facts] * 2, 1, 0, states=True)
+    assert kv is not None and kv.block_tokens == 128 and kv.groups[0].row_tokens == 32
+    assert kv.groups[0].plane_widths == (96,) and kv.packing.startswith("opaque:torch.float32")
+    assert states is not None and states.groups[0].plane_widths == (600,), "without what pads a page"
+    assert (states.groups[0].kv_heads, states.head_shards, states.block_tokens) == (2, 2, 128), "each rank's own"
+    given = pages.pages([PageRun(0, [3])], states, 0, is_exact=True)
+    assert (given.page_tokens, list(given.table)) == (128, [3])
+    assert torch.equal(given.planes[1][0][3].flatten(), padded[3].flatten().view(torch.uint8))
+    assert layout_of([Pool("slabs").registered().facts], HEADS, 0, states=True) is None
 
 
 def test_pages_that_cannot_be_made_out_are_refused() -> None:
@@ -260,7 +289,8 @@ def test_groups_of_windows_have_layers_of_their_own() -> None:
     def write(name: str, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
         (one if name in one.layers else other).write(name.replace("w", "layer"), key, value, slots)
 
-    pages = register([one.group(), other.group(name="b", layers=names, window=40)], 0, "", write)
+    sliding = other.group(name="b", layers=names, window=40, attention=Attention.SLIDING, table=1)
+    pages = register([one.group(), sliding], 0, "", write)
     assert [(group.layers, group.window) for group in pages.facts.groups] == [((0, 1), 0), ((2, 3, 4), 40)]
     assert pages.facts.page_bytes == sum(t.nbytes for t in [*one.layers.values(), *names.values()]) // PAGES
     layout = layout_of([pages.facts], HEADS, 128)

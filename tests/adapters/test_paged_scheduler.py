@@ -25,14 +25,14 @@ from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
 from kvstore.protocol.messages import LeasePrefix, MatchPrefix
-from paged_engine import Request, SharedStore
+from paged_engine import Request, SharedStore, named_of
 from tiering.frame import KEY_BYTES
 from waiting import wait_until
 from workbench import FakeClock, ids, plausible_pages
 
 PAGE = 32
 LAYOUT = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="float32", page_tokens=PAGE, block_tokens=64)
-FACTS = NamespaceSpec(0, "", "3f5e1c0d9a", LAYOUT, "raw", 0, {})
+FACTS = named_of(LAYOUT)
 SECONDS = 30
 
 
@@ -693,7 +693,7 @@ def test_an_engine_that_counts_on_tokens_hears_of_a_lease_that_is_gone(store: Em
 
 def test_a_load_that_failed_says_nothing_of_pages_that_are_another_loads_by_now(store: EmbeddedStore) -> None:
     """A step ahead: its request is given up, and its pages are loaded into anew, before that it failed is known."""
-    facts = NamespaceSpec(0, "", "m", LAYOUT, "int8-kc64", 0, {})
+    facts = named_of(LAYOUT, codec="int8-kc64")
     half = Half(SharedStore(store), facts=facts, load="sync")
     handle = half.half.opener.now()
     assert handle is not None and handle.put(ids(320), plausible_pages(LAYOUT, 5)).stored == 5
@@ -731,7 +731,7 @@ def test_with_several_groups_no_step_waits(store: EmbeddedStore) -> None:
     layout = Layout(
         (LAYOUT.groups[0], kvstore.KvGroup("w", (1,), 1, (8, 8), "float32", kvstore.Attention.SLIDING, 64)), 64, PAGE
     )
-    half = Half(SharedStore(store), load="sync", facts=NamespaceSpec(0, "", "m", layout, "raw", 0, {}))
+    half = Half(SharedStore(store), load="sync", facts=named_of(layout))
     handle = half.half.opener.now()
     assert handle is not None
     handle.put(ids(128), plausible_pages(layout, 2))

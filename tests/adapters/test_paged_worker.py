@@ -24,7 +24,7 @@ from engine_adapter.paged.worker import PagedWorker
 from kvstore.block.account import MissReason
 from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
-from paged_engine import Rank, Shape, SharedStore, kv_numbers, wrong_blocks
+from paged_engine import Rank, Shape, SharedStore, kv_numbers, named_of, wrong_blocks
 from waiting import wait_until
 from workbench import ids
 
@@ -68,7 +68,7 @@ class Bench:
         self.shape = shape or Shape(pages=30)
         self.rank = Rank(self.shape, 0)
         self.layout = layout_of([self.rank.pages.facts], 2, 64)
-        self.facts = NamespaceSpec(0, "", "m", self.layout, "raw", 0, {})
+        self.facts = replace(named_of(self.layout, self.rank.pages.facts.groups), model="m")
         self.handle: NamespaceHandle = store.namespace(model="m", layout=self.layout)
         given = {"load_threads": 1, "save_bytes": 1 << 20, **options}
         self.worker = GatedWorker(self.rank.pages, lambda session: SharedStore(store), time.monotonic, **given)
@@ -110,14 +110,14 @@ class Bench:
     def save(self, tokens: list[int], table: list[int], first: int = 0) -> SaveOrder:
         self.number += 1
         keys = self.handle.hashed(tokens).keys
-        tables = page_runs([table] * len(self.shape.windows), first, 64 * len(keys), self.shape.page_tokens)
+        tables = page_runs([table] * len(self.shape.windows), first, 64 * len(keys), self.facts.groups)
         return SaveOrder(self.number, f"r{self.number}", 0, b"".join(keys), first, tables, None, 0)
 
     def load(self, tokens: list[int], table: list[int], first: int = 0, **given: Any) -> tuple[LoadOrder, Any]:
         self.number += 1
         lease = self.handle.lease(self.handle.match(tokens), first)
         stop = given.pop("stop", len(tokens) // 64 * 64)
-        tables = page_runs([table] * len(self.shape.windows), first, stop, self.shape.page_tokens)
+        tables = page_runs([table] * len(self.shape.windows), first, stop, self.facts.groups)
         options = {"waits": True, **given}
         return LoadOrder(self.number, f"r{self.number}", 0, lease.ticket(), first, stop, tables, **options), lease
 

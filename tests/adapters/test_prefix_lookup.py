@@ -61,10 +61,10 @@ def test_what_is_promised_is_pinned_until_it_is_given_back(
     assert asked.lookup.account.hit_tokens == tokens and asked.lookup.account.asked == 330
     assert asked.matched(first, stop) == tokens and store.usage().leases == 1
     assert store.evict(100) == 5 - (tokens // 64)
-    lease = asked.lookup.take()
-    assert lease is not None and lease.tokens == tokens and asked.lookup.is_over
+    (lease,) = asked.lookup.take()
+    assert lease.tokens == tokens and asked.lookup.is_over
     asked.lookup.give_back()
-    assert asked.lookup.take() is None and store.usage().leases == 1, "it is the taker's"
+    assert asked.lookup.take() == [] and store.usage().leases == 1, "it is the taker's"
     lease.release()
     wait_until(lambda: not store.usage().leases)
 
@@ -96,10 +96,10 @@ def test_a_decision_for_less_is_less_in_the_account_too(store: EmbeddedStore, st
 def test_a_lease_that_has_waited_long_is_taken_anew(store: EmbeddedStore) -> None:
     asked = Asked(store)
     assert asked.matched() == 320
-    first = asked.lookup.lease
+    (first,) = asked.lookup.leases
     asked.clock.advance(prefix_lookup.HELD_SECONDS + 1)
-    assert asked.matched() == 320 and asked.lookup.lease is not first
-    assert first is not None and first.released
+    assert asked.matched() == 320 and asked.lookup.leases[0] is not first
+    assert first.released
     asked.lookup.give_back()
     wait_until(lambda: not store.usage().leases)
 

@@ -67,7 +67,9 @@ PATIENT = ConnectorSettings("unix:x", match_deadline_ms=5000, lease_deadline_ms=
 
 def looked_up(handle: Any, tokens: int, trace: Any, start: int = SECRET) -> PrefixLookup:
     prompt = handle.hashed(ids(tokens, start))
-    return PrefixLookup(handle, prompt, "r", time.monotonic, PATIENT, trace=trace)
+    lookup = PrefixLookup(handle, prompt, "r", time.monotonic, PATIENT)
+    lookup.trace = trace
+    return lookup
 
 
 def test_a_hit_has_a_look_up_and_a_lease_below_the_engines_span(tmp_path: Path) -> None:

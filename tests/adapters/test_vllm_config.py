@@ -20,8 +20,9 @@ from engine_adapter.vllm_config import (
 from kvstore.block.errors import BadInput
 
 
-def config(ahead: bool, **more: Any) -> Any:
-    return SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=ahead), **more)
+def config(ahead: bool, stages: int = 1, **more: Any) -> Any:
+    parallel = SimpleNamespace(pipeline_parallel_size=stages)
+    return SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=ahead), parallel_config=parallel, **more)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,7 @@ def config(ahead: bool, **more: Any) -> Any:
         (config(False, use_v2_model_runner=False), ""),
         (config(True), "async_scheduling"),
         (config(False, use_v2_model_runner=True), "VLLM_USE_V2_MODEL_RUNNER"),
+        (config(False, stages=2), "pipeline_parallel_size"),
     ],
 )
 def test_a_step_waits_for_loads_only_where_a_failed_one_can_be_taken_back(given: Any, why: str) -> None:
@@ -38,22 +40,25 @@ def test_a_step_waits_for_loads_only_where_a_failed_one_can_be_taken_back(given:
     assert bool(unwaitable(given)) == bool(why)
 
 
-class FullAttentionSpec(SimpleNamespace):
-    """By name, as vLLM's."""
+class Spec(SimpleNamespace):
+    """What vLLM says of a group; `like` is of the same kind."""
 
-
-class SlidingWindowSpec(SimpleNamespace):
-    """Likewise."""
-
-
-class MambaSpec(SimpleNamespace):
-    """Likewise."""
+    def like(self, **changed: Any) -> Spec:
+        return Spec(**{**vars(self), **changed})
 
 
 def engine(
-    *specs: Any, run_to: str = "generate", load_format: str = "auto", scales: bool = False, **parallel: int
+    *specs: Any,
+    run_to: str = "generate",
+    load_format: str = "auto",
+    scales: bool = False,
+    hisparse_host_num_blocks: int | None = None,
+    **parallel: int,
 ) -> tuple[Any, Any]:
-    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+    groups = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs],
+        hisparse_host_num_blocks=hisparse_host_num_blocks,
+    )
     given = SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
         model_config=SimpleNamespace(runner_type=run_to),
@@ -63,30 +68,53 @@ def engine(
     return given, groups
 
 
-FULL, WINDOW = FullAttentionSpec(), SlidingWindowSpec(sliding_window=100)
+FULL = Spec(sliding_window=None, attention_chunk_size=None)
+WINDOW, CHUNKS = Spec(sliding_window=100), Spec(attention_chunk_size=8192)
+STATE = Spec(mamba_cache_mode="align")
+RING = Spec(prefix_cacheable=False)
+NESTED = Spec(kv_cache_specs={"a": FULL, "b": FULL.like(head_size=64)})
 
 
 @pytest.mark.parametrize(
     ("given", "is_told", "why"),
     [
         (engine(FULL, pipeline_parallel_size=1), False, ""),
-        (engine(FULL, pipeline_parallel_size=2), True, "pipeline_parallel_size=2 is not supported; allowed: 1"),
+        (engine(FULL, pipeline_parallel_size=2), True, ""),
         (engine(FULL, decode_context_parallel_size=2), True, "decode_context_parallel_size=2"),
         (engine(FULL, run_to="pooling"), True, "a model that is run to pooling"),
         (engine(FULL, load_format="dummy"), True, "load_format=dummy makes weights up"),
         (engine(FULL, scales=True), True, "calculate_kv_scales makes scales of the first prompt's KV"),
-        (engine(FULL, MambaSpec()), True, "KV groups of kind MambaSpec; allowed: FullAttentionSpec"),
+        (engine(FULL, Spec()), True, "KV groups of kind Spec; allowed: full attention, sliding windows"),
+        (engine(FULL.like(rswa_window=9)), True, "generated tokens see another past"),
+        (engine(FULL, STATE), True, ""),
+        (engine(STATE), True, ""),
+        (engine(STATE), False, "use 0.32 or later"),
+        (engine(FULL, STATE.like(mamba_cache_mode="all")), True, "start vLLM with --mamba-cache-mode align"),
+        (engine(FULL, CHUNKS), True, ""),
+        (engine(FULL.like(attention_chunk_size=8192)), False, ""),
+        (engine(NESTED), False, ""),
+        (engine(NESTED, WINDOW), True, ""),
+        (engine(Spec(kv_cache_specs={"a": FULL, "b": Spec()})), True, "KV groups of kind Spec"),
+        (engine(FULL, RING), True, ""),
+        (engine(FULL, WINDOW.like(prefix_cacheable=False, prefix_replay_tokens=100)), True, "bounded replay"),
+        (engine(RING), True, "no KV group whose prefixes vLLM itself would reuse"),
+        (engine(FULL, hisparse_host_num_blocks=9), True, "HiSparse"),
         (engine(FULL, WINDOW), True, ""),
         (engine(FULL, WINDOW), False, "use 0.31 or later"),
         (engine(WINDOW), True, ""),
         (engine(WINDOW), False, "use 0.31 or later"),
-        (engine(FULL, SlidingWindowSpec(extra_retained_tokens=2)), True, "keeps more than a window"),
-        (engine(FullAttentionSpec(non_causal=True)), True, "attention that is not causal"),
+        (engine(FULL, WINDOW.like(extra_retained_tokens=2)), True, "keeps more than a window"),
+        (engine(FULL.like(non_causal=True)), True, "attention that is not causal"),
     ],
 )
 def test_what_cannot_be_stored_is_said(given: tuple[Any, Any], is_told: bool, why: str) -> None:
     said = unsupported(*given, is_failure_told=is_told)
     assert why in said and bool(why) == bool(said)
+
+
+def test_states_are_served_where_vllm_tells_their_boundaries() -> None:
+    assert "use 0.32 or later" in unsupported(*engine(FULL, STATE), is_failure_told=True, are_states_told=False)
+    assert not unsupported(*engine(FULL, WINDOW), is_failure_told=True, are_states_told=False)
 
 
 @pytest.mark.parametrize("is_on", [True, False])
@@ -140,6 +168,7 @@ def model(place: str = "/here", **changed: Any) -> Any:
         model=place,
     )
     hf_config |= changed.pop("hf_config", {})
+    stages = changed.pop("stages", 1)
     of_cache = dict(cache_dtype=changed.pop("cache_dtype", "auto"))
     of_model |= changed
     return SimpleNamespace(
@@ -147,6 +176,7 @@ def model(place: str = "/here", **changed: Any) -> Any:
         cache_config=SimpleNamespace(**of_cache),
         load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
         speculative_config=None,
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
     )
 
 
@@ -167,6 +197,7 @@ def test_the_same_model_at_another_place_has_the_same_fields() -> None:
         dict(model_impl="transformers"),
         dict(disable_sliding_window=True),
         dict(cache_dtype="fp8"),
+        dict(stages=2),
     ],
 )
 def test_whatever_decides_kv_is_in_the_fields(changed: dict[str, Any]) -> None:

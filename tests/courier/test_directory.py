@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.block.account import HitTier
+from kvstore.block.account import HitTier, Holder
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import NodeIdentity
 from kvstore.courier.directory import (
@@ -28,7 +28,6 @@ from kvstore.pool.directory import (
     HINT_SECONDS,
     NODE_SECONDS,
     DirectoryDown,
-    Holder,
     NodeEntry,
     chunk_heads,
     entry_bytes,

@@ -23,8 +23,9 @@ from kvstore.block.errors import BadInput
 from kvstore.config import DramConfig, NetworkSettings, NvmeConfig, host_and_port
 from kvstore.doctor import checks, directory, machine, sidecar
 from kvstore.doctor.checks import checks_of
-from kvstore.doctor.engine import configuration, read_transfer_config
+from kvstore.doctor.engine import configuration, model_served, read_transfer_config
 from kvstore.doctor.findings import MOST_CHARACTERS, Check, Finding, Health, examine, lacks, ok, one_line
+from kvstore.insight.models import MODELS
 from kvstore.peers.transport import must_seal
 from kvstore.service.settings import Settings, read_settings
 from service.sidecar import Sidecar
@@ -345,6 +346,22 @@ def test_what_a_configuration_lacks_is_told_with_the_remedy(change: dict[str, ob
     assert any(all(word in line for word in words) for line in lines), lines
 
 
+@pytest.mark.parametrize(
+    ("name", "versions", "said"),
+    [
+        ("qwen3.5-27b", {"vllm": "0.32.0", "transformers": "5.23.0"}, ["ok with vLLM 0.32.0 qwen3.5-27b is served"]),
+        ("qwen3.5-27b", {"vllm": "0.31.0"}, ["lacks with vLLM 0.31.0 qwen3.5-27b is refused: recurrent states"]),
+        ("phi-4-mini", {"transformers": "5.23.0"}, ["lacks with transformers 5.23.0 phi-4-mini is refused: rope type"]),
+        ("phi-4", {}, ["ok with vLLM phi-4", "ok with SGLang phi-4", "ok with transformers phi-4"]),
+        ("phi-4-mini", {}, ["ok with vLLM", "ok with SGLang", "note with transformers phi-4-mini is refused: rope"]),
+    ],
+)
+def test_whether_installed_engines_serve_a_model_is_said(name: str, versions: dict[str, str], said: list[str]) -> None:
+    found = list(model_served(MODELS[name], lambda package: versions.get(package, "")))
+    lines = [f"{one.health} {one.text}" for one in found]
+    assert all(map(str.startswith, lines, said)) and len(lines) == len(said), lines
+
+
 @pytest.mark.parametrize("text", ["", "[]", "7", "{", "[" * 100_000, '{"a": ' * 100_000])
 def test_what_is_no_configuration_is_refused(text: str) -> None:
     with pytest.raises(BadInput, match="--engine"):
@@ -355,7 +372,7 @@ def test_the_page_has_each_check(data: Path) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "doctor.md").read_text()
     settings = read_settings(f'[store]\ndata = "{data}"\ndram = "16MiB"')
     beside = {"use", "clock"}  # of the sidecar's check
-    names = {one.name for one in checks_of(settings, False, {})} | beside
+    names = {one.name for one in checks_of(settings, False, {}, MODELS["phi-4"])} | beside
     assert set(re.findall(r"^\| ([a-z][\w /]+) \| ", page, re.MULTILINE | re.IGNORECASE)) - {"check"} == names
     assert set(re.findall(r"`(--\w+)`", page)) >= {
         "--config",

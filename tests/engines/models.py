@@ -21,6 +21,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -77,10 +79,11 @@ def save_llama(
     return directory
 
 
-def save_gemma(directory: Path, *, window: int = 192, vocab: int = 1000, seed: int = 0) -> Path:
-    """Layers that see all, and layers that see a window: two of each three of the latter kind."""
+def save_gemma(directory: Path, *, window: int = 192, vocab: int = 1000, seed: int = 0, wide: bool = False) -> Path:
+    """Layers that see all, and layers that see a window: two of each three of the latter kind. wide: a Gemma 4: those
+    that see all have heads of twice the width, and vLLM has pages of two sizes."""
     torch.manual_seed(seed)
-    config = Gemma3TextConfig(
+    shape: dict[str, Any] = dict(
         vocab_size=vocab,
         hidden_size=256,
         intermediate_size=512,
@@ -92,9 +95,12 @@ def save_gemma(directory: Path, *, window: int = 192, vocab: int = 1000, seed: i
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
         max_position_embeddings=16384,
         initializer_range=0.1,
-        query_pre_attn_scalar=64,
     )
-    Gemma3ForCausalLM(config).save_pretrained(directory)
+    if wide:
+        more = dict(global_head_dim=128, vocab_size_per_layer_input=vocab, hidden_size_per_layer_input=32)
+        Gemma4ForCausalLM(Gemma4TextConfig(**shape, **more)).save_pretrained(directory)
+    else:
+        Gemma3ForCausalLM(Gemma3TextConfig(**shape, query_pre_attn_scalar=64)).save_pretrained(directory)
     save_tokenizer(directory, vocab)
     return directory
 
@@ -180,6 +186,15 @@ def takes_windows() -> bool:
     from engine_adapter.vllm_connector import KVConnectorTransferResults
 
     return KVConnectorTransferResults is not None
+
+
+def tells_states() -> bool:
+    """Whether this vLLM tells in which pages recurrent states are whole."""
+    from vllm.v1.core.sched import output
+
+    return "boundary_state_offloads" in getattr(
+        getattr(output, "KVConnectorBlockState", None), "__dataclass_fields__", ()
+    )
 
 
 def save_trained(directory: Path) -> Path:

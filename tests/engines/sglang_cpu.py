@@ -13,8 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +21,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from engines.sglang_whole import StandIns
 from kvstore.client.socket_door import CallLimits
 
 SECONDS = 60
@@ -32,10 +31,11 @@ MODULES = (
     "sglang.srt.mem_cache.storage.backend_factory",
     "sglang.srt.mem_cache.device_pool_info",
     "sglang.srt.mem_cache.memory_pool",
-    "sglang.srt.mem_cache.pool_host.mha",
-    "sglang.srt.mem_cache.pool_host.mla",
-    "sglang.srt.mem_cache.pool_host.dsa",
-    "sglang.srt.mem_cache.pool_host.group",
+    "sglang.srt.mem_cache.memory_pool_host",
+    *(
+        f"sglang.srt.mem_cache.pool_host.{name}"
+        for name in "mha mla dsa group mamba mha_mxfp8 minimax_m3_nvfp4 page_interleave qsa unified".split()
+    ),
     "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller",
     "sglang.srt.managers.cache_controller",
     "sglang.srt.model_executor.model_runner_components.weight_updater",
@@ -44,28 +44,6 @@ MODULES = (
     "sglang.srt.observability.metrics_collector",
     "sglang.srt.runtime_context",
 )
-
-
-class _BlankModule(ModuleType):
-    """Has whatever is asked for, and it is good for nothing."""
-
-    __path__: Sequence[str] = ()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
-class _Blanks(MetaPathFinder, Loader):
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == BLANK else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _BlankModule(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
 
 
 def imported() -> dict[str, ModuleType]:
@@ -80,15 +58,9 @@ def imported() -> dict[str, ModuleType]:
         package.__path__ = [str(Path(spec.origin).parent)]
         sys.modules["sglang"] = package
         importlib.import_module("transformers").AutoProcessor  # noqa: B018  it must not see the blank module
-        blanks = _Blanks()
-        sys.meta_path.insert(0, blanks)
-        try:
+        with StandIns(BLANK):
             for name in MODULES:
                 importlib.import_module(name)
-        finally:
-            sys.meta_path.remove(blanks)
-            for name in [name for name in sys.modules if name.partition(".")[0] == BLANK]:
-                del sys.modules[name]
     return {name.rpartition(".")[2]: importlib.import_module(name) for name in MODULES}
 
 
@@ -97,9 +69,9 @@ sys.modules["sglang.srt.mem_cache.pool_host.base"].HICACHE_HOST_MEMORY_RESERVE_B
 """SGLang would leave 10 GiB free for others, which engines that are tested beside this one may have."""
 PAGE, LAYERS, HEADS, WIDTH = 64, 4, 2, 64
 LATENT, ROPE = 64, 64
-MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head", "page_unified")
-MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_unified")
-"""`page_first_kv_split` is of Ascend devices, whose buffers it needs."""
+MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+MLA_LAYOUTS = MHA_LAYOUTS[:3]
+"""Those that SGLang can be started with. `page_first_kv_split` is of Ascend devices, whose buffers it needs."""
 
 
 def device_pool(kind: str, pages: int = 4) -> Any:
@@ -112,36 +84,37 @@ def device_pool(kind: str, pages: int = 4) -> Any:
         "enable_memory_saver": False,
     }
     pools = SGLANG["memory_pool"]
+    latents = {"kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE}
     if kind == "mla":
-        return pools.MLATokenToKVPool(PAGE * pages, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, **more)
-    return pools.MHATokenToKVPool(PAGE * pages, head_num=HEADS, head_dim=WIDTH, **more)
+        return pools.MLATokenToKVPool(PAGE * pages, **latents, **more)
+    if kind == "dsa":
+        with SGLANG["runtime_context"].get_parallel().override(attn_dcp_size=1, attn_dcp_rank=0):
+            wide = {"kv_cache_dim": LATENT + ROPE, "index_head_dim": 128}
+            return pools.DSATokenToKVPool(PAGE * pages, **latents, **wide, **more)
+    if kind == "k":
+        return pools.MHATokenToKOnlyPool(PAGE * pages, head_num=1, head_dim=WIDTH, **more)
+    narrow = {"v_head_dim": WIDTH // 2} if kind == "asymmetric" else {}
+    return pools.MHATokenToKVPool(PAGE * pages, head_num=HEADS, head_dim=WIDTH, **narrow, **more)
 
 
 def host_pool(device: Any, layout: str, pages: int, seed: int = 1) -> Any:
     """SGLang's host pool behind it, with numbers that tell every byte from every other."""
     info = device.get_device_pool_infos()[0].buffer_info
     is_mla = isinstance(device, SGLANG["memory_pool"].MLATokenToKVPool)
-    made = SGLANG["mla"].MLATokenToKVPoolHost if is_mla else SGLANG["mha"].MHATokenToKVPoolHost
+    made = SGLANG["mla"].MLATokenToKVPoolHost if is_mla else SGLANG["mha"].get_mha_host_pool_cls(info)
     layers: dict[str, Any] = {"device_capacity_tokens": device.size, "start_layer": 0, "end_layer": LAYERS}
     layers |= {"target_layer_num": LAYERS} if is_mla else {}
     pool = made(info, 1.0, 0, PAGE, layout, pin_memory=False, device="cpu", host_token_capacity=PAGE * pages, **layers)
-    noise = torch.randint(-32768, 32767, pool.kv_buffer.shape, dtype=torch.int16, generator=torch.manual_seed(seed))
-    pool.kv_buffer.view(torch.int16).copy_(noise)
+    generator = torch.manual_seed(seed)
+    for buffer in [pool.kv_buffer] if isinstance(pool.kv_buffer, torch.Tensor) else pool.kv_buffer:
+        buffer.view(torch.int16).random_(generator=generator)
     return pool
 
 
 def page_of(pool: Any, page: int) -> torch.Tensor:
-    """Its bytes, by what the layout's name says of the buffer's axes."""
-    buffer = pool.kv_buffer.view(torch.int16)
-    tokens = slice(page * PAGE, (page + 1) * PAGE)
-    is_mla = buffer.ndim == (5 if pool.layout == "page_first_direct" else 4)
-    if pool.layout == "page_unified":
-        return buffer[page].clone()
-    if pool.layout == "layer_first":
-        return (buffer[:, tokens] if is_mla else buffer[:, :, tokens]).clone()
-    if pool.layout == "page_first":
-        return (buffer[tokens] if is_mla else buffer[:, tokens]).clone()
-    return (buffer[page] if is_mla else buffer[:, page]).clone()
+    """Its bytes, as SGLang gives them."""
+    flat: torch.Tensor = pool.get_data_page(page * PAGE)
+    return flat.view(torch.int16).clone()
 
 
 class HiCache:

@@ -1,7 +1,7 @@
 """SGLang's HiCache with the store behind it: its own storage factory, cache controllers and host pools, on a CPU.
 
-What runs on a GPU alone is not here: copies between the GPU and a host pool, the scheduler with its radix tree, and
-several ranks that agree over a network (`torch.distributed`).
+test_sglang_engine.py has the scheduler with its radix tree. What runs on a GPU alone is in neither: copies between the
+GPU and a host pool; nor are several ranks that agree over a network (`torch.distributed`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import inspect
 import json
 import random
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -27,19 +25,14 @@ from engine_adapter.sglang_storage import (
     KvStoreHiCache,
     engine_facts,
     is_replicated,
-    pool_runs,
     rank_facts,
 )
 from engines.sglang_cpu import (
-    LATENT,
     LAYERS,
     MHA_LAYOUTS,
     MLA_LAYOUTS,
     PAGE,
-    ROPE,
-    SECONDS,
     SGLANG,
-    WIDTH,
     HiCache,
     device_pool,
     hashes_of,
@@ -49,7 +42,6 @@ from engines.sglang_cpu import (
     same,
     save_weights,
 )
-from engines.tier_engine import SidecarProcess
 from kvstore.block.errors import BadInput
 from service.sidecar import Sidecar
 from tiering.frame import HEADER_BYTES
@@ -170,19 +162,6 @@ def test_another_engine_reads_what_one_wrote_and_other_weights_do_not(
             assert other.read(prompt) == (0, [])
 
 
-def test_the_end_of_a_prefix_is_evicted_before_its_beginning(tmp_path: Path, weights: Path) -> None:
-    with Sidecar(tmp_path, dram="16MiB", extent="1MiB") as sidecar, HiCache(f"unix:{sidecar.path}", weights) as engine:
-        prompt = prompt_of(40, seed=1)
-        assert engine.opened().write(prompt)[0] == 40
-        number = 2
-        while engine.backend.batch_exists(hashes_of(prompt)) == 40:
-            assert engine.write(prompt_of(20, seed=number))[0] == 20
-            number += 1
-        hashes = hashes_of(prompt)
-        there = [engine.backend.exists(one) for one in hashes]
-        assert there == [True] * sum(there) + [False] * (40 - sum(there)) and 0 < sum(there) < 40
-
-
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 
@@ -212,45 +191,6 @@ def test_a_corrupt_frame_is_a_miss_that_is_counted(opened: Callable[..., HiCache
         found, loaded = engine.read(prompt)
         assert found == 30 and not same(loaded[17:18], contents[17:18]), "the bytes of the second time"
         assert same(loaded[:17], contents[:17]) and same(loaded[18:], contents[18:])
-
-
-def test_a_sidecar_that_is_killed_in_the_middle_is_a_miss(tmp_path: Path, weights: Path) -> None:
-    sidecar = SidecarProcess(tmp_path)
-    sidecar.start()
-    try:
-        with HiCache(sidecar.url, weights, deadline_ms=500, save_deadline_ms=500) as engine:
-            prompt = prompt_of(100, seed=1)
-            engine.opened()
-            _, contents = engine.write(prompt)
-            pages, stop = engine.pool.alloc(200 * PAGE), threading.Event()
-            answers: list[tuple[int, list[bool], list[bool]]] = []
-            hashes, others = hashes_of(prompt), hashes_of(prompt_of(100, seed=2))
-
-            def work() -> None:
-                while not stop.is_set():
-                    found = engine.backend.batch_exists(hashes)
-                    loaded = engine.backend.batch_get_v1(hashes, pages[: 100 * PAGE])
-                    good = [page_of(engine.pool, int(index) // PAGE) for index in pages[: sum(loaded) * PAGE : PAGE]]
-                    assert same(good, contents[: len(good)]), "what is said to be there is what was stored"
-                    answers.append((found, loaded, engine.backend.batch_set_v1(others, pages[100 * PAGE :])))
-
-            worker = threading.Thread(target=work)
-            worker.start()
-            wait_until(lambda: len(answers) >= 2)
-            sidecar.kill()
-            wait_until(lambda: answers[-1] == (0, [False] * 100, [False] * 100))
-            stop.set()
-            worker.join(SECONDS)
-            assert not worker.is_alive()
-            began = time.monotonic()
-            assert engine.read(prompt) == (0, []) and engine.write(prompt_of(5, seed=3))[0] == 0
-            assert time.monotonic() - began < SECONDS / 2
-            assert all(loaded == sorted(loaded, reverse=True) for _, loaded, _ in answers)
-            sidecar.start()
-            wait_until(lambda: engine.write(prompt)[0] == 100)
-            assert engine.read(prompt)[0] == 100
-    finally:
-        sidecar.kill()
 
 
 def test_without_a_sidecar_everything_is_a_miss(tmp_path: Path, weights: Path) -> None:
@@ -346,71 +286,7 @@ def test_several_pools(opened: Callable[..., HiCache]) -> None:
         )
 
 
-def test_sglangs_controller_of_several_pools(opened: Callable[..., HiCache]) -> None:
-    """A draft model's KV beside that of the model: SGLang derives its pages from those of the KV."""
-    with opened() as engine:
-        drive_several_pools(engine)
-
-
-def drive_several_pools(engine: HiCache) -> None:
-    groups, hybrid = SGLANG["group"], SGLANG["hybrid_cache_controller"].HybridCacheController
-    drafting = device_pool("mha")
-    drafts = host_pool(drafting, "page_first", 400, seed=5)
-    entries = [
-        groups.PoolEntry(PoolName.KV, engine.pool, engine.device, lambda layer: layer, is_primary_index_anchor=True),
-        groups.PoolEntry(PoolName.DRAFT, drafts, drafting, lambda layer: layer),
-    ]
-    prompt = prompt_of(BATCH + 10, seed=1)
-    hashes, derived = hashes_of(prompt), PoolTransfer(PoolName.DRAFT, indices_from_pool=PoolName.KV)
-    with engine.parallel():
-        controller = hybrid(
-            engine,
-            groups.HostPoolGroup(entries),
-            PAGE,
-            None,
-            threading.Event(),
-            io_backend="direct",
-            storage_backend="dynamic",
-            storage_backend_extra_config=dict(engine._given),
-            model_name="m",
-        )
-    try:
-        backend = controller.storage_backend
-        assert backend.registered_pools == {"kv": engine.pool, "draft": drafts}
-        wait_until(lambda: all(space.handle is not None for space in backend._spaces.values()))
-        indices = engine.pool.alloc(len(prompt))
-        controller.write_storage(indices, prompt, hashes, [], extra_pools=[derived])
-        assert controller.ack_backup_queue.get(timeout=SECONDS).completed_tokens == len(prompt)
-        wanted = [[page_of(pool, int(at) // PAGE) for at in indices[::PAGE]] for pool in (engine.pool, drafts)]
-        controller.prefetch(SimpleNamespace(rid="request"), prompt, extra_pools=[derived])
-        operation = controller.prefetch_hit_queue.get(timeout=SECONDS)
-        assert operation.storage_hit_count == len(prompt)
-        operation.host_indices = into = engine.pool.alloc(len(prompt))
-        controller._resolve_sidecar_kv_derived_pool_transfers(operation)
-        controller.prefetch_buffer.put(operation)
-        loaded = 0
-        while not (told := controller.ack_prefetch_queue.get(timeout=SECONDS)).completed_req:
-            loaded = max(loaded, told.completed_tokens or 0)
-        assert loaded == len(prompt)
-        for pool, pages in zip((engine.pool, drafts), wanted, strict=True):
-            assert same([page_of(pool, int(at) // PAGE) for at in into[::PAGE]], pages)
-    finally:
-        controller.detach_storage_backend()
-
-
 # --- SGLang's other calls --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", [layout for layout in MHA_LAYOUTS if layout != "page_unified"])
-def test_pages_that_sglang_copies_itself_are_the_same_pages(layout: str, opened: Callable[..., HiCache]) -> None:
-    """Without `interface_v1`. A page that was stored in one way is loaded in the other."""
-    prompt = prompt_of(20, seed=1)
-    with opened(layout=layout, interface_v1=0).opened() as copying, opened(layout=layout, seed=2).opened() as engine:
-        stored, contents = copying.write(prompt[: 10 * PAGE])
-        assert stored == 10 and same(engine.read(prompt)[1], contents)
-        _, rest = engine.write(prompt, first=10)
-        found, loaded = copying.read(prompt)
-        assert found == 20 and same(loaded, [*contents, *rest])
 
 
 def test_figures_and_clearing(opened: Callable[..., HiCache]) -> None:
@@ -496,43 +372,9 @@ def test_parameters_are_checked(extra: dict[str, Any], what: str, weights: Path)
 def test_pages_that_are_no_blocks_are_refused(weights: Path) -> None:
     backend = KvStoreHiCache(config_of(extra_config={"url": "unix:x", "model_dir": str(weights)}), {})
     pool = host_pool(device_pool("mha"), "page_first", 8)
-    pool.page_size = 16
-    with pytest.raises(BadInput, match="--page-size 64"):
+    pool.page_size, pool.size = 8192, 3 * 8192
+    with pytest.raises(BadInput, match=r"at most 4096.*smaller --page-size"):
         backend.register_mem_pool_host(pool)
-    backend.close()
-    with pytest.raises(BadInput, match="cannot be told"):
-        logical = SimpleNamespace(kv_buffer=None, page_size=64, size=640, layout="layer_first")
-        logical.get_page_buffer_meta = lambda _: None
-        pool_runs(logical)
-
-
-@pytest.mark.parametrize("kind", ["DSAIndexerPoolHost", "MHATokenToKOnlyPoolHost"])
-def test_a_pool_of_an_index_is_refused_in_one_line(kind: str, weights: Path) -> None:
-    """Of DeepSeek V3.2, GLM-5 and MiniMax M3: SGLang's own host pools, beside the one of the KV."""
-    backend = KvStoreHiCache(config_of(extra_config={"url": "unix:x", "model_dir": str(weights)}), {})
-    pools = SGLANG["memory_pool"]
-    more = dict(page_size=PAGE, dtype=torch.bfloat16, layer_num=LAYERS, device="cpu", enable_memory_saver=False)
-    if kind == "MHATokenToKOnlyPoolHost":
-        anchor = host_pool(device_pool("mha"), "page_first", 8)
-        device = pools.MHATokenToKOnlyPool(PAGE * 4, head_num=1, head_dim=WIDTH, **more)
-        pool = getattr(SGLANG["mha"], kind)(device, anchor, "page_first", pin_memory=False)
-    else:
-        anchor = host_pool(device_pool("mla"), "page_first", 8)
-        with SGLANG["runtime_context"].get_parallel().override(attn_dcp_size=1, attn_dcp_rank=0):
-            device = pools.DSATokenToKVPool(
-                PAGE * 4,
-                kv_lora_rank=LATENT,
-                qk_rope_head_dim=ROPE,
-                kv_cache_dim=LATENT + ROPE,
-                index_head_dim=128,
-                **more,
-            )
-            decl = SGLANG["dsa"].make_dsa_indexer_pool_decl(device)
-            pool = getattr(SGLANG["dsa"], kind)(decl, anchor, pin_memory=False)
-    backend.register_mem_pool_host(anchor)
-    with pytest.raises(BadInput, match=f"kind {kind}.* is not served") as raised:
-        backend.register_mem_host_pool_v2(pool, PoolName.INDEXER)
-    assert "\n" not in str(raised.value) and set(backend.registered_pools) == {"kv"}
     backend.close()
 
 
@@ -585,33 +427,6 @@ def test_arguments_that_decide_kv_are_in_the_namespace(weights: Path) -> None:
     (weights / "config.json").write_text(json.dumps(config))
     with pytest.raises(BadInput, match="model_dir"):
         facts(model_path="no-hub/has-this-model")
-
-
-def test_two_engines_that_back_up_one_beginning_at_once_find_every_end(opened: Callable[..., HiCache]) -> None:
-    """SGLang is told that all pages are stored, by each of both."""
-    prompts, head, tail = 100, 16, 4
-    begin = threading.Barrier(2)
-    told: list[list[int]] = [[], []]
-
-    def asked(turn: int, which: int) -> list[int]:
-        return prompt_of(head, 2 + 3 * turn) + prompt_of(tail, 3 + 3 * turn + which)
-
-    with opened().opened() as one, opened(seed=2).opened() as other:
-        engines = (one, other)
-
-        def back_up(which: int) -> None:
-            for turn in range(prompts):
-                begin.wait(SECONDS)
-                told[which].append(engines[which].write(asked(turn, which))[0])
-
-        threads = [threading.Thread(target=back_up, args=(which,)) for which in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert told == [[head + tail] * prompts] * 2
-        found = [one.backend.batch_exists(hashes_of(asked(turn, which))) for turn in range(prompts) for which in (0, 1)]
-        assert found == [head + tail] * 2 * prompts
 
 
 UPDATES = ["update_weights_from_disk", "update_weights_from_ipc", "begin_weight_update", "check_weights"]

@@ -28,6 +28,9 @@ DTYPES = {
     "two processes": dict(options=dict(dtype="bfloat16"), multiprocessing=True),
     "two ranks": dict(options=dict(dtype="float32", tensor_parallel_size=2)),
     "windows": dict(options=dict(dtype="float32", block_size=32), model="gemma"),
+    "windows, pages of two sizes": dict(
+        options=dict(dtype="float32", block_size=32), model="gemma", shape=dict(wide=True)
+    ),
     "nothing but windows": dict(options=dict(dtype="float32", block_size=32), model="mistral"),
 }
 

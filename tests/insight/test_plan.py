@@ -235,16 +235,15 @@ def test_every_number_has_a_formula_and_goes_into_json(request: PlanRequest) -> 
 # Refusals --------------------------------------------------------------------------------------------------------
 
 
-def test_what_the_store_refuses_is_said() -> None:
-    assert "recurrent states" in plan(PlanRequest(MODELS["kimi-k3"])).refusals[0]
-    assert "chunked local attention" in plan(PlanRequest(MODELS["llama-4-scout"])).refusals[0]
-    assert "sliding windows with transformers" in plan(PlanRequest(MODELS["gemma-3-4b"])).refusals[0]
-    for name in ("gemma-4-31b", "mimo-v2-flash"):
-        assert "layers of two sizes" in plan(PlanRequest(MODELS[name])).refusals[0]
-    for name in ("deepseek-v3.2", "glm-5", "glm-5.1", "glm-5.2", "minimax-m3"):
-        assert "an indexer's keys beside the KV" in plan(PlanRequest(MODELS[name])).refusals[0]
-    assert plan(EIGHT).refusals == plan(PlanRequest(MODELS["kimi-k2"])).refusals == ()
-    assert any("indexer" in note for note in plan(PlanRequest(MODELS["minimax-m3"])).notes)
+def test_what_an_engine_does_not_serve_is_said() -> None:
+    def said(name: str, **more: Any) -> str:
+        return " ".join(plan(PlanRequest(MODELS[name], **more)).refusals)
+
+    assert said("llama-3.1-8b") == ""
+    assert "With transformers it is served in part: prompts with images" in said("gemma-3-4b")
+    assert "With SGLang it is served in part: page hashes" in said("qwen3.5-27b") and "vLLM" not in said("qwen3.5-27b")
+    assert "With vLLM it is served in part: vLLM's pages have 5,760 tokens" in said("kimi-k3")
+    assert "--tensor-parallel-size 2 or more" in said("kimi-k3") and "vLLM" not in said("kimi-k3", tensor_parallel=8)
 
 
 def test_an_indexer_has_no_eight_bits() -> None:

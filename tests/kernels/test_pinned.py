@@ -159,14 +159,23 @@ def test_a_thread_of_its_own_registers() -> None:
 SIZE = 1 << 16
 
 
+def _adopt(extents: PinnedExtents, extent: Extent) -> None:
+    memory = extent.memory
+    extents.adopt(memory.address, memory.size_bytes, memory.before_unmap, writable=memory.writable)
+
+
+def _new(extents: PinnedExtents) -> Extent:
+    extent = Extent(SIZE)
+    extent.close()  # of the descriptor; the memory stays for as long as there is a view
+    _adopt(extents, extent)
+    return extent
+
+
 def _adopted() -> tuple[PinnedExtents, ChaosWorker, ChaosDevice, Extent]:
     device = ChaosDevice(Random(1), knows_host=False)
     worker = ChaosWorker(device, "pin worker")
     extents = PinnedExtents(device.host, worker, SIZE // 4)
-    extent = Extent(SIZE)
-    extent.close()  # of the descriptor; the memory stays for as long as there is a view
-    extents.adopt(extent.memory)
-    return extents, worker, device, extent
+    return extents, worker, device, _new(extents)
 
 
 def _is_mapped(address: int) -> bool:
@@ -176,7 +185,7 @@ def _is_mapped(address: int) -> bool:
 def test_what_is_adopted_is_unregistered_before_it_is_unmapped() -> None:
     extents, worker, device, extent = _adopted()
     address, everything = extent.address, Region(extent.address, 1)
-    extents.adopt(extent.memory)  # it is known
+    _adopt(extents, extent)  # it is known
     for _ in range(4):
         assert worker.pump()
     assert not worker.pump() and device.host.reaches(everything)
@@ -206,9 +215,7 @@ def test_the_same_address_may_come_again() -> None:
         del extent
         while worker.pump():
             pass
-        extent = Extent(SIZE)
-        extent.close()
-        extents.adopt(extent.memory)
+        extent = _new(extents)
         while worker.pump():
             pass
         assert extents.runs([extent.address], 4096).is_pinned
@@ -219,7 +226,7 @@ def test_after_the_close_memory_goes_at_once() -> None:
     extents, worker, device, extent = _adopted()
     worker.pump()
     assert extents.close(1.0) and not device.host._registered
-    extents.adopt(extent.memory)
+    _adopt(extents, extent)
     assert worker.close(1.0) and _is_mapped(extent.address)
     address = extent.address
     del extent
@@ -253,10 +260,7 @@ def test_a_forked_child_unmaps_by_itself() -> None:
 
 def test_who_leaves_does_not_wait_for_all_that_is_to_be_page_locked() -> None:
     extents, worker, device, extent = _adopted()
-    others = [Extent(SIZE) for _ in range(3)]
-    for other in others:
-        other.close()
-        extents.adopt(other.memory)
+    others = [_new(extents) for _ in range(3)]
     for _ in range(4):
         worker.pump()
     address = extent.address
@@ -266,4 +270,4 @@ def test_who_leaves_does_not_wait_for_all_that_is_to_be_page_locked() -> None:
     assert len(device.host._registered) < 4
     while worker.pump():
         pass
-    assert len(device.host._registered) == 12
+    assert len(device.host._registered) == 4 * len(others)

@@ -145,5 +145,5 @@ class Ranks:
             for part in range(len(self.layout.parts))
         }
         for place in self.written():
-            assert dram._ledger.state(place) == FrameState.RESERVED, "a slot under a writer was given away"
+            assert dram.ledger.state(place) == FrameState.RESERVED, "a slot under a writer was given away"
             assert place not in visible

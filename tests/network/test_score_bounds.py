@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
 
-from kvstore.block.account import HitTier
+from kvstore.block.account import HeldElsewhere, HitTier, Holder
 from kvstore.block.identity import PrefixHasher
 from kvstore.network.links import CallTime, OpenSpace, TenantLink
 from kvstore.network.services import (
@@ -21,7 +21,6 @@ from kvstore.network.services import (
     ScoreService,
 )
 from kvstore.network.watch import StatusWatch
-from kvstore.pool.directory import HeldElsewhere, Holder
 from kvstore.protocol.replies import MatchReply
 from kvstore.wire import score_pb2, store_pb2
 from tiering.clock import SystemClock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.client.breaker import SILENCE_SECONDS, Breaker
+from kvstore.client.connection import SILENCE_SECONDS, Breaker
 
 
 def test_silence_opens_it_and_an_answer_to_a_ping_closes_it() -> None:

@@ -161,7 +161,7 @@ class Setup:
             self.tier.delete(self.residency.forget(row))
 
     def room(self, *wanted: SlotClass) -> Grow | Evict | Vacate | None:
-        move = self.residency.room(wanted, self.tier)
+        move = self.residency.room(wanted, self.tier.ledger, self.tier.extent_bytes, may_grow=self.tier.has_room())
         self.tier.check()
         return move
 

@@ -36,7 +36,7 @@ class DramExtent(Piece):
 
 
 class DramTier:
-    """`Tier` over extents. Also `TierFacts` for the decisions above."""
+    """`Tier` over extents. ledger: their slots, as the decisions above read them."""
 
     name = "dram"
 
@@ -54,11 +54,11 @@ class DramTier:
         self._guarded: dict[int, float] = {}
         self._guard = 0
         self._left: dict[int, bytes] = {}  # by taken-over extent, the states of its slots at that time
-        self._ledger: SlotLedger[DramExtent] = SlotLedger()
-        self._extents = self._ledger.pieces
-        self.reserve, self.own, self.free_slots = self._ledger.reserve, self._ledger.own, self._ledger.free_slots
-        self.extents_of, self.all_extents = self._ledger.open_pieces, self._ledger.all_pieces
-        self.stop_vacating = self._ledger.stop_closing
+        self.ledger: SlotLedger[DramExtent] = SlotLedger()
+        self._extents = self.ledger.pieces
+        self.reserve, self.own, self.free_slots = self.ledger.reserve, self.ledger.own, self.ledger.free_slots
+        self.extents_of, self.all_extents = self.ledger.open_pieces, self.ledger.all_pieces
+        self.stop_vacating = self.ledger.stop_closing
         self._new_number = new_number or count().__next__
         self.taken_over: list[int] = []  # extents of an earlier process, by number
         self.retired = 0  # extents that were given back, since the start
@@ -80,7 +80,7 @@ class DramTier:
                 extent.ledger.write(slot, generation_in(extent.memory.view[start : start + HEADER_BYTES]))
 
     def abort(self, places: Sequence[int]) -> None:
-        self._ledger.step(places, FrameEvent.ABORT)
+        self.ledger.step(places, FrameEvent.ABORT)
 
     def read(self, place: int, into: memoryview) -> None:
         """Copy a committed frame."""
@@ -89,18 +89,18 @@ class DramTier:
     def delete(self, places: Sequence[int]) -> None:
         """Free committed frames at once."""
         self._strike(places)
-        self._ledger.step(places, FrameEvent.EVICT, FrameEvent.DELETED)
+        self.ledger.step(places, FrameEvent.EVICT, FrameEvent.DELETED)
 
     def usage(self) -> Usage:
         """Slots by state over all extents, and bytes."""
-        return self._ledger.usage(self._pool.taken_bytes, self._pool.budget_bytes)
+        return self.ledger.usage(self._pool.taken_bytes, self._pool.budget_bytes)
 
     # Beyond the contract: readers that are late, frames that are bad ------------------------------------------------
 
     def retain(self, places: Sequence[int]) -> None:
         """Evicted, but a reader may still have them mapped: not reused until `allow_reuse`."""
         self._strike(places)
-        self._ledger.step(places, FrameEvent.RETAIN)
+        self.ledger.step(places, FrameEvent.RETAIN)
 
     def allow_reuse(self, places: Sequence[int]) -> None:
         """The last late reader is done; a place that was not evicted meanwhile stays unchanged."""
@@ -108,12 +108,12 @@ class DramTier:
         for place in places:  # spelled out: a lease may have had many thousand blocks
             extent = extents.get(place >> SLOT_BITS)
             if extent is not None and extent.slots.states[place & SLOT_MASK] == _ZOMBIE:
-                self._ledger.step([place], FrameEvent.LET_GO)
+                self.ledger.step([place], FrameEvent.LET_GO)
 
     def quarantine(self, places: Sequence[int]) -> None:
         """A check failed: the slots are not reused before their extent is given back."""
         self._strike(places)
-        self._ledger.step(places, FrameEvent.CONDEMN)
+        self.ledger.step(places, FrameEvent.CONDEMN)
 
     def committed_span(self, place: int) -> FrameSpan:
         """A committed frame's bytes in place. Raises `BlockMissing`."""
@@ -141,7 +141,7 @@ class DramTier:
         extent = DramExtent(self._new_number(), slot_class, memory)
         if self._keeper is not None:
             self._have_kept(extent, about, self._keeper)
-        self._ledger.add(extent)
+        self.ledger.add(extent)
 
     def _have_kept(self, extent: DramExtent, about: bytes, keeper: MemoryKeeper) -> None:
         name = keeper.new_name()
@@ -168,7 +168,7 @@ class DramTier:
             if extent.memory.is_shared(0, guard - 1):
                 extent.closing = True
                 self._guarded[extent.number] = 0.0
-            self._ledger.add(extent)
+            self.ledger.add(extent)
             self.taken_over.append(extent.number)
 
     def _taken_over(self, kept: KeptExtent) -> DramExtent | None:
@@ -245,12 +245,12 @@ class DramTier:
                 continue
             del self._guarded[number]
             if extent is not None:
-                self._ledger.stop_closing(number)
+                self.ledger.stop_closing(number)
 
     def start_vacating(self, number: int, count: int) -> list[int]:
         """Take an extent's free slots out of use and reserve `count` places elsewhere in its class."""
         slot_class = self.class_of(number)
-        self._ledger.start_closing(number)
+        self.ledger.start_closing(number)
         places = self.reserve(slot_class, count)
         if len(places) < count:
             self.abort(places)
@@ -261,7 +261,7 @@ class DramTier:
     def retire(self, number: int) -> Extent:
         """Give back an extent without readable frames; its memory goes with the last mapping, and the returned
         object."""
-        extent = self._ledger.remove(number)
+        extent = self.ledger.remove(number)
         self._left.pop(number, None)
         is_free = self._pool.destroy(extent.memory, extent.slot_class.tenant)
         if extent.ledger is not None:
@@ -302,22 +302,18 @@ class DramTier:
         for extent in self._extents.values():
             self._pool.destroy(extent.memory)
         self._closed = True
-        self._ledger.clear()
+        self.ledger.clear()
 
     # Facts for decisions -------------------------------------------------------------------------------------------
 
     def held(self) -> dict[bytes, int]:
         """Extents of each tenant, including those taken back that clients still have open."""
         lingering = self._pool.lingering()
-        return Counter(self._ledger.held) + lingering if lingering else self._ledger.held
+        return Counter(self.ledger.held) + lingering if lingering else self.ledger.held
 
     def pieces(self) -> int:
         """The most extents there may be."""
         return self.budget_bytes // self.extent_bytes
-
-    def reclaimable_classes(self) -> Iterator[SlotClass]:
-        """Classes that can spare an extent."""
-        return self._ledger.reclaimable_classes(self.extent_bytes)
 
     def class_of(self, extent: int) -> SlotClass:
         """The class of an extent."""
@@ -325,7 +321,7 @@ class DramTier:
 
     def is_reserved(self, place: int) -> bool:
         """Whether a producer still owns the place."""
-        return self._ledger.state(place) == _RESERVED
+        return self.ledger.state(place) == _RESERVED
 
     def spans_at(self, places: Iterable[int]) -> list[FrameSpan]:
         """The bytes at places in any state, for readers with a lease and for producers; up to the first whose extent
@@ -350,7 +346,7 @@ class DramTier:
 
     def check(self) -> None:
         """Invariant 1, in every extent and in sum; the classes' counts are their extents' counts."""
-        self._ledger.check()
+        self.ledger.check()
         usage = self.usage()
         parts = (usage.free, usage.reserved, usage.used, usage.deleting, usage.quarantined, usage.zombie)
         assert sum(parts) == usage.capacity and min(parts) >= 0

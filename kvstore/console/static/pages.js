@@ -140,7 +140,7 @@ export function plan({ models, planned }) {
 }
 function figuresOf(planned) {
   return [
-    planned.refusals.length ? wide("This store refuses", ...planned.refusals.map((one) => make("p", {}, one))) : null,
+    planned.refusals.length ? wide("Engines that do not serve all of it", ...planned.refusals.map((one) => make("p", {}, one))) : null,
     ...planned.sections.map((one) => wide(one.heading, table(["", "*", "formula"], one.figures.map((figure) => [figure.words, inUnit(figure.value, figure.unit), figure.formula])))),
     wide("What to know beside it", make("p", {}, `${planned.model}: ${planned.source}; codec ${planned.codec}.`), ...planned.notes.map((one) => make("p.quiet", {}, `${one}.`))),
   ].filter(Boolean);

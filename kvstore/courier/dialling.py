@@ -17,7 +17,6 @@ import grpc
 
 from kvstore.config import is_loopback
 from kvstore.courier.asking import Answers, Dialled, PeerAway
-from kvstore.network.credentials import Rotated
 from kvstore.wire import peer_pb2
 from kvstore.wire.peer_pb2_grpc import PeerStub
 from tiering.clock import Clock
@@ -47,10 +46,10 @@ def channel_credentials(contents: list[bytes]) -> Any:
 
 
 class GrpcPeers:
-    """`PeerCalls`. Thread-safe."""
+    """Thread-safe. Each call ends within its seconds; those to one node raise `PeerAway`."""
 
-    def __init__(self, credentials: Rotated[Any] | None, clock: Clock) -> None:
-        """credentials: `channel_credentials`; None on loopback."""
+    def __init__(self, credentials: Callable[[], Any] | None, clock: Clock) -> None:
+        """credentials: the present `channel_credentials`; None on loopback."""
         self._credentials = credentials
         self._clock = clock
         self._lock = threading.Lock()
@@ -71,6 +70,7 @@ class GrpcPeers:
         return answer
 
     def has(self, asked: Sequence[tuple[Dialled, peer_pb2.HasRequest]], seconds: float) -> Answers:
+        """Ask all nodes at once, each for that long."""
         calls: list[Any] = []
         for peer, request in asked:
             call = None
@@ -97,7 +97,7 @@ class GrpcPeers:
             channel.close()
 
     def _stub(self, peer: Dialled) -> PeerStub:
-        credentials = self._credentials.now() if self._credentials is not None else None
+        credentials = self._credentials() if self._credentials is not None else None
         if credentials is None and not is_loopback(peer.address.rpartition(":")[0].strip("[]")):
             raise PeerAway("it is on another host, and this node has no certificate; see network.certificate")
         closing = []

@@ -1,0 +1,216 @@
+"""Every kind of KV below vLLM's own scheduler: what is read is right, hits are found, and no boundary is wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random, SystemRandom
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
+
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
+
+from engine_adapter.paged.worker import PagedWorker
+from engines import models
+from kvstore.block.account import HitTier, MissReason
+from scheduled_engine import VOCAB, ScheduledEngine
+from service.sidecar import Sidecar
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not models.tells_states(), reason="this vLLM does not tell where states are whole"),
+]
+
+SEED = int(os.environ.get("KINDS_SEED", "0")) or SystemRandom().randrange(1 << 30)
+STEPS = int(os.environ.get("KINDS_STEPS", "150"))
+
+
+def full(block: int = 16, heads: int = 2, width: int = 64) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=block, num_kv_heads=heads, head_size=width, dtype=torch.bfloat16)
+
+
+def window(tokens: int, block: int = 16, width: int = 64) -> SlidingWindowSpec:
+    return SlidingWindowSpec(
+        block_size=block, num_kv_heads=2, head_size=width, dtype=torch.bfloat16, sliding_window=tokens
+    )
+
+
+def state(block: int = 16, **more: Any) -> MambaSpec:
+    """As large as a page of `full`, with what pads it."""
+    return MambaSpec(
+        block_size=block,
+        shapes=((3, 32), (4, 8, 8)),
+        dtypes=(torch.bfloat16, torch.float32),
+        mamba_cache_mode="align",
+        page_size_padded=full().page_size_bytes,
+        **more,
+    )
+
+
+def latents(width: int, row: int = 1, **more: Any) -> MLAAttentionSpec:
+    return MLAAttentionSpec(
+        block_size=64, num_kv_heads=1, head_size=width, dtype=torch.bfloat16, tokens_per_state=row, **more
+    )
+
+
+def compressed(row: int, tokens: int) -> dict[str, KVCacheSpec]:
+    """Latents of several tokens each, and a window of plain ones."""
+    sliding = SlidingWindowMLASpec(
+        block_size=16, num_kv_heads=1, head_size=128, dtype=torch.bfloat16, sliding_window=tokens
+    )
+    return {"a": latents(128, row), "b": latents(128, row), "c": sliding}
+
+
+def chunks(tokens: int) -> ChunkedLocalAttentionSpec:
+    return ChunkedLocalAttentionSpec(
+        block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, attention_chunk_size=tokens
+    )
+
+
+KINDS: dict[str, tuple[dict[str, KVCacheSpec], dict[str, Any]]] = {
+    "full and states": ({"a": full(), "b": state(), "c": state(), "d": state()}, {}),
+    "states of several blocks": ({"a": full(), "b": state(64)}, {}),
+    "states, with drafts": ({"a": full(), "b": state(num_speculative_blocks=3)}, {"drafts": 3}),
+    "states of two ranks": ({"a": full(), "b": state()}, {"shards": 2}),
+    "two stages of two ranks": ({"a": full(), "b": state(), "c": full(), "d": state()}, {"shards": 4, "stages": 2}),
+    "nothing but states": ({"b": state(), "c": state()}, {}),
+    "windows": ({"a": full(), "b": window(64), "c": window(64)}, {}),
+    "pages of two sizes": ({"a": full(32), "b": window(50, 32, 32), "c": window(50, 32, 32)}, {}),
+    "chunks": ({"a": full(), "b": chunks(96)}, {}),
+    "heads of two widths": ({"a": full(), "b": full(heads=1, width=32)}, {"proven": True}),
+    "latents and an indexer": ({"a": latents(576), "b": latents(66)}, {}),
+    "compressed latents": (compressed(4, 100), {}),
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """For its configuration."""
+    models.prepare()
+    yield str(models.save_llama(tmp_path_factory.mktemp("model"), layers=1))
+
+
+Begin = Callable[..., ScheduledEngine]
+
+
+@pytest.fixture
+def begin(llama: str, tmp_path: Path) -> Iterator[Begin]:
+    """Engines at one sidecar, each at its end before the next one begins."""
+    begun: list[ScheduledEngine] = []
+    print(f"KINDS_SEED={SEED}")
+    with Sidecar(tmp_path, dram="8MiB") as sidecar:
+
+        def one(name: str, seed: object = "", **more: Any) -> ScheduledEngine:
+            for earlier in begun:
+                earlier.close()
+            specs, options = KINDS[name]
+            engine = ScheduledEngine(
+                llama, specs, f"unix:{sidecar.path}", Random(f"{SEED} {name} {seed}"), **options, **more
+            )
+            engine.evict = sidecar.store.evict
+            begun.append(engine)
+            return engine
+
+        yield one
+        begun[-1].close()
+
+
+def drive(engine: ScheduledEngine, steps: int) -> None:
+    """Prompts that share prefixes, conversations that go on, evictions, and an engine that forgets."""
+    random = engine.random
+    stems = [[random.randrange(VOCAB) for _ in range(300)] for _ in range(3)]
+    asked: list[list[int]] = []
+    for number in range(steps):
+        if len(engine.streams) < 6 and random.random() < 0.4:
+            prompt = random.choice(asked if asked and random.random() < 0.3 else stems)[: random.randrange(1, 300)]
+            prompt = prompt + [random.randrange(VOCAB) for _ in range(random.randrange(1, 60))]
+            engine.add(f"r{number}", prompt, random.choice([1, 3, 20, 70]))
+            asked.append(engine.streams[f"r{number}"][0])
+        chance = random.random()
+        if chance < 0.02:
+            engine.evict(random.randrange(1, 6))
+        elif chance < 0.04:
+            engine.forget()
+        engine.step()
+    engine.run()
+    engine.settle()
+
+
+@pytest.mark.parametrize("failing", [0.0, 0.3])
+@pytest.mark.parametrize("name", KINDS)
+def test_whatever_is_read_is_right(begin: Begin, name: str, failing: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where loads fail half-way: their pages are then somebody else's, or computed."""
+    engine = begin(name, failing)
+    load, draw = PagedWorker._load_kv if engine.half._facts.has_kv else PagedWorker._load_state, Random(SEED)
+
+    def spoilt(self: PagedWorker, *given: Any) -> Any:
+        brought = load(self, *given)
+        if draw.random() >= failing:
+            return brought
+        return (given[-1].first_token, MissReason.CORRUPT) if load.__name__ == "_load_kv" else MissReason.CORRUPT
+
+    monkeypatch.setattr(PagedWorker, load.__name__, spoilt)
+    for _ in range(10):
+        drive(engine, STEPS)
+        engine.forget()
+        counts = engine.total()
+        if counts.hits.get(HitTier.DRAM, 0) and counts.failed_loads >= (failing > 0):
+            break
+    assert counts.hits[HitTier.DRAM] > 0 and counts.saved_blocks > 0 and counts.failed_loads >= (failing > 0), counts
+    assert sum(counts.hits.values()) + sum(counts.misses.values()) == counts.asked
+    assert engine.half._refused is None and not engine.half._is_broken
+
+
+@pytest.mark.parametrize(("name", "block"), [("full and states", 16), ("states of several blocks", 64)])
+def test_where_prompts_part_a_state_is_kept(begin: Begin, name: str, block: int) -> None:
+    """The second one that parts there finds it. Where a prompt ended, the first one does."""
+    engine = begin(name)
+    prompt = [(7 * at) % 900 for at in range(300)]
+    assert engine.ask("a", prompt) == 0
+    engine.forget()
+    assert engine.ask("b", [*prompt, 1, 2]) == 299 // block * block
+    found = []
+    for at, name in enumerate("cde"):
+        engine.forget()
+        found.append(engine.ask(name, [*prompt[:150], *(at + 1 for _ in range(50))]))
+    assert found == [0, 150 // block * block, 150 // block * block]
+    assert engine.total().misses[MissReason.NO_STATE] >= 150 // block * block
+
+
+def test_a_load_that_failed_is_not_promised_again(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = begin("full and states")
+    prompt = [(7 * at) % 900 for at in range(300)]
+    engine.ask("a", prompt)
+    engine.forget()
+    monkeypatch.setattr(PagedWorker, "_load_state", lambda *given: MissReason.CORRUPT)
+    assert engine.ask("b", [*prompt, 1]) == 288, "it was promised, once"
+    assert engine.total().misses[MissReason.CORRUPT] == 288 and "b" in engine.over
+
+
+def test_another_state_is_found_by_the_first_hit(begin: Begin) -> None:
+    """It is computed all the same, and compared; where nothing is wrong, hits are loaded after two of them."""
+    prompt = [(7 * at) % 900 for at in range(300)]
+    engine = begin("full and states", audit=0.001)
+    engine.ask("a", prompt)
+    brought = []
+    for name in "bcd":
+        engine.forget()
+        brought.append(engine.ask(name, [*prompt, 1]))
+    assert brought == [0, 0, 288] and engine.total().audited == {"exact": 4}
+    other = begin("full and states", audit=0.001, state_salt=1)
+    assert other.ask("e", [*prompt, 1]) == 0
+    assert other.half._refused is not None and other.half._refused[0] is MissReason.AUDIT
+    assert other.total().audited["drifted"] == 1

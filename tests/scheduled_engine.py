@@ -1,0 +1,460 @@
+"""vLLM's own scheduler, KV cache manager and connector hooks above a worker that computes KV and states by a formula.
+
+A row of KV and a state are functions of all tokens up to it and of the layer, so what belongs into each page is known:
+the worker looks at everything that an attention of its kind would read, and asserts that it is right. No model runs.
+Pages lie as vLLM allocates them: groups have the same memory, padding included. Source: vLLM 0.32,
+v1/worker/kv_connector_model_runner_mixin.py, v1/worker/mamba_utils.py.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import EngineArgs, SamplingParams
+from vllm.config import KVTransferConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.forward_context import set_forward_context
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from engine_adapter.paged.requests import RequestCounts
+from engine_adapter.vllm_config import kind_of, layer_specs
+from engines import models
+from kvstore.block.layout import Attention
+
+SECONDS = 60
+VOCAB = 997
+GARBAGE = 0x5A
+WORDS = 0xD1342543DE82EF95
+
+
+def hashes_of(tokens: Sequence[int]) -> np.ndarray:
+    """Behind each token, of all tokens up to it."""
+    value, found = 0x9E3779B97F4A7C15, np.empty(len(tokens), np.uint64)
+    for at, token in enumerate(tokens):
+        value = ((value ^ (token + 1)) * 0x5851F42D4C957F2D + 0x14057B7EF767814F) % (1 << 64)
+        found[at] = value = value ^ (value >> 31)
+    return found
+
+
+def bytes_of(hashes: np.ndarray, layer: int, count: int) -> torch.Tensor:
+    """[hashes, count]: of each what a layer makes of it."""
+    with np.errstate(over="ignore"):
+        places = np.arange(1 + layer * 4096, 1 + layer * 4096 + -(-count // 8), dtype=np.uint64) * np.uint64(WORDS)
+        mixed = (hashes[:, None] ^ places[None, :]) * np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(29)
+        mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    return torch.from_numpy(mixed.view(np.uint8)[:, :count].copy())
+
+
+class _Writes:
+    """vLLM's way to have K and V written into pages [pages, heads, tokens, K and V]."""
+
+    def do_kv_cache_update(
+        self, _: Any, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slots: Any
+    ) -> None:
+        size = pages.shape[2]
+        pages[slots // size, :, slots % size] = torch.cat([key, value], dim=2)
+
+
+@dataclass
+class Layer:
+    """One layer's pages: [pages, heads, rows, bytes] as the engine sees them."""
+
+    number: int
+    table: int
+    spec: Any
+    pages: torch.Tensor
+    kind: Attention = field(init=False)
+    window: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        kind, self.window = kind_of(self.spec)
+        assert kind is not None
+        self.kind = kind
+        self.row = self.spec.tokens_per_state if kind is not Attention.STATE else 0
+
+    def seen_from(self, first: int) -> int:
+        """The first token that the query at `first` sees."""
+        if self.kind is Attention.SLIDING:
+            return max(0, first - self.window + 1)
+        return first // self.window * self.window if self.kind is Attention.CHUNKED else 0
+
+    def rows(self, table: Sequence[int], rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        each = self.spec.block_size // self.row
+        return torch.tensor(table)[rows // each], torch.from_numpy(rows % each)
+
+    def read(self, table: Sequence[int], first: int, hashes: np.ndarray) -> bool:
+        """Whether all rows that the query at `first` sees are right."""
+        rows = np.arange(-(-self.seen_from(first) // self.row), first // self.row)
+        if not len(rows):
+            return True
+        pages, at = self.rows(table, rows)
+        held = self.pages[pages, :, at].flatten(1)
+        wanted = bytes_of(hashes[(rows + 1) * self.row - 1], self.number, held.shape[1])
+        return bool((pages != 0).all()) and torch.equal(held, wanted)
+
+    def write(self, table: Sequence[int], first: int, stop: int, hashes: np.ndarray) -> None:
+        rows = np.arange(first // self.row, stop // self.row)
+        if len(rows):
+            pages, at = self.rows(table, rows)
+            made = bytes_of(hashes[(rows + 1) * self.row - 1], self.number, self.pages[0, :, 0].numel())
+            self.pages[pages, :, at] = made.view(len(rows), *self.pages[0, :, 0].shape)
+
+    def state(self, page: int) -> torch.Tensor:
+        return self.pages[page].flatten()
+
+
+class ScheduledEngine:
+    """A vLLM without a model. specs: of its layers. drafts: tokens drafted in each step."""
+
+    def __init__(self, model: str, specs: dict[str, KVCacheSpec], url: str, random: Random, **options: Any) -> None:
+        own = {"pages": 100, "budget": 256, "drafts": 0, "shards": 1, "stages": 1, "proven": False, "state_salt": 0}
+        given = {name: value for name, value in options.items() if name not in own}
+        own.update((name, value) for name, value in options.items() if name in own)
+        self.random, self.drafts, shards, layout = random, own["drafts"], own["shards"], KVCacheLayout.LBNHC
+        block = max(spec.block_size for spec in specs.values())
+        transfer = models.connector(url, model="f0", codec="raw", **{**models.PATIENT, **given})
+        speculative = {"method": "ngram", "num_speculative_tokens": self.drafts, "prompt_lookup_max": 2}
+        args = EngineArgs(
+            model=model,
+            max_model_len=512,
+            block_size=block,
+            max_num_batched_tokens=own["budget"],
+            max_num_seqs=6,
+            num_gpu_blocks_override=own["pages"],
+            enable_prefix_caching=True,
+            kv_transfer_config=KVTransferConfig(**transfer),
+            speculative_config=speculative if self.drafts else None,
+            async_scheduling=False,
+            **models.ADMITS_BY_THE_CHUNK,
+        )
+        self.config = config = args.create_engine_config()
+        cache = config.cache_config
+        cache.block_size, cache.kv_cache_layout = block, layout.name
+        stages = own["stages"]
+        config.parallel_config.tensor_parallel_size, config.parallel_config.world_size = shards // stages, shards
+        config.parallel_config.pipeline_parallel_size = stages
+        each = len(specs) // stages  # layers of a stage
+        of_rank = [dict(list(specs.items())[rank * stages // shards * each :][:each]) for rank in range(shards)]
+        states = [spec for spec in specs.values() if kind_of(spec)[0] is Attention.STATE]
+        cache.mamba_cache_mode = "align" if states else "none"
+        cache.mamba_block_size = states[0].block_size if states else None
+        with set_current_vllm_config(config):
+            groups: list[KVCacheConfig] = kv_cache_utils.get_kv_cache_configs(config, of_rank, [1 << 30] * shards)
+        scheduler_groups = kv_cache_utils.generate_scheduler_kv_cache_config(groups)
+        cache.num_gpu_blocks = scheduler_groups.num_blocks
+        sizes = kv_cache_utils.resolve_kv_cache_block_sizes(scheduler_groups, config)
+        scheduler_groups.hash_block_size = sizes[1]
+        hash_function = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
+        kv_cache_utils.init_none_hash(hash_function)
+        self._hasher = kv_cache_utils.get_request_block_hasher(sizes[1], hash_function)
+        # As vLLM does it: workers are made first.
+        self.workers = [
+            KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, groups[rank]) for rank in range(shards)
+        ]
+        self.layers: list[list[Layer]] = []
+        for rank, worker in enumerate(self.workers):
+            config.parallel_config.rank = rank
+            tensors = allocate_kv_cache(groups[rank], torch.device("cpu"), layout)
+            if own["proven"]:  # K and V of each token in a row, as they are on GPUs
+                modules = {name: SimpleNamespace(impl=_Writes()) for name in specs}
+                config.compilation_config.static_forward_context.update(modules)
+            worker.register_kv_caches(tensors)
+            numbers = {
+                name: 64 * rank + at + 1000 * own["state_salt"] * (kind_of(spec)[0] is Attention.STATE)
+                for at, (name, spec) in enumerate(specs.items())
+            }
+            self.layers.append(
+                [
+                    Layer(numbers[name], table, spec, tensors[name].view(torch.uint8))
+                    for table, group in enumerate(groups[rank].kv_cache_groups)
+                    for name, spec in layer_specs(group.kv_cache_spec, group.layer_names).items()
+                ]
+            )
+        config.parallel_config.rank = 0
+        self.scheduler = Scheduler(
+            config, scheduler_groups, StructuredOutputManager(config), block_size=sizes[0], hash_block_size=sizes[1]
+        )
+        told = {}
+        for rank, worker in enumerate(self.workers):
+            with self._as(worker):
+                told[divmod(rank, shards // stages)] = worker.get_handshake_metadata()
+        self.connector: Any = self.scheduler.get_kv_connector()
+        self.connector.set_xfer_handshake_metadata_pp_aware(told)
+        self.half = self.connector._scheduler.half
+        assert self.half._refused is None, self.half._refused
+        self.offered: list[tuple[str, int, int]] = []
+        """By request: the engine's own tokens, and those that were promised behind them."""
+        self.counts: list[RequestCounts] = []
+        self._watch()
+        self.streams: dict[str, tuple[list[int], np.ndarray]] = {}
+        self.left: dict[str, tuple[int, int]] = {}
+        """Of the last step of each request: the column of its state, and how many tokens were accepted."""
+        self.over: list[str] = []
+        self.arrived: dict[str, int] = {}
+        self.evict: Callable[[int], object] = lambda blocks: None
+        self.step()
+        for worker in self.workers:
+            assert worker._worker._opened(0, SECONDS) is not None
+
+    def _watch(self) -> None:
+        ask, block = self.connector.get_num_new_matched_tokens, self.scheduler.block_size
+        has_states = any(layer.kind is Attention.STATE for layer in self.layers[0])
+
+        def watched(request: Request, local: int) -> tuple[int | None, bool]:
+            tokens, is_async = ask(request, local)
+            if tokens:
+                assert (local + tokens) % block == 0 or not has_states, "a boundary without a state"
+                assert local + tokens < request.num_tokens, "one token is computed at least"
+                self.offered.append((request.request_id, local, tokens))
+            return tokens, is_async
+
+        self.connector.get_num_new_matched_tokens = watched
+        take = self.half.take_counts
+
+        def taken() -> RequestCounts:
+            counts = take()
+            self.counts.append(counts)
+            return counts
+
+        self.half.take_counts = taken
+
+    @contextmanager
+    def _as(self, worker: Any) -> Iterator[None]:
+        kv_transfer_state._KV_CONNECTOR_AGENT = worker
+        yield
+        kv_transfer_state._KV_CONNECTOR_AGENT = None
+
+    def __enter__(self) -> ScheduledEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Safe to call again."""
+        for worker in self.workers:
+            worker.shutdown()
+        self.workers = []
+        self.connector.shutdown()
+
+    def total(self) -> RequestCounts:
+        """All counts so far."""
+        self.half.take_counts()
+        total = RequestCounts()
+        for one in self.counts:
+            for name in ("requests", "asked", "saved_blocks", "failed_loads", "dropped_saves"):
+                setattr(total, name, getattr(total, name) + getattr(one, name))
+            for name in ("hits", "misses", "audited"):
+                for key, count in getattr(one, name).items():
+                    getattr(total, name)[key] = getattr(total, name).get(key, 0) + count
+        return total
+
+    # What its users do
+
+    def add(self, name: str, prompt: Sequence[int], outputs: int = 1) -> None:
+        """A request. Its answer is a function of the prompt."""
+        stream = list(prompt)
+        hashes = hashes_of(stream)
+        for _ in range(outputs + self.drafts + 1):
+            stream.append(int(hashes[-1] % VOCAB))
+            hashes = hashes_of(stream)
+        self.streams[name] = (stream, hashes)
+        params = SamplingParams(max_tokens=outputs, ignore_eos=True)
+        params.update_from_generation_config({}, VOCAB + 1)
+        self.scheduler.add_request(
+            Request(
+                request_id=name,
+                prompt_token_ids=list(prompt),
+                sampling_params=params,
+                pooling_params=None,
+                block_hasher=self._hasher,
+            )
+        )
+
+    def run(self) -> None:
+        """Until nothing is left to do."""
+        deadline = time.monotonic() + SECONDS
+        while self.scheduler.has_unfinished_requests():
+            assert time.monotonic() < deadline, "requests do not come to an end"
+            self.step()
+
+    def settle(self) -> None:
+        """Until nothing waits to be saved, and that is known."""
+        deadline = time.monotonic() + SECONDS
+        plan, audits = self.half._plan, self.half._audits
+        while plan._offers or audits._under_way or any(one._worker._saves for one in self.workers):
+            assert time.monotonic() < deadline, "saves do not come to an end"
+            self.step()
+            time.sleep(0.001)
+
+    def forget(self) -> None:
+        """The engine's own cache is empty from here on."""
+        self.run()
+        assert self.scheduler.reset_prefix_cache()
+
+    def ask(self, name: str, prompt: Sequence[int], outputs: int = 1) -> int:
+        """Alone, to its end. How many tokens the store brought."""
+        before = len(self.offered)
+        self.add(name, prompt, outputs)
+        self.run()
+        self.settle()
+        return sum(tokens for _, _, tokens in self.offered[before:])
+
+    # A step
+
+    def step(self) -> None:
+        """As vLLM's engine core does."""
+        output = self.scheduler.schedule()
+        for name in output.scheduled_cached_reqs.resumed_req_ids:
+            self.left.pop(name, None)
+        reports: list[KVConnectorOutput] = []
+        orders = pickle.dumps(output.kv_connector_metadata)
+        for rank, worker in enumerate(self.workers):
+            if len(self.workers) > 1:  # of a process each
+                output.kv_connector_metadata = pickle.loads(orders)
+            with self._as(worker):
+                worker.handle_preemptions(output.kv_connector_metadata)
+                self._prepare(output, self.layers[rank])
+                hooks = KVConnectorModelRunnerMixin._get_kv_connector_output(output)
+                with set_forward_context(None, self.config), hooks as report:
+                    for name, tokens in output.num_scheduled_tokens.items():
+                        self._compute(output, name, tokens, self.layers[rank])
+                reports.append(report)
+        sampled = {name: self._sampled(output, name) for name in output.num_scheduled_tokens}
+        for layers in self.layers:
+            self._accept(output, sampled, layers)
+        names = list(sampled)
+        made = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: at for at, name in enumerate(names)},
+            sampled_token_ids=[sampled[name] for name in names],
+            kv_connector_output=self._merged(reports),
+        )
+        self.scheduler.update_from_output(output, made)
+        drafted = [name for name in names if self.drafts and sampled[name] and name in self.scheduler.requests]
+        if drafted:
+            self.scheduler.update_draft_token_ids(DraftTokenIds(drafted, [self._drafted(name) for name in drafted]))
+        for name in [name for name in self.streams if name not in self.scheduler.requests]:
+            self.over.append(name)
+            self.left.pop(name, None)
+            del self.streams[name]
+
+    def _merged(self, reports: list[KVConnectorOutput]) -> KVConnectorOutput:
+        merged = reports[0]
+        for other in reports[1:]:
+            assert not merged.invalid_block_ids
+            metas = merged.kv_connector_worker_meta, other.kv_connector_worker_meta
+            merged.kv_connector_worker_meta = metas[0].aggregate(metas[1]) if all(metas) else metas[0] or metas[1]
+            merged.failed_recving = (merged.failed_recving or set()) | (other.failed_recving or set())
+            for name in other.finished_recving or ():
+                self.arrived[name] = self.arrived.get(name, 0) + 1
+        if len(reports) > 1:
+            for name in reports[0].finished_recving or ():
+                self.arrived[name] = self.arrived.get(name, 0) + 1
+            done = {name for name, count in self.arrived.items() if count == len(reports)}
+            self.arrived = {name: count for name, count in self.arrived.items() if name not in done}
+            merged.finished_recving = done
+        return merged
+
+    def _prepare(self, output: Any, layers: list[Layer]) -> None:
+        for page in output.new_block_ids_to_zero or ():
+            for layer in layers:
+                layer.pages[page] = GARBAGE
+        for copy in output.kv_cache_block_copies or ():
+            for layer in layers:
+                layer.pages[copy.dst_block_id] = layer.pages[copy.src_block_id].clone()
+
+    def _first(self, output: Any, name: str) -> int:
+        """How many tokens were computed before this step."""
+        for new in output.scheduled_new_reqs:
+            if new.req_id == name:
+                return int(new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        return int(cached.num_computed_tokens[cached.req_ids.index(name)])
+
+    def _compute(self, output: Any, name: str, tokens: int, layers: list[Layer]) -> None:
+        first, (stream, right) = self._first(output, name), self.streams[name]
+        drafts = output.scheduled_spec_decode_tokens.get(name, ())
+        known = first + tokens - len(drafts)
+        hashes = right[: first + tokens]
+        if drafts and list(drafts) != stream[known : first + tokens]:
+            hashes = hashes_of([*stream[:known], *drafts])
+        tables = self.scheduler.kv_cache_manager.get_block_ids(name)
+        for layer in layers:
+            table = tables[layer.table]
+            if layer.kind is Attention.STATE:
+                self._advance(layer, table, name, first, tokens, len(drafts), hashes)
+                continue
+            assert layer.read(table, first, hashes), f"{name}: layer {layer.number} at {first} is not its prefix's"
+            layer.write(table, first, first + tokens, hashes)
+
+    def _advance(
+        self, layer: Layer, table: Sequence[int], name: str, first: int, tokens: int, drafts: int, hashes: np.ndarray
+    ) -> None:
+        """From the state behind the last token that was accepted to that of each draft, or to that of the last one."""
+        size = layer.spec.block_size
+        now = -(-(first + tokens) // size) - 1
+        column, accepted = self.left.get(name, ((first - 1) // size, 1))
+        if first:
+            page = table[column + accepted - 1]
+            held = layer.state(page)
+            wanted = bytes_of(hashes[first - 1 : first], layer.number, held.numel())[0]
+            assert page and torch.equal(held, wanted), f"{name}: the state at {first} is not its prefix's"
+        for at in range(drafts + 1):
+            stop = first + tokens - drafts + at
+            page = table[now + at]
+            layer.state(page)[:] = bytes_of(hashes[stop - 1 : stop], layer.number, layer.state(page).numel())[0]
+
+    def _sampled(self, output: Any, name: str) -> list[int]:
+        stream, _ = self.streams[name]
+        request = self.scheduler.requests[name]
+        drafts = output.scheduled_spec_decode_tokens.get(name, [])
+        stop = self._first(output, name) + output.num_scheduled_tokens[name] - len(drafts)
+        if stop < request.num_tokens:
+            return []
+        right = 0
+        while right < len(drafts) and drafts[right] == stream[stop + right]:
+            right += 1
+        return stream[stop : stop + right + 1]
+
+    def _accept(self, output: Any, sampled: dict[str, list[int]], layers: list[Layer]) -> None:
+        """vLLM's `postprocess_mamba`: a state at a block's end among accepted drafts is put where it belongs."""
+        for name, tokens in output.num_scheduled_tokens.items():
+            drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
+            first, accepted = self._first(output, name), max(1, len(sampled[name]))
+            tables = self.scheduler.kv_cache_manager.get_block_ids(name)
+            for layer in layers:
+                if layer.kind is not Attention.STATE:
+                    continue
+                size, table = layer.spec.block_size, tables[layer.table]
+                now, running = -(-(first + tokens) // size) - 1, first + tokens - drafts
+                aligned = (running + accepted - 1) // size * size
+                if drafts and aligned >= running:
+                    layer.state(table[aligned // size - 1])[:] = layer.state(table[now + aligned - running])
+                self.left[name] = (now, accepted)
+
+    def _drafted(self, name: str) -> list[int]:
+        stream, _ = self.streams[name]
+        at = self.scheduler.requests[name].num_tokens
+        return [token if self.random.random() < 0.7 else (token + 1) % VOCAB for token in stream[at : at + self.drafts]]
