@@ -25,6 +25,7 @@ from kvstore.block.errors import BadInput, LayoutMismatch
 from kvstore.block.layout import DTYPE_BYTES, Attention, KvGroup, Layout
 from kvstore.block.pages import GroupPages, Pages
 from kvstore.client.edge import contained
+from kvstore.client.states import layout_of_states
 from tiering.frame import digest
 from tiering.tier import FrameSpan
 
@@ -223,10 +224,11 @@ def layout_of(
         groups.append(
             KvGroup(group.name, group.layers, heads, group.widths, group.dtype, group.attention, group.window, rows)
         )
-    packing = f"{OPAQUE}:state" if states else first.packing
     if not groups:
         return None
-    return Layout(tuple(groups), block_tokens, first.page_tokens, head_shards=len(facts), packing=packing)
+    if states:
+        return layout_of_states(groups, len(facts), f"{OPAQUE}:state")
+    return Layout(tuple(groups), block_tokens, first.page_tokens, head_shards=len(facts), packing=first.packing)
 
 
 # Forms ---------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvstore.block.identity import TenantKeys
 from kvstore.block.layout import Attention, KvGroup, Layout
 from kvstore.block.pages import Pages
 from kvstore.client.handle import Match, NamespaceHandle, PutResult
-from kvstore.client.states import PrefixStates, config_of_states
+from kvstore.client.states import MOST_PART_BYTES, PrefixStates, config_of_states, layout_of_states
 from kvstore.node import EmbeddedStore
 from kvstore.service.dispatch import UNKNOWN
 from service.sidecar import Sidecar
@@ -41,6 +41,19 @@ def state(seed: int) -> Pages:
         return torch.randint(0, 256, (1, 1, 1, width), dtype=torch.uint8, generator=generator)
 
     return Pages({layer: [plane(width) for width in WIDTHS] for layer in (0, 1)}, [0], 64)
+
+
+@pytest.mark.parametrize(("ranks", "layers_a_part"), [(1, 1), (2, 2), (8, 8)])
+def test_a_state_is_cut_into_parts_that_fit_an_extent(ranks: int, layers_a_part: int) -> None:
+    """Of Qwen3.5-27B: 48 layers of 3 MiB, in three groups of vLLM's."""
+    groups = [
+        KvGroup(f"state{at}", range(16 * at, 16 * at + 16), ranks, (3 << 20,), "uint8", Attention.STATE, row_tokens=784)
+        for at in range(3)
+    ]
+    layout = layout_of_states([replace(one, plane_widths=((3 << 20) // ranks,)) for one in groups], ranks)
+    assert {len(part.layers) for part in layout.parts} == {layers_a_part}
+    assert max(part.raw_bytes for part in layout.parts) <= MOST_PART_BYTES
+    assert sum(part.raw_bytes for part in layout.parts) == 48 * 3 << 20
 
 
 @dataclass
