@@ -28,6 +28,7 @@ from engine_adapter.adapter import Report, StoreRequest, chosen_codec
 from engine_adapter.hf.hbm_blocks import HbmBlocks
 from engine_adapter.hf.inputs import Prompts, checked_words, prompts_of, token_set
 from engine_adapter.hf.layers import WORDS, each_step, from_the_hit_on
+from engine_adapter.hf.state import LONGROPE
 from engine_adapter.hf.watch import ModelIdentity, ModelWatch
 from engine_adapter.hf_news import CacheNews
 from kvstore.block.errors import BadInput, StoreClosed, StoreError
@@ -124,7 +125,8 @@ class PrefixCache:
         self._deadline_ms = deadline_ms
         self._identity = self._watch.identity()
         self._store, self._codec = store, codec
-        self._opened: dict[ModelIdentity, tuple[NamespaceHandle, PrefixStates | None]] = {}
+        self._opened: dict[tuple[ModelIdentity, str], tuple[NamespaceHandle, PrefixStates | None]] = {}
+        self._table = "short"
         self.states: PrefixStates | None = None
         """Of recurrent layers, beside the namespace."""
         self._is_unopened = False
@@ -242,7 +244,7 @@ class PrefixCache:
         prompts = prompts_of(token_ids if inputs is None else inputs, mask, config, settings)
         if self._setting(given, "use_cache") is False or self._setting(given, "cache_implementation"):
             given |= {"use_cache": True, "cache_implementation": None}
-        self._look_at_model()
+        self._look_at_model(max(map(len, prompts.rows)), min(map(len, prompts.rows)))
         return prompts, given
 
     def _setting(self, given: Mapping[str, Any], name: str) -> Any:
@@ -252,15 +254,18 @@ class PrefixCache:
                 return value
         return None
 
-    def _look_at_model(self) -> None:
-        """If the model computes other KV than before, switch to that KV's namespace. If the store does not open it, go
-        on without one, and ask again after a pause. Raises `BadInput`."""
-        identity = self._watch.identity()
-        if identity == self._identity and not self._is_unopened:
-            return
+    def _look_at_model(self, longest: int, shortest: int) -> None:
+        """If the model computes other KV than before, of prompts of these lengths, switch to that KV's namespace. If
+        the store does not open it, go on without one, and ask again after a pause. Raises `BadInput`."""
+        identity, (rope, most) = self._watch.identity(), self._watch.rope
+        table = "long" if rope and longest > most else "short"
+        if table == "long" and shortest <= most:
+            raise BadInput(f"{shortest} and {longest} tokens in a batch, and {rope} changes at {most}; ask them apart")
+        is_same = (identity, table) == (self._identity, self._table)
         asked_at = time.monotonic()
-        if identity == self._identity and asked_at < self._open_again_at:
+        if is_same and (not self._is_unopened or asked_at < self._open_again_at):
             return
+        self._table = table
         try:
             self.namespace = self._namespace_of(identity)
             self._is_unopened = False
@@ -282,10 +287,11 @@ class PrefixCache:
         return HbmBlocks(self.layout, self.device, self._pool_bytes)
 
     def _namespace_of(self, identity: ModelIdentity) -> NamespaceHandle | None:
-        if self._store is None:
-            return None
-        if identity not in self._opened:
-            config = {**dict(identity.config), "kept": str(self.kept)}
+        kind, _ = self._watch.rope
+        if self._store is None or (self._table == "long" and kind != LONGROPE):
+            return None  # each length has other KV
+        if (identity, self._table) not in self._opened:
+            config = {**dict(identity.config), "kept": str(self.kept), **({"rope_table": self._table} if kind else {})}
             if self.kept is SavedBlocks.WHOLE_CHUNKS:
                 config["prefill_chunk_tokens"] = str(self.chunk_tokens)
             name = str(getattr(self.model.config, "_name_or_path", "") or type(self.model).__name__)
@@ -302,8 +308,8 @@ class PrefixCache:
             while len(self._opened) >= MAX_NAMESPACES:
                 self._opened.pop(next(iter(self._opened)))
             opened.is_told = True
-            self._opened[identity] = opened, states
-        namespace, self.states = self._opened[identity]
+            self._opened[identity, self._table] = opened, states
+        namespace, self.states = self._opened[identity, self._table]
         return namespace
 
 
@@ -337,6 +343,8 @@ class _Request:
         self._owner, self._watch, self._news = owner, owner._watch, owner._news
         self._kinds, self._call = self._watch.kinds, self._watch.call
         self._namespace, self._block = owner.namespace, owner.layout.block_tokens
+        kind, most = self._watch.rope
+        self._is_long, self._most_kept = owner._table == "long", most if kind and owner._table == "short" else 1 << 62
         self._changes_unseen = not owner._identity.is_plain and not self._watch.is_opaque
         is_whole = owner.kept is SavedBlocks.WHOLE_CHUNKS
         grid = owner.chunk_tokens if is_whole else self._block
@@ -360,7 +368,11 @@ class _Request:
         """A cache of all rows, each of them so many times, up to where `generate` goes on: the last cell of a prompt
         that is alone, else the last token. ends: tokens that end an answer; None where answers are not kept."""
         self._repeats, self._ends = repeats, ends
-        is_alone = len(self.rows) == 1 and repeats == 1 and not self.rows[0].left
+        if self._is_long and self._watch.rope[0] != LONGROPE:
+            for row in self.rows:
+                row.request.matched_tokens(row.tokens)
+            return self._call.new_cache()
+        is_alone = len(self.rows) == 1 and repeats == 1 and not self.rows[0].left and not self._is_long
         for row in self.rows:
             self._save_what_is_shared(row)
             self.compute(row, None if is_alone else row.prompt_tokens - 1)
@@ -387,7 +399,10 @@ class _Request:
         row.cache = self._call.new_cache() if is_empty else self._kinds.filled(memory, start, states)
         row.with_kv = row.offered = start
         row.first = start if self._kinds.has_windows else 0
-        chunk, tokens = self._owner.chunk_tokens, torch.from_numpy(np.asarray(row.tokens).astype(np.int64))
+        chunk = (
+            row.prompt_tokens if self._is_long else self._owner.chunk_tokens
+        )  # the table is chosen by the last token
+        tokens = torch.from_numpy(np.asarray(row.tokens).astype(np.int64))
         token_ids = tokens.to(self._watch.device)[None]
         positions = self._call.positions(token_ids, torch.ones_like(token_ids))
         computed = start + (row.prompt_tokens - 1 - start) // chunk * chunk if stop is None else stop
@@ -476,11 +491,11 @@ class _Request:
             stop = min(stop, self._owner.kept_tokens(row.prompt_tokens))
         if self._watch.is_opaque or self._ends is None:  # a hook may have changed it between two tokens, and back
             stop = min(stop, row.prompt_tokens)
-        stop = stop // self._block * self._block
+        stop = min(stop, self._most_kept) // self._block * self._block
         cache, number, left, columns = self._cache, row.number, row.left, self._columns - 1
         if row.cache is not None:
             cache, number, left, columns = row.cache, 0, 0, row.with_kv
-        if stop <= row.offered or cache is None:
+        if stop <= row.offered or cache is None or not row.request.is_open:
             return
         first = max(self._kinds.first_held(cache, columns) - left, row.first)
         first = -(-first // self._block) * self._block

@@ -173,7 +173,7 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Phi-4-mini": (
         "Phi3Config",
         "Phi3ForCausalLM",
-        {**BASE, "original_max_position_embeddings": 512, "rope_parameters": LONG},
+        {**BASE, "original_max_position_embeddings": 1024, "rope_parameters": LONG},
     ),
     "OLMo 3": ("Olmo3Config", "Olmo3ForCausalLM", {**BASE, **WINDOWS}),
     "Command A": ("Cohere2Config", "Cohere2ForCausalLM", {**BASE, **WINDOWS}),
@@ -241,10 +241,10 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Configuration, class and fields, by the name of the model."""
 
 
-def model_of_shape(name: str) -> Any:
+def model_of_shape(name: str, **changes: Any) -> Any:
     config_name, model_name, fields = SHAPES[name]
     torch.manual_seed(0)
-    model = getattr(T, model_name)(getattr(T, config_name)(**fields)).eval()
+    model = getattr(T, model_name)(getattr(T, config_name)(**{**fields, **changes})).eval()
     with torch.no_grad():
         for tensor in model.parameters():
             if tensor.dim() > 1:

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from engine_adapter.hf.state import compiled_part
+from engine_adapter.hf.state import LONGROPE, compiled_part, switching_rope
 from engine_adapter.hf.tensor_names import is_embedding
 from engine_adapter.hf.tensors import plain_tensors, unreadable
 from kvstore.block.errors import BadInput
-from kvstore.insight.served import Engine, served
 
 HASH_WHOLE_BYTES = 256 << 20
 """Models up to this size are hashed whole; of larger ones the token embeddings, and samples of every other tensor."""
@@ -48,9 +47,6 @@ def check_model(model: torch.nn.Module) -> None:
         raise refusal(name, "it is not a language model of transformers with `generate` (a ...ForCausalLM class)")
     if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
         raise refusal(name, "it is not a decoder with causal attention")
-    said = served((), Engine.TRANSFORMERS, settings={str(_rope(config).get("rope_type")): True})
-    if said.line:
-        raise refusal(name, said.line)
     if model.training:
         raise BadInput("the model is in training mode; call model.eval() first")
     devices = {str(parameter.device) for parameter in model.parameters()}
@@ -112,6 +108,17 @@ def fingerprint(model: torch.nn.Module) -> str:
         except (RuntimeError, TypeError) as error:  # a subclass that names no inner tensors and hides its bytes
             raise unreadable(name, tensor, error) from error
     return state.hexdigest()
+
+
+def rope_switch(model: torch.nn.Module) -> tuple[str, int]:
+    """The kind of a rope whose frequencies depend on a sequence's length, and up to how many tokens they do not. Beyond
+    that longrope has one other table, and a dynamic rope one for each length. ("", 0) for a rope that never changes."""
+    for module in model.modules():
+        if kind := switching_rope(module):
+            held: Any = module
+            most = held.config.rope_parameters.get("original_max_position_embeddings") if kind == LONGROPE else None
+            return kind, int(most or held.original_max_seq_len)
+    return "", 0
 
 
 def namespace_config(model: torch.nn.Module) -> dict[str, str]:

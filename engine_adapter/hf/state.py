@@ -34,6 +34,7 @@ MAX_DEPTH = 5
 _PLAIN_LIBRARIES = ("torch", "transformers", "transformers_modules")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _OF_EVERY_MODULE = frozenset(torch.nn.Module().__dict__) | {"_is_hf_initialized", "_hf_hook", "_old_forward", "forward"}
+LONGROPE = "longrope"
 _OF_REQUESTS = frozenset({"rope_deltas"})
 """Fields in which modules keep something of the last call; every call is given its own (`ModelCall.positions`)."""
 _ATOMS = (str, bool, int, type(None), float)
@@ -75,6 +76,14 @@ def compiled_part(model: torch.nn.Module) -> str | None:
     return None
 
 
+def switching_rope(module: torch.nn.Module) -> str:
+    """The kind of a rope that writes other frequencies into itself as sequences grow; "" for all other modules. What
+    it computes is seen by the probe, whose prompt is short."""
+    kinds = getattr(module, "rope_type", "")
+    given = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return next((kind for kind in given if kind == LONGROPE or (isinstance(kind, str) and "dynamic" in kind)), "")
+
+
 class ModelLook:
     """What a model's state was at one moment, to be compared with what it is: a millisecond for 400 modules.
 
@@ -96,6 +105,8 @@ class ModelLook:
             self._add(vars(config), MAX_DEPTH)
         for module in model.modules():
             self._classes.append((module, type(module)))
+            if switching_rope(module):
+                continue
             fields = vars(module)
             if _OF_REQUESTS.isdisjoint(fields):
                 self._containers.append((fields, dict(fields)))
@@ -196,6 +207,8 @@ class WeightSampler:
         groups: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
         kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         for module in self._model.modules():
+            if switching_rope(module):
+                continue
             for held in (*module._parameters.values(), *module._buffers.values()):
                 if held is None:
                     continue

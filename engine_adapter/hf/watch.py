@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from engine_adapter.hf.layers import ModelCall
-from engine_adapter.hf.model import check_model, fingerprint, namespace_config, refusal
+from engine_adapter.hf.model import check_model, fingerprint, namespace_config, refusal, rope_switch
 from engine_adapter.hf.probe import Probe
 from engine_adapter.hf.state import ModelLook, WeightSampler, described, is_opaque
 from kvstore.block.errors import BadInput
@@ -99,6 +99,7 @@ class ModelWatch:
         self.device: torch.device = next(self._model.parameters()).device
         self.call = ModelCall(self._model)
         self.is_opaque = is_opaque(self._model)
+        self.rope = rope_switch(self._model)
         self._probe = Probe(self.call, self._model)
         self._text = described(self._model)
         self.kinds, self._digest = self._probed(self._probe.trial)

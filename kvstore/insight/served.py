@@ -165,10 +165,6 @@ _RULES: Mapping[Engine, tuple[_Rule, ...]] = {
     ),
     Engine.TRANSFORMERS: (
         _Rule("pictures", "prompts with images or the like", "allowed: prompts of text", verdict=Verdict.PARTLY),
-        *(
-            _Rule(name, f"rope type {name!r} makes KV depend on the whole sequence's length")
-            for name in ("dynamic", "longrope")
-        ),
         _Rule("own_cache", "its class keeps KV in a cache of its own"),
     ),
 }

@@ -473,9 +473,6 @@ REFUSED = {
         "T5Config", "T5ForConditionalGeneration", vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4
     ),
     "attention in both directions": lambda: _tiny("BertConfig", "BertLMHeadModel", **{**SHAPE, **MANY_HEADS}),
-    "rope that depends on the length": lambda: model_of(
-        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    ),
 }
 
 

@@ -108,6 +108,36 @@ def test_each_kind_of_kv_is_restored_as_it_was_computed(name: str, tmp_path: Pat
         judge(name, str(tmp_path))
 
 
+def test_a_rope_with_two_tables_has_a_namespace_for_each(store: EmbeddedStore) -> None:
+    """Of up to 200 tokens, and of more. Nothing of an answer that grows over it is kept behind it."""
+    talk = Conversations(model_of_shape("Phi-4-mini", original_max_position_embeddings=200), store)
+    prompt = prompt_of(400, 1)
+    (crossing,) = talk.ask([prompt[:150]], 120)
+    assert talk.cache.report.saved_blocks <= 3
+    for tokens, restored in ((190, 128), (193, 128), (199, 192), (203, 0), (330, 192), (400, 320), (190, 128)):
+        talk.ask([prompt[:tokens]])
+        assert talk.restored == [restored] and not talk.cache.report.put_reasons
+    talk.ask([crossing])
+    assert talk.restored == [128], "what the longer prompts left"
+    talk.ask([prompt[:300], prompt[:250]])
+    assert talk.restored == [256, 192]
+    with pytest.raises(BadInput, match="longrope changes at 200; ask them apart"):
+        talk.cache.generate([prompt[:300], prompt[:100]], max_new_tokens=1)
+
+
+def test_beyond_the_length_from_which_a_dynamic_rope_stretches_nothing_is_kept(store: EmbeddedStore) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    talk = Conversations(model_of_shape("Qwen3", rope_parameters=rope, max_position_embeddings=256), store)
+    prompt = prompt_of(400, 1)
+    for tokens, restored in ((200, 0), (200, 192), (300, 0), (300, 0), (250, 192)):
+        if tokens > 256:  # what the model answers depends on what it was asked before
+            talk.cache.generate(prompt[:tokens], max_new_tokens=6)
+            assert talk.cache.report.account.misses == {MissReason.DISABLED: tokens}
+        else:
+            talk.ask([prompt[:tokens]])
+        assert talk.restored == [restored]
+
+
 def main() -> int:
     torch.set_num_threads(1)
     served = 0
