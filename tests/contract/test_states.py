@@ -160,6 +160,26 @@ def test_a_cut_keeps_the_longest_prefix_with_a_state_and_accounts_for_the_rest(s
     assert cut.account.misses.get(MissReason.NO_STATE, 0) == 64 * (found - cut.blocks)
 
 
+def test_each_key_is_answered_by_itself(opened: tuple[EmbeddedStore, Any]) -> None:
+    """Also behind more keys than are looked up in one go, twice, or beside a key that no block can have."""
+    model = Model.of(opened[1])
+    keys = model.put([2])
+    asked = [*(number.to_bytes(32, "big") for number in range(5000)), *keys, b"short", keys[1]]
+    assert model.states.handle.which(asked) == [key == keys[1] for key in asked]
+
+
+def test_no_look_up_of_states_holds_up_other_requests() -> None:
+    """A message may name 65,536 of them, none of which need be stored: it is answered beside the store's lock."""
+    a = bench()
+    model, answers = Model.of(a), list[list[bool]]()
+    keys = model.put([2])
+    with a.store.lock:
+        asking = threading.Thread(target=lambda: answers.append(model.states.handle.which(keys)), daemon=True)
+        asking.start()
+        asking.join(10)
+        assert answers == [[False, True, False, False]]
+
+
 def test_no_tenant_is_told_of_anothers_states() -> None:
     """Nor is a namespace told of one that was opened before it: the key alone says nothing."""
     a = bench()
