@@ -15,14 +15,14 @@ engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
-from engine_adapter.audit.audits import AuditVerdict
+from engine_adapter.audit.audits import AuditResult, AuditVerdict
 from engine_adapter.cost.load_choice import LoadChoice
 from engine_adapter.paged.requests import AuditUnderWay, Computed, RequestState
 from engine_adapter.paged.save_plan import SavePlan, page_runs
-from engine_adapter.paged.step_plan import AuditOrder, AuditReport, NamespaceSpec, PageRun, StepPlan
+from engine_adapter.paged.step_plan import NamespaceSpec, PageRun, SaveOrder, StepPlan
 from kvstore.block.codec import codec_named
 from kvstore.client.handle import Match, NamespaceHandle
 from kvstore.client.states import PrefixStates
@@ -37,14 +37,12 @@ class AuditPlan:
         self,
         choice: LoadChoice,
         facts: NamespaceSpec,
-        ranks: Sequence[int],
         numbers: Iterator[int],
         lease_deadline_ms: float,
     ) -> None:
-        """ranks: of the workers; each compares its part of a block. numbers: of orders."""
+        """numbers: of orders."""
         self._choice = choice
         self._facts = facts
-        self._ranks = tuple(ranks)
         self._numbers = numbers
         self._lease_deadline_ms = lease_deadline_ms
         self._is_exact = codec_named(facts.codec).is_exact
@@ -127,47 +125,47 @@ class AuditPlan:
         if lease.tokens < least:
             self.ended(state)
             return
-        first = audit.block * self._facts.layout.block_tokens
-        name, number = state.request.request_id, next(self._numbers)
-        orders.audits.append(
-            AuditOrder(number, name, self._facts.number, lease.ticket(), first, tables, is_state=is_state)
+        first, number = audit.block * self._facts.layout.block_tokens, next(self._numbers)
+        order = SaveOrder(
+            number,
+            state.request.request_id,
+            self._facts.number,
+            b"",
+            first,
+            tables,
+            None,
+            0,
+            is_urgent=True,
+            is_state=is_state,
+            ticket=lease.ticket(),
         )
-        audit.orders[number], audit.results[number] = set(self._ranks), ()
+        orders.saves.append(order)
+        audit.orders.add(number)
         self._under_way[number] = state
-        plan.watch(number, tables)
+        plan.add(order, audit.block, audit.block + 1)
 
-    def reported(self, report: AuditReport, plan: SavePlan, now: float) -> AuditVerdict | None:
-        """Take one rank's report. Returns the verdict once all have reported; None if one of them had nothing to
-        compare: only it may know that the step was computed behind a failed load."""
-        state = self._under_way.get(report.number)
+    def reported(self, number: int, results: tuple[AuditResult, ...], now: float) -> AuditVerdict | None:
+        """All ranks have reported: returns the verdict. results: empty if one of them had nothing to compare: only it
+        may know that the step was computed behind a failed load."""
+        state = self._under_way.pop(number, None)
         audit = state.audit if state is not None else None
         if state is None or audit is None:
             return None
-        waiting, so_far = audit.orders[report.number], audit.results[report.number]
-        waiting.discard(report.rank)
-        audit.results[report.number] = so_far + report.results if so_far is not None and report.results else None
-        if waiting:
-            return None
-        del self._under_way[report.number], audit.orders[report.number]
-        plan.unwatch(report.number)
-        results = audit.results[report.number] or ()
+        audit.orders.discard(number)
         audit.verdicts += [result.verdict for result in results]
         audit.is_partial |= not results
         if not audit.pending:
             self.ended(state)
         return self._choice.audits.record(self.name, results, now)
 
-    def close(self) -> dict[int, set[int]]:
-        """Ignore all further reports. Returns the comparisons in progress, each with the ranks that have not reported:
-        they read pages until then."""
-        reading = {}
-        for number, state in list(self._under_way.items()):
+    def close(self) -> None:
+        """Give up the comparisons in progress, and ignore their reports."""
+        for state in self._under_way.values():
             if state.audit is not None:
-                reading[number] = state.audit.orders.pop(number)
                 state.audit.is_partial = True
+                state.audit.orders.clear()
                 self.ended(state)
         self._under_way.clear()
-        return reading
 
     def ended(self, state: RequestState) -> None:
         """The request is over: its audit ends, unless a comparison is in progress. Safe to call again."""

@@ -11,7 +11,7 @@ from functools import wraps
 from math import inf
 from typing import Any, Protocol, TypeVar, cast
 
-from engine_adapter.audit.audits import AuditResult, AuditVerdict, HitSaving
+from engine_adapter.audit.audits import AuditVerdict, HitSaving
 from engine_adapter.cost.fetches import FetchDecision
 from engine_adapter.cost.load_choice import LoadChoice
 from engine_adapter.handoff.fetch import FetchPolicy
@@ -158,15 +158,13 @@ class LoadUnderWay:
 @dataclass(slots=True)
 class AuditUnderWay:
     """block: the one that is compared, with the state behind it where there are states. pending: the leases of what is
-    stored and not compared yet, of a state by True. orders: comparisons in progress, each with the ranks that have not
-    reported; results: of these so far, None if a rank had nothing to compare. is_partial: something was not compared.
-    """
+    stored and not compared yet, of a state by True. orders: comparisons in progress. is_partial: something was not
+    compared."""
 
     block: int
     pending: dict[bool, PendingReply[Lease]]
     leases: list[Lease] = field(default_factory=list)
-    orders: dict[int, set[int]] = field(default_factory=dict)
-    results: dict[int, tuple[AuditResult, ...] | None] = field(default_factory=dict)
+    orders: set[int] = field(default_factory=set)
     verdicts: list[AuditVerdict] = field(default_factory=list)
     is_partial: bool = False
 

@@ -21,7 +21,7 @@ from itertools import count
 from logging import getLogger
 from typing import Any
 
-from engine_adapter.audit.audits import AuditVerdict
+from engine_adapter.audit.audits import AuditResult, AuditVerdict
 from engine_adapter.cost.load_choice import LoadChoice, StepWork
 from engine_adapter.cost.model import SYNCHRONOUS_MS
 from engine_adapter.handoff.block_wait import BlockWait, ParkedWaits, WaitPlan, WaitPolicy
@@ -48,7 +48,6 @@ from engine_adapter.paged.requests import (
 from engine_adapter.paged.save_plan import SavePlan, page_runs
 from engine_adapter.paged.settings import ConnectorSettings, LoadMode, SavePolicy
 from engine_adapter.paged.step_plan import (
-    AuditReport,
     LeaseHere,
     LoadOrder,
     LoadReport,
@@ -105,8 +104,6 @@ class PagedScheduler:
         self._loads, self._plan = LoadPlan(1, 1), SavePlan((0,), (), 1)
         self._audits: AuditPlan | None = None
         self._kept_states: StatePolicy | None = None
-        self._former_audits: dict[int, set[int]] = {}
-        """Comparisons that were given up, each with the ranks that have not reported."""
         self._saving: dict[int, EngineRequest] = {}
         self._taken: set[int] = set()
         """Pages given to requests since the last step."""
@@ -148,7 +145,7 @@ class PagedScheduler:
             choose=self._choose,
         )
         self.announced.forget()
-        self._audits = AuditPlan(self.choice, facts, self._ranks, self._numbers, settings.lease_deadline_ms)
+        self._audits = AuditPlan(self.choice, facts, self._numbers, settings.lease_deadline_ms)
         self.opener.want(facts)
 
     def wait_open(self, seconds: float) -> bool:
@@ -181,7 +178,7 @@ class PagedScheduler:
             self._end_audit(state)
             state.facts = RequestSpec(refused=MissReason.DISABLED, detail="it began before the weights were changed")
         if self._audits is not None:
-            self._former_audits |= self._audits.close()
+            self._audits.close()
         self._collect()
         plan = self._plan  # saves in flight read pages as before
         self.use(replace(self._facts, number=self._facts.number + 1, weights_epoch=weights_epoch), self._ranks)
@@ -364,8 +361,6 @@ class PagedScheduler:
             self._loaded(loaded)
         for saved in reports.saves:
             self._saved_some(saved)
-        for audited in reports.audits:
-            self._audited(audited)
         self._failures.update(reports.failures)
 
     def take_invalid_pages(self) -> set[int]:
@@ -590,28 +585,30 @@ class PagedScheduler:
         *,
         is_first: bool,
     ) -> None:
-        waits, request_id = state.waits, state.request.request_id
+        waits, request_id, first = state.waits, state.request.request_id, state.local_tokens
         tickets = [lease.ticket() for lease in leases] or [b""]
+        of_state = page_runs(tables, first, stop_token, facts.state_groups)
+        block = self.block_tokens
+        behind = LoadOrder(0, request_id, facts.number, tickets[-1], 0, block, of_state, waits) if of_state else None
         order = LoadOrder(
             next(self._numbers),
             request_id,
             facts.number,
             tickets[0],
-            state.local_tokens,
+            first,
             stop_token,
-            page_runs(tables, state.local_tokens, stop_token, facts.kv_groups),
+            page_runs(tables, first, stop_token, facts.kv_groups),
             waits,
             self.settings.load is LoadMode.LAYERWISE,
             here,
-            tickets[-1],
-            page_runs(tables, state.local_tokens, stop_token, facts.state_groups),
+            behind,
         )
         state.load = LoadUnderWay(state, order, leases, set(self._ranks), stop_token, is_first=is_first)
         if waits:
-            state.load.pages = tuple(tables[0][state.local_tokens // self.page_tokens :])
+            state.load.pages = tuple(tables[0][first // self.page_tokens :])
         self._loads.add(state.load)
         self._orders.loads.append(order)
-        self._is_offered(state, max(state.offered, stop_token // self.block_tokens))
+        self._is_offered(state, max(state.offered, stop_token // block))
         self._counts.loads += 1
         if self.choice is not None:
             self.choice.begins(request_id, self._clock())
@@ -772,6 +769,9 @@ class PagedScheduler:
         offer = self._plan.reported(report)
         if offer is None:
             return
+        if offer.order.ticket:
+            self._audited(report.number, offer.results or ())
+            return
         request = self._saving.pop(report.number)
         self._counts.saved_blocks += offer.stored
         self._counts.dropped_saves += offer.dropped
@@ -801,18 +801,9 @@ class PagedScheduler:
 
     # Audits ----------------------------------------------------------------------------------------------------------
 
-    def _audited(self, report: AuditReport) -> None:
-        if self._audits is None:
-            return
-        former = self._former_audits.get(report.number)
-        if former is not None:  # a former namespace's audit: a worker read these pages until now
-            former.discard(report.rank)
-            if not former:
-                del self._former_audits[report.number]
-                self._plan.unwatch(report.number)
-            return
-        verdict = self._audits.reported(report, self._plan, self._clock())
-        if verdict is AuditVerdict.DRIFTED:
+    def _audited(self, number: int, results: tuple[AuditResult, ...]) -> None:
+        verdict = self._audits.reported(number, results, self._clock()) if self._audits is not None else None
+        if self._audits is not None and verdict is AuditVerdict.DRIFTED:
             name = self._audits.name
             self.refuse(MissReason.AUDIT, f"what is stored in namespace {name} is not what this engine computes")
 

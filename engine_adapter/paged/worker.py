@@ -28,8 +28,6 @@ from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
 from engine_adapter.paged.pages import EnginePages, opaque_dtype
 from engine_adapter.paged.save_plan import SavePatience
 from engine_adapter.paged.step_plan import (
-    AuditOrder,
-    AuditReport,
     LoadOrder,
     LoadReport,
     SaveOrder,
@@ -69,7 +67,7 @@ NO_LAYER = 1 << 30
 class _Reader:
     """An order that reads pages. after: the step that computes them. since: when it came. bytes: queued for it."""
 
-    order: SaveOrder | AuditOrder
+    order: SaveOrder
     after: Any
     since: float
     bytes: int = 0
@@ -118,7 +116,6 @@ class PagedWorker:
         self._done_loads: list[LoadReport] = []
         self._reports: list[LoadReport] = []
         self._save_reports: list[SaveReport] = []
-        self._audit_reports: list[AuditReport] = []
         self.awaited_layers: dict[int, int] = {}
         """By order, of loads that the step needs layer by layer: the last loaded layer. Without any, no layer is waited
         for."""
@@ -181,33 +178,27 @@ class PagedWorker:
 
     def start_saves(self) -> None:
         """After the forward: its pages are complete."""
-        if not self._orders.saves and not self._orders.audits and not self.awaited_layers:
+        if not self._orders.saves and not self.awaited_layers:
             return
         if self.awaited_layers:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or not self.awaited_layers)
         orders, self._orders.saves = self._orders.saves, []
-        audits, self._orders.audits = self._orders.audits, []
-        if not orders and not audits:
+        if not orders:
             return
         after = self.pages.stream.mark()
         now = self._clock()
         is_stale = self._orders.failures_seen.get(self._rank, 0) != self._failures
         with self._changed:
             is_first = not self._saves
-            # A step computed behind a failed load is wrong, until the scheduler knows and repeats it.
-            for audit in audits:
-                if is_stale:
-                    self._report_audit(audit, ())
-                else:
-                    self._saves.append(_Reader(audit, after, now))
             for order in orders:
                 size = self._bytes_of(order)
+                # A step computed behind a failed load is wrong, until the scheduler knows and repeats it.
                 if is_stale or self._waiting_bytes + size > self._save_bytes or self._closed:
                     if not is_stale and self._saves:  # if they had not waited, there might be room
                         self._save_patience.gave_up(now)
                     reason = None if is_stale else MissReason.BUSY
-                    self._report_save(order, 0, 0, 0.0, reason, dropped=True)
+                    self._report_save(order, reason=reason, dropped=True)
                     continue
                 self._waiting_bytes += size
                 self._saves.append(_Reader(order, after, now, size))
@@ -236,11 +227,11 @@ class PagedWorker:
             self._save_patience.step_ended(self._clock())
             step = self._orders.number if self._orders.number != self._told_step else 0
             self._told_step = self._orders.number
-            if not step and not self._reports and not self._save_reports and not self._audit_reports:
+            if not step and not self._reports and not self._save_reports:
                 return None
             failures = {self._rank: self._failures} if self._failures else {}
-            taken = StepReports(self._reports, self._save_reports, self._audit_reports, failures, step=step)
-            self._reports, self._save_reports, self._audit_reports = [], [], []
+            taken = StepReports(self._reports, self._save_reports, failures, step=step)
+            self._reports, self._save_reports = [], []
             return taken
 
     def settle(self, seconds: float) -> bool:
@@ -269,6 +260,8 @@ class PagedWorker:
 
     def _bytes_of(self, order: SaveOrder) -> int:
         facts = self.pages.facts
+        if order.ticket:
+            return 0  # it is not held up for room: its lease runs out
         if order.is_state:
             return sum(len(group.layers) * sum(group.widths) for group in facts.groups if group.is_state)
         run, page = (
@@ -334,17 +327,19 @@ class PagedWorker:
             else:
                 tokens, reason = order.stop_token, None
                 if order.tables:
-                    tokens, reason = self._load_kv(namespace, order)
-                if order.state_tables and tokens >= order.stop_token:
-                    reason = self._load_state(order)
-                if order.state_tables and reason is not None:
-                    tokens = order.first_token  # where it ends early, there is no state
+                    tokens, reason = self._bring(namespace, order)
+                states = self._states()
+                if order.state is not None:
+                    came = 0
+                    if tokens >= order.stop_token and states is not None:  # where it ends early, there is no state
+                        came, reason = self._bring(states, order.state)
+                    tokens = tokens if came >= order.state.stop_token else order.first_token
         # An engine with several groups is told only by the reason that the load failed.
         reason = None if tokens >= order.stop_token else reason or MissReason.STALE_HINT
         seconds = self._clock() - asked_at
         return LoadReport(order.number, order.request, self._rank, tokens, seconds, reason)
 
-    def _load_kv(self, namespace: NamespaceHandle, order: LoadOrder) -> tuple[int, MissReason | None]:
+    def _bring(self, namespace: NamespaceHandle, order: LoadOrder) -> tuple[int, MissReason | None]:
         """Up to which token, and why not further."""
         tokens, reason, here = order.first_token, None, order.here
         lease = here.lease if here is not None else namespace.attach(order.ticket)
@@ -355,17 +350,6 @@ class PagedWorker:
             for loaded in self._loaded(namespace, lease, pages, order):
                 tokens, reason = min(loaded.tokens, order.stop_token), loaded.reason
         return max(tokens, order.first_token), reason
-
-    def _load_state(self, order: LoadOrder) -> MissReason | None:
-        """Why it did not come."""
-        states = self._states()
-        if states is None:
-            return MissReason.DISABLED
-        with states.attach(order.state_ticket) as lease:
-            if not lease.tokens:
-                return lease.reason or MissReason.STALE_HINT
-            loaded = states.get(lease, into=self.pages.pages(order.state_tables, states.layout, 0, is_exact=True))
-            return None if loaded.tokens == states.block_tokens else loaded.reason or MissReason.STALE_HINT
 
     def _loaded(self, namespace: NamespaceHandle, lease: Lease, pages: Pages, order: LoadOrder) -> Iterator[Loaded]:
         """At once, or layer by layer; the last report holds for all layers."""
@@ -399,20 +383,20 @@ class PagedWorker:
                 reader = self._saves.popleft()
                 self._saving.add(reader)
             order, started = reader.order, self._clock()
-            if isinstance(order, AuditOrder):
-                with self.pages.stream.behind(reader.after):
-                    results = self._audit(order, reader)
-                with self._changed:
-                    self._report_audit(order, results)
-                continue
+            held, stored, reason = 0, 0, None
+            results: tuple[AuditResult, ...] = ()
             with self.pages.stream.behind(reader.after):
-                held, stored, reason = self._save(order, reader)
+                if order.ticket:
+                    results = self._audit(order, reader)
+                else:
+                    held, stored, reason = self._save(order, reader)
             with self._changed:
                 self._waiting_bytes -= reader.bytes
                 is_dropped = reader.dropped and reason is MissReason.DISABLED
                 if is_dropped:
                     self._save_patience.gave_up(self._clock())
-                self._report_save(order, held, stored, self._clock() - started, reason, dropped=is_dropped)
+                seconds = self._clock() - started
+                self._report_save(order, held, stored, seconds, reason, dropped=is_dropped, results=results)
 
     def _pause(self) -> float | None:
         """Seconds until the first save may go, 0 for now; None: wait for a change. Under the lock."""
@@ -425,8 +409,7 @@ class PagedWorker:
         """How long one save still waits for the engine. Under the lock."""
         if not self._save_patience or self._is_hurried or self._waiting_bytes > PRESSED_SHARE * self._save_bytes:
             return 0
-        # An audit's lease runs out, and other engines wait for urgent saves.
-        if any(isinstance(reader.order, AuditOrder) or reader.order.is_urgent for reader in (save, *self._saves)):
+        if any(reader.order.is_urgent for reader in (save, *self._saves)):
             return 0
         return self._save_patience.seconds_left(save.since, self._clock())
 
@@ -438,7 +421,7 @@ class PagedWorker:
             while not self._closed and not save.dropped and (pause := self._pause_of(save)):
                 self._savers.wait(pause)
 
-    def _audit(self, order: AuditOrder, reader: _Reader) -> tuple[AuditResult, ...]:
+    def _audit(self, order: SaveOrder, reader: _Reader) -> tuple[AuditResult, ...]:
         """Any thread. Compare the stored block with the computed one."""
         with contained(self._fault):
             namespace = self._opened(order.namespace, OPEN_SECONDS, is_state=order.is_state)
@@ -531,11 +514,9 @@ class PagedWorker:
             for reader in self._saves:
                 if reader.order.number not in numbers:
                     kept.append(reader)
-                elif isinstance(reader.order, AuditOrder):
-                    self._report_audit(reader.order, ())
                 else:
                     self._waiting_bytes -= reader.bytes
-                    self._report_save(reader.order, 0, 0, 0.0, None, dropped=True)
+                    self._report_save(reader.order, dropped=True)
                     self._save_patience.gave_up(self._clock())
             self._saves = kept
             fenced = [reader for reader in self._saving if reader.order.number in numbers]
@@ -559,13 +540,18 @@ class PagedWorker:
             save.is_reading = False
             self._changed.notify_all()
 
-    def _report_audit(self, order: AuditOrder, results: tuple[AuditResult, ...]) -> None:
-        self._audit_reports.append(AuditReport(order.number, order.request, self._rank, results))
-
     def _report_save(
-        self, order: SaveOrder, held: int, stored: int, seconds: float, reason: MissReason | None, *, dropped: bool
+        self,
+        order: SaveOrder,
+        held: int = 0,
+        stored: int = 0,
+        seconds: float = 0.0,
+        reason: MissReason | None = None,
+        *,
+        dropped: bool = False,
+        results: tuple[AuditResult, ...] = (),
     ) -> None:
-        report = SaveReport(order.number, order.request, self._rank, held, stored, seconds, reason, dropped)
+        report = SaveReport(order.number, order.request, self._rank, held, stored, seconds, reason, dropped, results)
         self._save_reports.append(report)
 
     # The store -------------------------------------------------------------------------------------------------------
