@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
 
-from engine_adapter.audit.audits import Audits, Holdout, TtftSaving
+from engine_adapter.audit.audits import Holdout, TtftSaving
 from engine_adapter.cost.fetches import FetchModel
 from engine_adapter.cost.model import CostModel, Decision
 from engine_adapter.cost.speeds import LoadSpeed, PrefillSpeed
@@ -44,7 +44,6 @@ class LoadChoice:
         """bytes_per_token: of the payloads. is_on: whether tokens that are slower to load are computed; speeds are
         learned in any case. choose: uniform random numbers in [0, 1)."""
         self.holdout = Holdout(choose, audit)
-        self.audits = Audits()
         self.saving = TtftSaving()
         self.costs = CostModel(PrefillSpeed(), LoadSpeed(), bytes_per_token=bytes_per_token)
         self.fetches = FetchModel(self.costs, is_on=is_on)

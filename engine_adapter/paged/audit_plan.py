@@ -15,10 +15,11 @@ engine.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from engine_adapter.audit.audits import AuditResult, AuditVerdict
+from engine_adapter.audit.audits import AuditResult, AuditVerdict, judged
 from engine_adapter.cost.load_choice import LoadChoice
 from engine_adapter.paged.requests import AuditUnderWay, Computed, RequestState
 from engine_adapter.paged.save_plan import SavePlan, page_runs
@@ -49,7 +50,7 @@ class AuditPlan:
         self._is_first_due = not self._is_exact
         """Whether the next audit compares a prompt's first block."""
         self._under_way: dict[int, RequestState] = {}
-        self._outcomes: dict[str, int] = {}
+        self._outcomes = Counter[str]()
         self.name = ""
         """Of the namespace, in verdicts."""
 
@@ -144,7 +145,7 @@ class AuditPlan:
         self._under_way[number] = state
         plan.add(order, audit.block, audit.block + 1)
 
-    def reported(self, number: int, results: tuple[AuditResult, ...], now: float) -> AuditVerdict | None:
+    def reported(self, number: int, results: tuple[AuditResult, ...]) -> AuditVerdict | None:
         """All ranks have reported: returns the verdict. results: empty if one of them had nothing to compare: only it
         may know that the step was computed behind a failed load."""
         state = self._under_way.pop(number, None)
@@ -156,7 +157,7 @@ class AuditPlan:
         audit.is_partial |= not results
         if not audit.pending:
             self.ended(state)
-        return self._choice.audits.record(self.name, results, now)
+        return judged(self.name, results)
 
     def close(self) -> None:
         """Give up the comparisons in progress, and ignore their reports."""
@@ -181,14 +182,12 @@ class AuditPlan:
         for lease in audit.leases:
             lease.release()
         state.audit = None
-        outcomes: list[str] = [*audit.verdicts] or [GIVEN_UP]
-        for outcome in outcomes:
-            self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
+        self._outcomes.update([*audit.verdicts] or [GIVEN_UP])
         is_compared = bool(audit.verdicts) and not audit.is_partial
         is_sound = is_compared and AuditVerdict.DRIFTED not in audit.verdicts
         self._choice.holdout.ended(state.request.request_id, is_sound)
 
-    def take_outcomes(self) -> dict[str, int]:
+    def take_outcomes(self) -> Counter[str]:
         """Since the last call: compared parts of blocks by verdict, and requests without a comparison."""
-        outcomes, self._outcomes = self._outcomes, {}
+        outcomes, self._outcomes = self._outcomes, Counter()
         return outcomes

@@ -262,10 +262,8 @@ class PagedScheduler:
             leases = lookup.take() if lookup is not None else []
             here = LeaseHere(leases[0], lookup.namespace) if lookup and leases and self._reads_here(state) else None
             self._order_load(state, self._facts, leases, here, tables, state.local_tokens + tokens, is_first=is_first)
-        elif lookup is not None and found is None and not lookup.is_over:
-            state.late_lookup, state.lookup = lookup, None  # it says which blocks need not be saved
-        else:
-            self._let_go(state)
+        elif lookup is None or found is not None or lookup.is_over:
+            self._let_go(state)  # a later answer says which blocks need not be saved
 
     def begins_with(self, request_id: str, computed: int) -> None:
         """The request runs from now on, with this many tokens. If another connector has brought some of them, the
@@ -379,11 +377,9 @@ class PagedScheduler:
         self._news.tell(self.opener.now(), self.choice, len(self._ranks), self._clock(), seconds)
 
     def _collect(self) -> None:
-        costs, audited = self._counts.costs, self._counts.audited
-        for name, cost in self.choice.take_costs().items() if self.choice is not None else ():
-            costs[name] = costs.get(name, 0) + cost
-        for name, blocks in self._audits.take_outcomes().items() if self._audits is not None else ():
-            audited[name] = audited.get(name, 0) + blocks
+        if self.choice is not None and self._audits is not None:
+            self._counts.costs.update(self.choice.take_costs())
+            self._counts.audited.update(self._audits.take_outcomes())
 
     def announce(self, describe: Callable[[Any, int], Any]) -> None:
         """Announce blocks from now on. describe: as in `Announcements`."""
@@ -443,25 +439,22 @@ class PagedScheduler:
 
     def _ask_late(self, state: RequestState, computed: int) -> None:
         """Look up a request whose admission did not wait for that; called in each step until the answer is there."""
-        if state.late_lookup is None:
+        if state.lookup is None:
             self._look_up(state)
-            state.late_lookup, state.lookup = state.lookup, None
-        late = state.late_lookup
+        late = state.lookup
         match = late.found() if late is not None else None
         if late is not None and match is None and not late.is_over:
             state.late_at = computed + 1
             return
-        state.late_at, state.late_lookup = 0, None
-        if late is not None:
-            late.give_back()
+        state.late_at = 0
+        self._let_go(state)
         state.offered = min(state.offered, match.blocks if match is not None else 0)
 
     def _let_go(self, state: RequestState) -> None:
         """Release what its look-ups hold. Safe to call again."""
-        for lookup in (state.lookup, state.late_lookup):
-            if lookup is not None:
-                lookup.give_back()
-        state.lookup = state.late_lookup = None
+        if state.lookup is not None:
+            state.lookup.give_back()
+        state.lookup = None
         if self.choice is not None and state.load is None:
             self.choice.dropped(state.request.request_id)
 
@@ -470,7 +463,7 @@ class PagedScheduler:
     def _promised_tokens(self, state: RequestState, local_tokens: int) -> int | None:
         """The token up to which a request's KV is promised; None: ask again in the next step. local_tokens: of the
         engine's own cache."""
-        if state.lookup is not None and state.is_admitted and state.lookup.is_over:
+        if state.lookup is not None and state.is_admitted and (state.lookup.is_over or state.late_at):
             self._let_go(state)  # it was preempted, and comes again with its generated tokens
         if self._gains_nothing(state, local_tokens):
             return 0
@@ -782,7 +775,7 @@ class PagedScheduler:
             return
         state.saved_blocks += offer.stored
         if offer.reason is not None:
-            state.put_reasons[offer.reason] = state.put_reasons.get(offer.reason, 0) + 1
+            state.put_reasons[offer.reason] += 1
         if offer.order.is_state:
             return  # its pages may be gone: no second attempt
         if offer.held < offer.stop_block:
@@ -802,7 +795,7 @@ class PagedScheduler:
     # Audits ----------------------------------------------------------------------------------------------------------
 
     def _audited(self, number: int, results: tuple[AuditResult, ...]) -> None:
-        verdict = self._audits.reported(number, results, self._clock()) if self._audits is not None else None
+        verdict = self._audits.reported(number, results) if self._audits is not None else None
         if self._audits is not None and verdict is AuditVerdict.DRIFTED:
             name = self._audits.name
             self.refuse(MissReason.AUDIT, f"what is stored in namespace {name} is not what this engine computes")

@@ -65,14 +65,22 @@ NO_LAYER = 1 << 30
 
 @dataclass(eq=False, slots=True)
 class _Reader:
-    """An order that reads pages. after: the step that computes them. since: when it came. bytes: queued for it."""
+    """An order that reads pages, as `kvstore.client.handle.Reading`. after: the step that computes them. since: when it
+    came. bytes: queued for it."""
 
+    worker: PagedWorker
     order: SaveOrder
     after: Any
     since: float
     bytes: int = 0
     dropped: bool = False
     is_reading: bool = False
+
+    def begin(self) -> bool:
+        return self.worker.begin_reading(self)
+
+    def end(self) -> None:
+        self.worker.end_reading(self)
 
 
 class PagedWorker:
@@ -201,7 +209,7 @@ class PagedWorker:
                     self._report_save(order, reason=reason, dropped=True)
                     continue
                 self._waiting_bytes += size
-                self._saves.append(_Reader(order, after, now, size))
+                self._saves.append(_Reader(self, order, after, now, size))
             if is_first or not self._pause_of(self._saves[0]):  # else the saver sleeps, and would take this core
                 self._savers.notify_all()
 
@@ -433,14 +441,13 @@ class PagedWorker:
             with namespace.attach(order.ticket) as lease:
                 if namespace.get(lease, into=into, first_token=first).tokens < first + layout.block_tokens:
                     return ()
-            reading = _Reading(self, reader)
-            if not reading.begin():
+            if not reader.begin():
                 return ()
             try:
                 computed = _block(pages, layout, first)
                 self.pages.stream.wait()  # these are copies: pages may be written to once they are complete
             finally:
-                reading.end()
+                reader.end()
             if not computed:
                 return ()
             stored, codec = _block(into, layout, first), namespace.namespace.codec
@@ -480,7 +487,6 @@ class PagedWorker:
                 runs = self.pages.cut(order.tables, namespace.layout, first * block, stop * block)
                 pages = self.pages.pages(runs, namespace.layout, first * block, is_exact=namespace.is_exact)
                 prompt = Prompt(stop * block, keys[:stop])
-                reading = _Reading(self, save)
                 # A name that all ranks' puts of these blocks share.
                 collective = f"{order.number}.{first}" if namespace.shard is not None else ""
                 result = namespace.put(
@@ -489,7 +495,7 @@ class PagedWorker:
                     first * block,
                     ttl=order.ttl,
                     priority=order.priority,
-                    reading=reading,
+                    reading=save,
                     collective=collective,
                     deadline_ms=SAVE_DEADLINE_MS,
                 )
@@ -572,20 +578,6 @@ class PagedWorker:
         if reason is not MissReason.DISABLED:
             _log.warning("the store failed a worker: %s: %s", type(error).__name__, str(error).partition("\n")[0])
         return reason
-
-
-@dataclass(slots=True)
-class _Reading:
-    """`kvstore.client.handle.Reading` of one save."""
-
-    worker: PagedWorker
-    save: _Reader
-
-    def begin(self) -> bool:
-        return self.worker.begin_reading(self.save)
-
-    def end(self) -> None:
-        self.worker.end_reading(self.save)
 
 
 def _blank(pages: Pages, layout: Layout) -> Pages:

@@ -70,7 +70,7 @@ class Held:
     def reported(self, orders: StepPlan, rank: int, *results: AuditResult) -> AuditVerdict | None:
         (order,) = orders.saves
         offer = self.saves.reported(SaveReport(order.number, "a", rank, 0, 0, 0.0, results=results))
-        return self.plan.reported(order.number, offer.results or (), 0.0) if offer is not None else None
+        return self.plan.reported(order.number, offer.results or ()) if offer is not None else None
 
 
 def test_the_last_block_that_could_be_used_is_compared(store: EmbeddedStore) -> None:
