@@ -182,7 +182,7 @@ class AuditPlan:
         for lease in audit.leases:
             lease.release()
         state.audit = None
-        self._outcomes.update([*audit.verdicts] or [GIVEN_UP])
+        self._outcomes.update(map(str, audit.verdicts) if audit.verdicts else [GIVEN_UP])
         is_compared = bool(audit.verdicts) and not audit.is_partial
         is_sound = is_compared and AuditVerdict.DRIFTED not in audit.verdicts
         self._choice.holdout.ended(state.request.request_id, is_sound)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from logging import getLogger
 from math import lcm
+from typing import Any
 
 import torch
 
@@ -152,7 +153,7 @@ def _register(groups: Sequence[RegisteredGroup], rank: int, scales: str, write: 
                 lying = (_planes_in(SLABS, tensor, group) for tensor in group.layers.values())
                 as_they_lie.update(zip(numbers, lying, strict=True))
             first = layers[0]
-            found = {
+            found: dict[str, Any] = {
                 "layers": numbers,
                 "kv_heads": first[0].shape[2],
                 "widths": tuple(plane.shape[3] for plane in first),
