@@ -30,13 +30,6 @@ class StepWork:
     decodes: int
 
 
-@dataclass(slots=True)
-class _StartedLoad:
-    decision: Decision
-    started_at: float
-    fetch_seconds: float
-
-
 class LoadChoice:
     """Decides how far to load, for one engine and namespace."""
 
@@ -51,7 +44,8 @@ class LoadChoice:
         """By request whose load has not begun: how long it waited for fetches that brought blocks."""
         self._is_on = is_on
         self._decided: dict[str, Decision] = {}
-        self._under_way: dict[str, _StartedLoad] = {}
+        self._under_way: dict[str, tuple[Decision, float, float]] = {}
+        """Each with when it began, and for how long a fetch before it was waited for."""
         self._steps: deque[tuple[int, float, StepWork, bool]] = deque(maxlen=STEPS_AHEAD)
         self._last_report_at = 0.0
         self._told: dict[str, int | float] = {}
@@ -68,7 +62,7 @@ class LoadChoice:
                 runs.append((HitTier.DRAM if tier in (HitTier.PEER, HitTier.REMOTE) else tier, tokens))
         if not runs:
             return cap, MissReason.GRID
-        queued = sum(one.decision.remaining_seconds(now - one.started_at) for one in self._under_way.values())
+        queued = sum(one.remaining_seconds(now - began) for one, began, _ in self._under_way.values())
         decision = self.costs.choose(local_tokens, runs, match.account.asked, block_tokens, queued, busy, now)
         self._decided[request] = decision
         if not self._is_on or not decision.declined_tokens:
@@ -85,14 +79,15 @@ class LoadChoice:
     def begins(self, request: str, now: float) -> None:
         decision = self._decided.pop(request, None)
         if decision is not None:
-            self._under_way[request] = _StartedLoad(decision, now, self.fetch_seconds.pop(request, 0.0))
+            self._under_way[request] = (decision, now, self.fetch_seconds.pop(request, 0.0))
 
     def ended(self, request: str, seconds: float | None, loaded_tokens: int, now: float) -> None:
         """A request's load has ended, after that time; None: it ended just now."""
         under_way = self._under_way.pop(request, None)
         if under_way is not None:
-            taken = now - under_way.started_at if seconds is None else seconds
-            self.costs.finished(under_way.decision, taken, now, loaded_tokens, under_way.fetch_seconds)
+            decision, began, fetch_seconds = under_way
+            taken = now - began if seconds is None else seconds
+            self.costs.finished(decision, taken, now, loaded_tokens, fetch_seconds)
 
     def dropped(self, request: str) -> None:
         """There was no load, or its duration is unknown."""
