@@ -38,13 +38,13 @@ class AuditPlan:
         self,
         choice: LoadChoice,
         facts: NamespaceSpec,
+        plan: SavePlan,
         numbers: Iterator[int],
         lease_deadline_ms: float,
     ) -> None:
-        """numbers: of orders."""
+        """plan: watches pages that are compared. numbers: of orders."""
         self._choice = choice
-        self._facts = facts
-        self._numbers = numbers
+        self._facts, self._plan, self._numbers = facts, plan, numbers
         self._lease_deadline_ms = lease_deadline_ms
         self._is_exact = codec_named(facts.codec).is_exact
         self._is_first_due = not self._is_exact
@@ -83,7 +83,7 @@ class AuditPlan:
         """Whether the leases of what is stored have been answered, at the latest at their deadline."""
         return state.audit is None or all(one.poll() is not None for one in state.audit.pending.values())
 
-    def computed(self, state: RequestState, one: Computed, plan: SavePlan, orders: StepPlan) -> None:
+    def computed(self, state: RequestState, one: Computed, orders: StepPlan) -> None:
         """A step computes this much of a request: order the comparison if the request is held out and the block is
         complete."""
         audit, block = state.audit, self._facts.layout.block_tokens
@@ -93,19 +93,17 @@ class AuditPlan:
         # An inexact codec may have restored pages that are now in the engine's own cache, of this block or of earlier
         # ones.
         is_read = audit.pending[False].poll() is not None
-        if is_read and plan.exact_runs(pages, 0, audit.block + 1) != [(0, audit.block + 1)]:
+        if is_read and self._plan.exact_runs(pages, 0, audit.block + 1) != [(0, audit.block + 1)]:
             self.ended(state)
             return
         tables = page_runs(pages, first, first + block, self._facts.kv_groups)
-        self._order(state, audit, first + block, tables, plan, orders, is_state=False)
+        self._order(state, audit, first + block, tables, orders, is_state=False)
 
-    def passed(
-        self, state: RequestState, blocks: int, tables: tuple[PageRun, ...], plan: SavePlan, orders: StepPlan
-    ) -> None:
+    def passed(self, state: RequestState, blocks: int, tables: tuple[PageRun, ...], orders: StepPlan) -> None:
         """A step computes the states behind so many blocks: likewise. tables: with these."""
         audit = state.audit
         if audit is not None and True in audit.pending and blocks == audit.block + 1:
-            self._order(state, audit, self._facts.layout.block_tokens, tables, plan, orders, is_state=True)
+            self._order(state, audit, self._facts.layout.block_tokens, tables, orders, is_state=True)
 
     def _order(
         self,
@@ -113,7 +111,6 @@ class AuditPlan:
         audit: AuditUnderWay,
         least: int,
         tables: tuple[PageRun, ...],
-        plan: SavePlan,
         orders: StepPlan,
         *,
         is_state: bool,
@@ -143,7 +140,7 @@ class AuditPlan:
         orders.saves.append(order)
         audit.orders.add(number)
         self._under_way[number] = state
-        plan.add(order, audit.block, audit.block + 1)
+        self._plan.add(order, audit.block, audit.block + 1)
 
     def reported(self, number: int, results: tuple[AuditResult, ...]) -> AuditVerdict | None:
         """All ranks have reported: returns the verdict. results: empty if one of them had nothing to compare: only it

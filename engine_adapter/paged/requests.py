@@ -380,7 +380,7 @@ class RequestNews:
                 self.add(state)
 
     def tell(
-        self, namespace: NamespaceHandle | None, choice: LoadChoice | None, gpus: int, now: float, seconds: float
+        self, namespace: NamespaceHandle | None, choice: LoadChoice, gpus: int, now: float, seconds: float
     ) -> None:
         """Send the report. choice: knows what hits save; gpus: that a step uses. seconds: that it may wait for another
         message."""
@@ -388,20 +388,19 @@ class RequestNews:
             return
         with self._lock:
             self._told_at, self.due_at = now, inf
-            told, savings = list(self._waiting), None
+            told = list(self._waiting)
             self._waiting.clear()
-            if choice is not None:
-                counts, measured = choice.costs.counts, choice.saving.estimate()
-                of, saved, regretted = self._judged
-                if of is not choice:
-                    saved = regretted = 0.0
-                self._judged = choice, counts.saved_ms, counts.regret_ms
-                savings = SavingsTold(
-                    gpus * (counts.saved_ms - saved) / 1000,
-                    gpus * (counts.regret_ms - regretted) / 1000,
-                    measured.mean_ms if measured is not None else None,
-                    measured.standard_error_ms if measured is not None else None,
-                )
+            counts, measured = choice.costs.counts, choice.saving.estimate()
+            of, saved, regretted = self._judged
+            if of is not choice:
+                saved = regretted = 0.0
+            self._judged = choice, counts.saved_ms, counts.regret_ms
+            savings: SavingsTold | None = SavingsTold(
+                gpus * (counts.saved_ms - saved) / 1000,
+                gpus * (counts.regret_ms - regretted) / 1000,
+                measured.mean_ms if measured is not None else None,
+                measured.standard_error_ms if measured is not None else None,
+            )
         for first in range(0, len(told) or 1, MAX_TOLD_REQUESTS):
             namespace.tell(told[first : first + MAX_TOLD_REQUESTS], savings, seconds=seconds)
             savings = None

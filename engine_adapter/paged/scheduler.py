@@ -92,8 +92,8 @@ class PagedScheduler:
         """open_store: in the session that the workers join. clock: monotonic seconds. choose: uniform random numbers in
         [0, 1). pause: sleeps."""
         self.settings = settings
-        self.choice: LoadChoice | None = None
         self._clock, self._choose = clock, choose
+        self.choice = self._new_choice(1.0)
         self.opener = NamespaceOpener(open_store, is_told=True)
         """Opens the namespace; says why it is not open."""
         self._facts: NamespaceSpec | None = None
@@ -129,24 +129,24 @@ class PagedScheduler:
         changes nothing, if the codec cannot store such pages."""
         layout, settings, codec = facts.layout, self.settings, codec_named(facts.codec)
         payload_bytes = sum(codec.payload_bytes(part) for part in layout.parts)
-        if self._facts is None:
+        if self._facts is None:  # orders in flight read and write pages as before
             self._loads = LoadPlan(layout.page_tokens, layout.block_tokens)
+            self._plan = SavePlan(ranks, facts.kv_groups, layout.block_tokens)
         self._facts, self._ranks = facts, tuple(ranks)
         if not self._is_broken:
             self._refused = None  # also after drift: these are other weights, or renamed ones
-        self._is_exact, self._plan = codec.is_exact, SavePlan(ranks, facts.kv_groups, layout.block_tokens)
+        self._is_exact = codec.is_exact
         if facts.states is not None:
             per_token = payload_bytes // layout.block_tokens if facts.has_kv else 0
             self._kept_states = StatePolicy(layout.block_tokens, facts.states.raw_bytes, per_token)
-        self.choice = LoadChoice(
-            payload_bytes / layout.block_tokens,
-            is_on=settings.cost_model,
-            audit=settings.audit,
-            choose=self._choose,
-        )
+        self.choice = self._new_choice(payload_bytes / layout.block_tokens)
         self.announced.forget()
-        self._audits = AuditPlan(self.choice, facts, self._numbers, settings.lease_deadline_ms)
+        self._audits = AuditPlan(self.choice, facts, self._plan, self._numbers, settings.lease_deadline_ms)
         self.opener.want(facts)
+
+    def _new_choice(self, bytes_per_token: float) -> LoadChoice:
+        settings = self.settings
+        return LoadChoice(bytes_per_token, is_on=settings.cost_model, audit=settings.audit, choose=self._choose)
 
     def wait_open(self, seconds: float) -> bool:
         """For an engine that starts: whether the store is reached within that time."""
@@ -180,9 +180,7 @@ class PagedScheduler:
         if self._audits is not None:
             self._audits.close()
         self._collect()
-        plan = self._plan  # saves in flight read pages as before
         self.use(replace(self._facts, number=self._facts.number + 1, weights_epoch=weights_epoch), self._ranks)
-        self._plan = plan
 
     @property
     def block_tokens(self) -> int:
@@ -335,7 +333,7 @@ class PagedScheduler:
         if self._facts is not None and self._told != self._facts.number:
             self._told = self._facts.number
             orders.namespace = self._facts
-        if running and self.choice is not None:
+        if running:
             self.choice.step_begins(self._step, work, self._clock(), any(load.waits for load in orders.loads))
         return orders
 
@@ -350,7 +348,7 @@ class PagedScheduler:
             self.announced.step()
         if reports is None:
             return
-        if reports.step and self.choice is not None:
+        if reports.step:
             self.choice.step_ends(reports.step, now)
             while self._first_tokens and self._first_tokens[0][0] <= reports.step:
                 _, added_at, held_out, prompt_tokens, found_tokens = self._first_tokens.pop(0)
@@ -369,7 +367,7 @@ class PagedScheduler:
     def take_counts(self) -> RequestCounts:
         self._collect()
         counts, self._counts = self._counts, RequestCounts()
-        if self.choice is not None and counts.requests:
+        if counts.requests:
             counts.saving = self.choice.saving.estimate()
         return counts
 
@@ -377,8 +375,8 @@ class PagedScheduler:
         self._news.tell(self.opener.now(), self.choice, len(self._ranks), self._clock(), seconds)
 
     def _collect(self) -> None:
-        if self.choice is not None and self._audits is not None:
-            self._counts.costs.update(self.choice.take_costs())
+        self._counts.costs.update(self.choice.take_costs())
+        if self._audits is not None:
             self._counts.audited.update(self._audits.take_outcomes())
 
     def announce(self, describe: Callable[[Any, int], Any]) -> None:
@@ -455,7 +453,7 @@ class PagedScheduler:
         if state.lookup is not None:
             state.lookup.give_back()
         state.lookup = None
-        if self.choice is not None and state.load is None:
+        if state.load is None:
             self.choice.dropped(state.request.request_id)
 
     # What it is promised ---------------------------------------------------------------------------------------------
@@ -508,7 +506,7 @@ class PagedScheduler:
             return 0 if lookup.is_over else None
         whole = (state.prompt.tokens - 1) // self.block_tokens
         match = lookup.usable(found, whole)
-        if state.chosen_for != local_tokens and self.choice is not None and self._audits is not None:
+        if state.chosen_for != local_tokens and self._audits is not None:
             state.chosen_for = local_tokens
             state.ends.update(at for at, is_end in enumerate(lookup.ends, 1) if is_end)
             if self._facts is not None and self._facts.has_kv and min(found.blocks, whole) > match.blocks:
@@ -538,7 +536,7 @@ class PagedScheduler:
 
     def _wait_of(self, state: RequestState, namespace: NamespaceHandle) -> BlockWait | None:
         choice, facts, block = self.choice, state.facts, namespace.block_tokens
-        if state.is_admitted or choice is None:
+        if state.is_admitted:
             return None
         policy = None
         if facts.ticket or facts.awaits:
@@ -562,7 +560,7 @@ class PagedScheduler:
         if mode is not LoadMode.AUTO:
             return mode is not LoadMode.ASYNC
         is_alone = not (self._running - {state.request.request_id} or self._loads)
-        return is_alone or (self.choice is not None and self.choice.load_ms(promised, self._clock()) < SYNCHRONOUS_MS)
+        return is_alone or self.choice.load_ms(promised, self._clock()) < SYNCHRONOUS_MS
 
     def _reads_here(self, state: RequestState) -> bool:
         return state.waits and self.settings.load is not LoadMode.LAYERWISE and len(self._ranks) == 1
@@ -603,8 +601,7 @@ class PagedScheduler:
         self._orders.loads.append(order)
         self._is_offered(state, max(state.offered, stop_token // block))
         self._counts.loads += 1
-        if self.choice is not None:
-            self.choice.begins(request_id, self._clock())
+        self.choice.begins(request_id, self._clock())
 
     def _loaded(self, report: LoadReport) -> None:
         load = self._loads.reported(report)
@@ -615,9 +612,8 @@ class PagedScheduler:
         order, tokens, is_whole = load.order, load.end, load.is_whole
         self._counts.load_ended(load.seconds, is_whole=is_whole)
         load.state.facts.trace.loaded(load.seconds, tokens - order.first_token)
-        if self.choice is not None:
-            seconds = load.seconds if order.waits else None
-            self.choice.ended(order.request, seconds, tokens - order.first_token, self._clock())
+        seconds = load.seconds if order.waits else None
+        self.choice.ended(order.request, seconds, tokens - order.first_token, self._clock())
         if not is_whole:  # the engine computes these
             self._plan.computed(order, tokens)
         is_miss = load.is_first and not is_whole
@@ -654,7 +650,7 @@ class PagedScheduler:
 
     def _offer(self, state: RequestState, one: Computed, orders: StepPlan) -> None:
         if self._audits is not None:
-            self._audits.computed(state, one, self._plan, orders)
+            self._audits.computed(state, one, orders)
         if state.found_tokens and one.stop >= state.request.num_prompt_tokens:
             asked, found = state.account.asked, state.found_tokens
             self._first_tokens.append((self._step, state.added_at, bool(state.held_out), asked, found))
@@ -719,7 +715,7 @@ class PagedScheduler:
             return
         self._hash_to(state, namespace, blocks)
         tables = tuple(PageRun(0, [one.pages[group.table]]) for group in groups)
-        self._audits.passed(state, blocks, tables, self._plan, orders)
+        self._audits.passed(state, blocks, tables, orders)
         kept = self._kept_states
         if blocks in state.ends or kept is None:
             return

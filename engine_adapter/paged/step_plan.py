@@ -192,9 +192,9 @@ class SaveReport:
     number: int
     request: str
     rank: int
-    held: int
-    stored: int
-    seconds: float
+    held: int = 0
+    stored: int = 0
+    seconds: float = 0.0
     reason: MissReason | None = None
     dropped: bool = False
     results: tuple[AuditResult, ...] = ()

@@ -15,8 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from logging import getLogger
 from typing import Any
 
@@ -104,13 +103,13 @@ class PagedWorker:
         leave a window while it waits."""
         self.pages = pages
         self._rank = pages.facts.rank
-        self._open_store = open_store
         self._clock = clock
         self._save_bytes = save_bytes
         self._lock = threading.Lock()
         # By who waits: a change wakes the threads that wait for it, and no other takes the interpreter's lock for it.
         self._changed, self._loaders, self._savers = (threading.Condition(self._lock) for _ in range(3))
-        self._namespace: NamespaceOpener | None = None
+        self._session = ""
+        self._namespace = NamespaceOpener(lambda: open_store(self._session), self._rank)
         self._loads: deque[tuple[LoadOrder, float, Any]] = deque()
         """Each with the time when it was ordered, and with the stream's mark behind earlier steps."""
         self._loading = 0
@@ -153,9 +152,7 @@ class PagedWorker:
         if orders.number:
             self._save_patience.step_began()
         if orders.namespace is not None:
-            if self._namespace is None:
-                shard = self._rank if orders.namespace.layout.head_shards > 1 else None
-                self._namespace = NamespaceOpener(partial(self._open_store, orders.namespace.session), shard)
+            self._session = orders.namespace.session
             self._namespace.want(orders.namespace)
         if orders.cancelled_saves:
             self._fence(set(orders.cancelled_saves))
@@ -206,7 +203,8 @@ class PagedWorker:
                     if not is_stale and self._saves:  # if they had not waited, there might be room
                         self._save_patience.gave_up(now)
                     reason = None if is_stale else MissReason.BUSY
-                    self._report_save(order, reason=reason, dropped=True)
+                    lost = SaveReport(order.number, order.request, self._rank, reason=reason, dropped=True)
+                    self._save_reports.append(lost)
                     continue
                 self._waiting_bytes += size
                 self._saves.append(_Reader(self, order, after, now, size))
@@ -263,8 +261,7 @@ class PagedWorker:
                 waiting.notify_all()
         for thread in self._threads:
             thread.join(max(0.0, give_up_at - self._clock()) + 0.5)
-        if self._namespace is not None:
-            self._namespace.close(max(0.0, give_up_at - self._clock()) + 0.5)
+        self._namespace.close(max(0.0, give_up_at - self._clock()) + 0.5)
 
     def _bytes_of(self, order: SaveOrder) -> int:
         facts = self.pages.facts
@@ -331,7 +328,7 @@ class PagedWorker:
             here = order.here
             namespace = here.namespace if here is not None else self._opened(order.namespace, OPEN_SECONDS)
             if namespace is None:
-                reason = self._why_closed(order.namespace)
+                reason = self._namespace.why(order.namespace)
             else:
                 tokens, reason = order.stop_token, None
                 if order.tables:
@@ -391,20 +388,19 @@ class PagedWorker:
                 reader = self._saves.popleft()
                 self._saving.add(reader)
             order, started = reader.order, self._clock()
-            held, stored, reason = 0, 0, None
-            results: tuple[AuditResult, ...] = ()
+            report = SaveReport(order.number, order.request, self._rank)
             with self.pages.stream.behind(reader.after):
                 if order.ticket:
-                    results = self._audit(order, reader)
+                    report = replace(report, results=self._audit(order, reader))
                 else:
                     held, stored, reason = self._save(order, reader)
+                    is_dropped = reader.dropped and reason is MissReason.DISABLED
+                    report = replace(report, held=held, stored=stored, reason=reason, dropped=is_dropped)
             with self._changed:
                 self._waiting_bytes -= reader.bytes
-                is_dropped = reader.dropped and reason is MissReason.DISABLED
-                if is_dropped:
+                if report.dropped:
                     self._save_patience.gave_up(self._clock())
-                seconds = self._clock() - started
-                self._report_save(order, held, stored, seconds, reason, dropped=is_dropped, results=results)
+                self._save_reports.append(replace(report, seconds=self._clock() - started))
 
     def _pause(self) -> float | None:
         """Seconds until the first save may go, 0 for now; None: wait for a change. Under the lock."""
@@ -475,7 +471,7 @@ class PagedWorker:
         with contained(failed):
             namespace = self._opened(order.namespace, OPEN_SECONDS, is_state=order.is_state)
             if namespace is None:
-                return 0, 0, self._why_closed(order.namespace)
+                return 0, 0, self._namespace.why(order.namespace)
             block = namespace.block_tokens
             keys = [order.keys[at : at + KEY_BYTES] for at in range(0, len(order.keys), KEY_BYTES)]
             step = max(1, PIECE_BYTES * namespace.layout.head_shards // namespace.layout.raw_bytes)
@@ -522,7 +518,8 @@ class PagedWorker:
                     kept.append(reader)
                 else:
                     self._waiting_bytes -= reader.bytes
-                    self._report_save(reader.order, dropped=True)
+                    lost = SaveReport(reader.order.number, reader.order.request, self._rank, dropped=True)
+                    self._save_reports.append(lost)
                     self._save_patience.gave_up(self._clock())
             self._saves = kept
             fenced = [reader for reader in self._saving if reader.order.number in numbers]
@@ -546,32 +543,15 @@ class PagedWorker:
             save.is_reading = False
             self._changed.notify_all()
 
-    def _report_save(
-        self,
-        order: SaveOrder,
-        held: int = 0,
-        stored: int = 0,
-        seconds: float = 0.0,
-        reason: MissReason | None = None,
-        *,
-        dropped: bool = False,
-        results: tuple[AuditResult, ...] = (),
-    ) -> None:
-        report = SaveReport(order.number, order.request, self._rank, held, stored, seconds, reason, dropped, results)
-        self._save_reports.append(report)
-
     # The store -------------------------------------------------------------------------------------------------------
 
     def _opened(self, number: int, seconds: float, *, is_state: bool = False) -> NamespaceHandle | None:
-        handle = self._namespace.wait(number, seconds) if self._namespace is not None else None
+        handle = self._namespace.wait(number, seconds)
         return self._states() if handle is not None and is_state else handle
 
     def _states(self) -> NamespaceHandle | None:
-        states = self._namespace.states if self._namespace is not None else None
+        states = self._namespace.states
         return states.handle if states is not None else None
-
-    def _why_closed(self, number: int) -> MissReason:
-        return self._namespace.why(number) if self._namespace is not None else MissReason.DISABLED
 
     def _fault(self, error: Exception) -> MissReason:
         reason = reason_of(error)

@@ -41,8 +41,8 @@ class Held:
     def __init__(self, store: EmbeddedStore, ranks: tuple[int, ...] = (0,), facts: NamespaceSpec = FACTS) -> None:
         self.choice = LoadChoice(1.0, is_on=False, audit=1.0, choose=lambda: 0.0)
         numbers = count(50)
-        self.plan = AuditPlan(self.choice, facts, numbers, 5000)
         self.saves = SavePlan(ranks, FACTS.groups, 64)
+        self.plan = AuditPlan(self.choice, facts, self.saves, numbers, 5000)
         self.handle = put(store, ids(320))
         self.state = self.of("a")
 
@@ -61,7 +61,7 @@ class Held:
         orders = StepPlan()
         one = Computed("a", stop, lambda: [TABLE])
         while True:
-            self.plan.computed(self.state, one, self.saves, orders)
+            self.plan.computed(self.state, one, orders)
             if orders.saves or stop < 320 or self.state.audit is None or not self.state.audit.pending:
                 return orders
             assert time.monotonic() < deadline

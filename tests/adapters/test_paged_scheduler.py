@@ -13,7 +13,7 @@ import pytest
 
 import kvstore
 from engine_adapter.audit.audits import AuditResult, AuditVerdict
-from engine_adapter.cost.load_choice import StepWork
+from engine_adapter.cost.load_choice import LoadChoice, StepWork
 from engine_adapter.paged.requests import NEVER, Computed, RequestNews, RequestSpec, RequestState
 from engine_adapter.paged.scheduler import PagedScheduler
 from engine_adapter.paged.settings import ConnectorSettings
@@ -33,6 +33,7 @@ from workbench import FakeClock, ids, plausible_pages
 PAGE = 32
 LAYOUT = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="float32", page_tokens=PAGE, block_tokens=64)
 FACTS = named_of(LAYOUT)
+LEARNS_NOTHING = LoadChoice(1.0, is_on=False, audit=0.0, choose=lambda: 1.0)
 SECONDS = 30
 
 
@@ -1007,7 +1008,7 @@ def state_of(name: str, *, is_admitted: bool = True) -> RequestState:
 def test_what_no_further_step_reports_a_timer_does_and_the_end() -> None:
     sent: list[Any] = []
     namespace: Any = SimpleNamespace(tell=lambda requests, savings, seconds: sent.extend(requests))
-    news = RequestNews(lambda: news.tell(namespace, None, 1, 0.0, 0.0))
+    news = RequestNews(lambda: news.tell(namespace, LEARNS_NOTHING, 1, 0.0, 0.0))
     burst = [str(number) for number in range(100)]
     for name in burst:
         news.over(state_of(name))
@@ -1024,11 +1025,11 @@ def test_the_tokens_of_a_request_that_runs_on_are_reported_once() -> None:
     news, long, waits = RequestNews(), state_of("long"), state_of("waits", is_admitted=False)
     for _ in range(3):
         news.add_running([long, waits])
-        news.tell(namespace, None, 1, 0.0, 0.0)
+        news.tell(namespace, LEARNS_NOTHING, 1, 0.0, 0.0)
     long.saved_blocks = 7
     for state in (long, waits):
         news.over(state)
-    news.tell(namespace, None, 1, 0.0, 0.0)
+    news.tell(namespace, LEARNS_NOTHING, 1, 0.0, 0.0)
     told = [("long", 0, True), ("long", 7, False), ("waits", 0, True)]
     assert [(one.request, one.saved_blocks, one.counts) for one in sent] == told
 
@@ -1040,7 +1041,7 @@ def test_a_request_whose_name_is_no_text_is_told_all_the_same() -> None:
     news.over(RequestState(request, RequestSpec(), Account.missed(MissReason.ABSENT, 1, 64)))
     sent: list[Any] = []
     namespace: Any = SimpleNamespace(tell=lambda requests, savings, seconds: sent.extend(requests))
-    news.tell(namespace, None, 1, 0.0, 0.0)
+    news.tell(namespace, LEARNS_NOTHING, 1, 0.0, 0.0)
     news.close()
     (one,) = sent
     assert one.request.startswith("?x") and m.pack(m.Request(1, m.Tell([one])))
