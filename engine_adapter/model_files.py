@@ -72,7 +72,8 @@ def model_fingerprint(model_dir: str | Path) -> str:
     """
     place = Path(model_dir)
     try:
-        weights = _weight_files(place)
+        files = _files(place)
+        weights = [one for one in files if one.suffix in _WEIGHT_SUFFIXES and one.name not in _WEIGHTS_OF_NO_ENGINE]
         if not weights:
             raise BadInput(
                 f"no weight files in {place}; give the directory that holds the model's "
@@ -82,7 +83,7 @@ def model_fingerprint(model_dir: str | Path) -> str:
         state = blake2b(digest_size=32, person=b"kv-files-v1")
         for digest in [_config_digest(place), *sorted(_weight_digest(path, whole=whole) for path in weights)]:
             state.update(digest)
-        for path in _settings_files(place):
+        for path in (one for one in files if one.is_file() and (one.name in _SETTINGS or one.suffix == ".py")):
             state.update(path.name.encode() + b"\0" + _whole_digest(path))
     except OSError as error:
         raise BadInput(
@@ -114,7 +115,7 @@ def adapter_digest(adapter_dir: str | Path) -> str | None:
     names. None where there is no such adapter or a file of it cannot be read: then its KV must not be stored."""
     place = Path(adapter_dir)
     try:
-        files = sorted(path for path in place.iterdir() if path.suffix in _ADAPTER_SUFFIXES and not path.is_dir())
+        files = [path for path in _files(place) if path.suffix in _ADAPTER_SUFFIXES]
         if not files:
             return None
         state = blake2b(digest_size=32, person=b"kv-adapter-v1")
@@ -128,23 +129,9 @@ def adapter_digest(adapter_dir: str | Path) -> str | None:
 # Inside ------------------------------------------------------------------------------------------------------------
 
 
-def _weight_files(place: Path) -> list[Path]:
+def _files(place: Path) -> list[Path]:
     """Including dangling links: they mean an incomplete download, and reading them fails."""
-    if place.is_file():
-        return [place] if place.suffix in _WEIGHT_SUFFIXES else []
-    return sorted(
-        path
-        for path in place.iterdir()
-        if path.suffix in _WEIGHT_SUFFIXES and path.name not in _WEIGHTS_OF_NO_ENGINE and not path.is_dir()
-    )
-
-
-def _settings_files(place: Path) -> list[Path]:
-    if place.is_file():
-        return []
-    return sorted(
-        path for path in place.iterdir() if (path.name in _SETTINGS or path.suffix == ".py") and path.is_file()
-    )
+    return [place] if place.is_file() else sorted(path for path in place.iterdir() if not path.is_dir())
 
 
 def _config_digest(place: Path) -> bytes:

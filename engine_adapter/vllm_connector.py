@@ -421,8 +421,6 @@ class _SchedulerSide:
         self._session = session
         self._page_tokens = groups.kv_cache_groups[0].kv_cache_spec.block_size
         self._requests: dict[str, EngineView] = {}
-        self._unread: dict[str, float] = {}
-        """Requests whose images and the like are being read, and since when."""
         self._tables: dict[str, list[list[int]]] = {}
         self._facts: list[WorkerSpec] = []
         self.is_alone = False
@@ -522,21 +520,19 @@ class _SchedulerSide:
         if mine.read is None:
             self._look_up(mine)
         else:
-            self._unread[request.request_id] = time.monotonic()
+            mine.unread_since = time.monotonic()
 
     def matched(self, request_id: str, local_tokens: int) -> tuple[int | None, bool]:
         """As `PagedScheduler.matched`; None, too, while a request's images are being read."""
-        since = self._unread.get(request_id)
-        if since is not None:
-            mine = self._requests[request_id]
-            assert mine.read is not None
+        mine = self._requests[request_id]
+        if mine.read is not None and mine.unread_since:
             wait([mine.read], 0.0 if self.half.is_busy else IDLE_WAIT_SECONDS)
-            if not mine.read.done() and time.monotonic() - since < READ_SECONDS:
+            if not mine.read.done() and time.monotonic() - mine.unread_since < READ_SECONDS:
                 return None, False
-            del self._unread[request_id]
+            mine.unread_since = 0.0
             self._look_up(mine)
         answer = self.half.matched(request_id, local_tokens)
-        mine, parted_at = self._requests[request_id], self.half.parted_at(request_id)
+        parted_at = self.half.parted_at(request_id)
         if parted_at > getattr(mine.request, "shared_prefix_boundary", parted_at):
             # vLLM ends a step there and keeps its states, as where it sees itself that prompts part.
             mine.request.shared_prefix_boundary = parted_at
@@ -637,7 +633,6 @@ class _SchedulerSide:
     def finished(self, request: Any) -> dict[str, Any] | None:
         """A request is over. Returns what its user sees as `kv_transfer_params`."""
         self._requests.pop(request.request_id, None)
-        self._unread.pop(request.request_id, None)
         self._tables.pop(request.request_id, None)
         told = self.half.finished(request.request_id)
         return {"kvstore": told} if told is not None else None

@@ -161,12 +161,14 @@ def _refused(detail: str) -> RequestSpec:
 
 
 class EngineView:
-    """`EngineRequest` over one of vLLM's. extra_keys: what its KV depends on besides tokens, read when it was added."""
+    """`EngineRequest` over one of vLLM's. extra_keys: what its KV depends on besides tokens, read when it was added.
+    unread_since: when its images and the like began to be read; 0 where none are."""
 
     def __init__(self, request: Any) -> None:
         self.request = request
         self.due = 0
         self.read: Future[list[bytes]] | None = None
+        self.unread_since = 0.0
         self.extra_keys: tuple[ExtraKey, ...] = ()
 
     @property

@@ -323,17 +323,17 @@ def test_demo_as_one_json_object(tmp_path: Path) -> None:
         assert sum(counts["hits"].values()) + sum(counts["misses"].values()) == counts["prompt_tokens"]
         assert {"p50", "p99"} == set(counts["ttft_ms"]) == set(counts["itl_ms"])
     assert found["passes"]["warm"]["hits"]["dram"] > 0
-    assert {"model", "ttft_ratio", "cold_vs_generate", "stored", "chunk_tokens", "versions"} <= set(found)
+    assert {"model", "ttft_ratio", "cold_vs_generate", "stored", "grid_tokens", "versions"} <= set(found)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("needs_engine")
 def test_differing_answers_end_with_status_1(monkeypatch: pytest.MonkeyPatch, here: Here) -> None:
     """Each pass has draws of its own."""
-    from kvstore.demo import passes
+    import torch
 
-    same, numbers = passes.draws_of, count()
-    monkeypatch.setattr(passes, "draws_of", lambda number: same(next(numbers)))
+    seed, numbers = torch.manual_seed, count()
+    monkeypatch.setattr(torch, "manual_seed", lambda _: seed(next(numbers)))
     result = here("demo", "--json", "--requests", "1", "--tokens", "32")
     assert result.returncode == 1
     assert json.loads(result.stdout)["identical"] == 0

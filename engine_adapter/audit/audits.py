@@ -6,7 +6,7 @@ engine computes, and to measure what a hit saves.
        that are not compared, where all hits are audited and until the first comparisons have found nothing wrong (the
        trial).
     2. `blocks.compare_block` for each block that was found, beside the block that was computed.
-    3. `Audits.record` finds the worst verdict, and logs a namespace that has drifted.
+    3. `judged` finds the worst verdict, and logs a namespace that has drifted: once, since its engine leaves it then.
     4. `TtftSaving.record` for held-out requests and hits alike: chance alone decided which is which, so the difference
        of their times measures what hits save.
 
@@ -127,47 +127,24 @@ class AuditResult:
         return self.worst_error / self.allowed_error if self.worst_error else 0.0
 
 
-LOG_EVERY_SECONDS = 60.0
-MOST_NAMESPACES = 256
-"""Namespaces whose last log line is remembered."""
-
-
-class Audits:
-    """Judges comparisons, and logs drifted ones: once a minute for each namespace."""
-
-    def __init__(self) -> None:
-        self._logged_at: dict[str, float] = {}
-
-    def record(self, namespace: str, results: Sequence[AuditResult], now_seconds: float) -> AuditVerdict | None:
-        """The blocks of one held-out request. namespace: its name for people. Returns the worst verdict, on which the
-        caller must act: drifted blocks must not be served. None: nothing was compared."""
-        if not results:
-            return None
-        worst = max((result.verdict for result in results), key=_SEVERITY.index)
-        if worst is AuditVerdict.DRIFTED:
-            self._log(namespace, results, now_seconds)
-        return worst
-
-    def _log(self, namespace: str, results: Sequence[AuditResult], now_seconds: float) -> None:
-        last = self._logged_at.pop(namespace, None)
-        if last is not None and 0.0 <= now_seconds - last < LOG_EVERY_SECONDS:
-            self._logged_at[namespace] = last
-            return
-        self._logged_at[namespace] = now_seconds
-        if len(self._logged_at) > MOST_NAMESPACES:
-            del self._logged_at[next(iter(self._logged_at))]
-        drifted = [result for result in results if result.verdict is AuditVerdict.DRIFTED]
-        worst = max(drifted, key=lambda result: result.of_allowed)
+def judged(namespace: str, results: Sequence[AuditResult]) -> AuditVerdict | None:
+    """The worst verdict on the block of one held-out request; logs a drift, on which the caller must act: drifted
+    blocks must not be served. namespace: its name for people. None: nothing was compared."""
+    if not results:
+        return None
+    worst = max(results, key=lambda result: (_SEVERITY.index(result.verdict), result.of_allowed))
+    if worst.verdict is AuditVerdict.DRIFTED:
         _log.error(
             "what is stored in namespace %s is not what the engine computes: %d of %d blocks, layer %d off by %.2g of "
             "its size where %.2g is allowed; were weights or an adapter changed under an old name?",
             namespace,
-            len(drifted),
+            sum(result.verdict is AuditVerdict.DRIFTED for result in results),
             len(results),
             worst.worst_layer,
             worst.worst_error,
             worst.allowed_error,
         )
+    return worst.verdict
 
 
 # What a hit saves -------------------------------------------------------------------------------------------------

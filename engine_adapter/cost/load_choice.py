@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
 
-from engine_adapter.audit.audits import Audits, Holdout, TtftSaving
+from engine_adapter.audit.audits import Holdout, TtftSaving
 from engine_adapter.cost.fetches import FetchModel
 from engine_adapter.cost.model import CostModel, Decision
 from engine_adapter.cost.speeds import LoadSpeed, PrefillSpeed
@@ -30,13 +30,6 @@ class StepWork:
     decodes: int
 
 
-@dataclass(slots=True)
-class _StartedLoad:
-    decision: Decision
-    started_at: float
-    fetch_seconds: float
-
-
 class LoadChoice:
     """Decides how far to load, for one engine and namespace."""
 
@@ -44,7 +37,6 @@ class LoadChoice:
         """bytes_per_token: of the payloads. is_on: whether tokens that are slower to load are computed; speeds are
         learned in any case. choose: uniform random numbers in [0, 1)."""
         self.holdout = Holdout(choose, audit)
-        self.audits = Audits()
         self.saving = TtftSaving()
         self.costs = CostModel(PrefillSpeed(), LoadSpeed(), bytes_per_token=bytes_per_token)
         self.fetches = FetchModel(self.costs, is_on=is_on)
@@ -52,7 +44,8 @@ class LoadChoice:
         """By request whose load has not begun: how long it waited for fetches that brought blocks."""
         self._is_on = is_on
         self._decided: dict[str, Decision] = {}
-        self._under_way: dict[str, _StartedLoad] = {}
+        self._under_way: dict[str, tuple[Decision, float, float]] = {}
+        """Each with when it began, and for how long a fetch before it was waited for."""
         self._steps: deque[tuple[int, float, StepWork, bool]] = deque(maxlen=STEPS_AHEAD)
         self._last_report_at = 0.0
         self._told: dict[str, int | float] = {}
@@ -69,7 +62,7 @@ class LoadChoice:
                 runs.append((HitTier.DRAM if tier in (HitTier.PEER, HitTier.REMOTE) else tier, tokens))
         if not runs:
             return cap, MissReason.GRID
-        queued = sum(one.decision.remaining_seconds(now - one.started_at) for one in self._under_way.values())
+        queued = sum(one.remaining_seconds(now - began) for one, began, _ in self._under_way.values())
         decision = self.costs.choose(local_tokens, runs, match.account.asked, block_tokens, queued, busy, now)
         self._decided[request] = decision
         if not self._is_on or not decision.declined_tokens:
@@ -86,14 +79,15 @@ class LoadChoice:
     def begins(self, request: str, now: float) -> None:
         decision = self._decided.pop(request, None)
         if decision is not None:
-            self._under_way[request] = _StartedLoad(decision, now, self.fetch_seconds.pop(request, 0.0))
+            self._under_way[request] = (decision, now, self.fetch_seconds.pop(request, 0.0))
 
     def ended(self, request: str, seconds: float | None, loaded_tokens: int, now: float) -> None:
         """A request's load has ended, after that time; None: it ended just now."""
         under_way = self._under_way.pop(request, None)
         if under_way is not None:
-            taken = now - under_way.started_at if seconds is None else seconds
-            self.costs.finished(under_way.decision, taken, now, loaded_tokens, under_way.fetch_seconds)
+            decision, began, fetch_seconds = under_way
+            taken = now - began if seconds is None else seconds
+            self.costs.finished(decision, taken, now, loaded_tokens, fetch_seconds)
 
     def dropped(self, request: str) -> None:
         """There was no load, or its duration is unknown."""

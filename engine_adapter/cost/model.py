@@ -204,39 +204,28 @@ class CostModel:
         speeds: Callable[[HitTier], tuple[float, float]],
     ) -> _Found:
         found = _Found(local, prompt, [], [])
-        paid: set[HitTier] = set()
         position, seconds = local, 0.0
         for tier, tokens in runs:
-            stop = min(position + as_tokens(tokens), prompt)
-            if stop <= position:
-                continue
+            start, position = position, max(position, min(position + as_tokens(tokens), prompt))
             overhead, byte_seconds = speeds(tier)
+            is_paid = any(run.tier is tier for run in found.runs)
             run = _Run(
-                tier,
-                position,
-                stop,
-                seconds + (0.0 if tier in paid else overhead),
-                byte_seconds * self.bytes_per_token,
+                tier, start, position, seconds + (0.0 if is_paid else overhead), byte_seconds * self.bytes_per_token
             )
-            paid.add(tier)
-            found.runs.append(run)
-            # A run that begins within a block has its first boundary as an end of its own.
-            for boundary in (-(-(position + 1) // block) * block, stop // block * block):
-                last = found.stops[-1].token if found.stops else local
-                if last < boundary <= stop and (boundary == stop // block * block or position % block):
-                    found.stops.append(_Stop(boundary, run.seconds_at(boundary)))
-            position, seconds = stop, run.seconds_at(stop)
+            if position > start:
+                found.runs.append(run)
+                seconds = run.seconds_at(position)
+                # A run that begins within a block has its first boundary as an end of its own.
+                ends = sorted({-(-start // block) * block, position // block * block})
+                found.stops.extend(_Stop(end, run.seconds_at(end)) for end in ends if start < end <= position)
         return found
 
     def _cheapest(self, found: _Found, waiting_seconds: float) -> int:
-        best_token = found.local
-        best_seconds = self.prefill.more_seconds(found.local, found.prompt) or 0.0
-        for token, load_seconds in found.stops:
-            rest = self.prefill.more_seconds(token, found.prompt) or 0.0
-            total = waiting_seconds + load_seconds + rest
-            if total <= best_seconds:
-                best_token, best_seconds = token, total
-        return best_token
+        def rest(token: int) -> float:
+            return self.prefill.more_seconds(token, found.prompt) or 0.0
+
+        totals = {stop.token: waiting_seconds + stop.load_seconds + rest(stop.token) for stop in found.stops}
+        return min(reversed([found.local, *totals]), key=lambda token: totals.get(token, rest(found.local)))
 
     def _is_due(self) -> bool:
         self._declining = (self._declining + 1) % self._explore_every

@@ -81,7 +81,6 @@ class PrefillSpeed:
         self._unsolved_steps = 0
         self._spread = _SPREAD_AT_FIRST
         self._telling_steps = 0
-        self._steps = self._outliers = 0
         self._typical_step_seconds = 0.0
 
     def observe(self, scheduled: Sequence[tuple[int, int]], decode_requests: int, step_seconds: float) -> None:
@@ -117,7 +116,6 @@ class PrefillSpeed:
             ]
             self._products[at] = KEPT * self._products[at] + share * step_seconds
         self._unsolved_steps += 1
-        self._steps += 1
         self._telling_steps += new_tokens >= LEAST_STEP_TOKENS
 
     @property
@@ -143,21 +141,6 @@ class PrefillSpeed:
         count = stop - start
         return linear * (count / TOKENS_UNIT) + quadratic * (count * (start + count / 2) / PAIRS_UNIT)
 
-    def to_dict(self) -> dict[str, object]:
-        """For `--json`: seconds of a step, per token, per pair of tokens, and per decoding request. outliers: steps
-        that counted less."""
-        is_learned = self.is_learned
-        step, linear, quadratic, decode = self._coefficients()
-        return {
-            "is_learned": is_learned,
-            "steps": self._steps,
-            "outliers": self._outliers,
-            "step_seconds": step,
-            "token_seconds": linear / TOKENS_UNIT,
-            "pair_seconds": quadratic / PAIRS_UNIT,
-            "decode_seconds": decode,
-        }
-
     def _weight(self, features: tuple[float, ...], step_seconds: float) -> float:
         if self._telling_steps < LEAST_STEPS:
             return 1.0 / (step_seconds * step_seconds)  # slow first steps, which compile or load, count least
@@ -167,7 +150,6 @@ class PrefillSpeed:
         error, spread = abs(step_seconds - expected) / expected, self._spread
         limit = OUTLIER * spread
         self._spread = max(LEAST_SPREAD, spread + _SPREAD_GAIN * (min(error, limit) - spread))
-        self._outliers += error > limit
         return min(1.0, limit / error if error > 0.0 else 1.0) / (expected * expected)
 
     def _coefficients(self, reused_steps: int = 0) -> list[float]:
@@ -273,26 +255,25 @@ class LoadSpeed:
 
     def has_seen(self, tier: HitTier) -> bool:
         """Whether a load from it has ended."""
-        belief = self._beliefs.get(tier)
-        return belief is not None and belief.loads > 0
+        return self._belief(tier).loads > 0
 
     def of_tier(self, tier: HitTier, now_seconds: float) -> tuple[float, float]:
         """Seconds of overhead, and seconds per byte."""
-        belief = self._beliefs.get(tier)
-        return belief.speeds(now_seconds) if belief is not None else (0.0, 0.0)
+        return self._belief(tier).speeds(now_seconds)
 
     def doubted_of_tier(self, tier: HitTier, now_seconds: float) -> tuple[float, float]:
         """As `of_tier`, but no faster than when the tier was last seen."""
-        belief = self._beliefs.get(tier)
-        if belief is None:
-            return (0.0, 0.0)
+        belief = self._belief(tier)
         now, then = belief.speeds(now_seconds), belief.speeds(belief.seen_at)
         return max(now[0], then[0]), max(now[1], then[1])
 
     def hopes(self, tier: HitTier, now_seconds: float) -> bool:
         """Whether a tier is believed to be faster than when last seen, because that is a while ago."""
-        belief = self._beliefs.get(tier)
-        return belief is not None and belief.loads > 0 and now_seconds - belief.seen_at > HOPE_SECONDS
+        belief = self._belief(tier)
+        return belief.loads > 0 and now_seconds - belief.seen_at > HOPE_SECONDS
+
+    def _belief(self, tier: HitTier) -> _TierBelief:
+        return self._beliefs.get(tier) or _TierBelief(0.0, 0.0)
 
     def seconds(self, parts: Sequence[tuple[HitTier, float]], now_seconds: float) -> float:
         """What a load of these bytes from each tier takes. Each tier's overhead is paid once, whatever its size."""

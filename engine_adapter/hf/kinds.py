@@ -24,10 +24,9 @@ from torch.nn.functional import pad
 from kvstore.block.errors import BadInput
 from kvstore.block.layout import DTYPE_BYTES, Attention, KvGroup, Layout
 from kvstore.block.pages import GroupPages, Pages
+from kvstore.client.states import layout_of_states
 
 MAX_DEPTH = 4
-MOST_STATE_BYTES = 2 << 20
-"""Of one frame, as far as states can be cut by layers: a store's extents hold whole frames."""
 
 Path = tuple[Any, ...]
 """Attributes, keys and numbers that lead from a cache to one of its values."""
@@ -100,11 +99,9 @@ class CacheKinds:
         sizes: dict[int, list[int]] = {}
         for number, state in enumerate(self.states.values()):
             sizes.setdefault(state.numel() * state.element_size(), []).append(number)
-        block, opaque = self.layout.block_tokens, ("uint8", Attention.STATE, 0, self.layout.block_tokens)
+        opaque = ("uint8", Attention.STATE, 0, self.layout.block_tokens)
         rows = tuple(KvGroup(f"state{size}", tuple(at), 1, (size,), *opaque) for size, at in sizes.items())
-        whole = max((size * len(at) for size, at in sizes.items()), default=0)
-        shards = min([-(-whole // MOST_STATE_BYTES) or 1, *(len(at) for at in sizes.values())])
-        self.state_layout = Layout(rows, block, layer_shards=shards) if rows else None
+        self.state_layout = layout_of_states(rows) if rows else None
         self._form = cache
         for slot in self._slots:
             for path in slot.paths:

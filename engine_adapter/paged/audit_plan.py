@@ -15,14 +15,15 @@ engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
-from engine_adapter.audit.audits import AuditVerdict
+from engine_adapter.audit.audits import AuditResult, AuditVerdict, judged
 from engine_adapter.cost.load_choice import LoadChoice
 from engine_adapter.paged.requests import AuditUnderWay, Computed, RequestState
 from engine_adapter.paged.save_plan import SavePlan, page_runs
-from engine_adapter.paged.step_plan import AuditOrder, AuditReport, NamespaceSpec, PageRun, StepPlan
+from engine_adapter.paged.step_plan import NamespaceSpec, PageRun, SaveOrder, StepPlan
 from kvstore.block.codec import codec_named
 from kvstore.client.handle import Match, NamespaceHandle
 from kvstore.client.states import PrefixStates
@@ -37,21 +38,19 @@ class AuditPlan:
         self,
         choice: LoadChoice,
         facts: NamespaceSpec,
-        ranks: Sequence[int],
+        plan: SavePlan,
         numbers: Iterator[int],
         lease_deadline_ms: float,
     ) -> None:
-        """ranks: of the workers; each compares its part of a block. numbers: of orders."""
+        """plan: watches pages that are compared. numbers: of orders."""
         self._choice = choice
-        self._facts = facts
-        self._ranks = tuple(ranks)
-        self._numbers = numbers
+        self._facts, self._plan, self._numbers = facts, plan, numbers
         self._lease_deadline_ms = lease_deadline_ms
         self._is_exact = codec_named(facts.codec).is_exact
         self._is_first_due = not self._is_exact
         """Whether the next audit compares a prompt's first block."""
         self._under_way: dict[int, RequestState] = {}
-        self._outcomes: dict[str, int] = {}
+        self._outcomes = Counter[str]()
         self.name = ""
         """Of the namespace, in verdicts."""
 
@@ -84,7 +83,7 @@ class AuditPlan:
         """Whether the leases of what is stored have been answered, at the latest at their deadline."""
         return state.audit is None or all(one.poll() is not None for one in state.audit.pending.values())
 
-    def computed(self, state: RequestState, one: Computed, plan: SavePlan, orders: StepPlan) -> None:
+    def computed(self, state: RequestState, one: Computed, orders: StepPlan) -> None:
         """A step computes this much of a request: order the comparison if the request is held out and the block is
         complete."""
         audit, block = state.audit, self._facts.layout.block_tokens
@@ -94,19 +93,17 @@ class AuditPlan:
         # An inexact codec may have restored pages that are now in the engine's own cache, of this block or of earlier
         # ones.
         is_read = audit.pending[False].poll() is not None
-        if is_read and plan.exact_runs(pages, 0, audit.block + 1) != [(0, audit.block + 1)]:
+        if is_read and self._plan.exact_runs(pages, 0, audit.block + 1) != [(0, audit.block + 1)]:
             self.ended(state)
             return
         tables = page_runs(pages, first, first + block, self._facts.kv_groups)
-        self._order(state, audit, first + block, tables, plan, orders, is_state=False)
+        self._order(state, audit, first + block, tables, orders, is_state=False)
 
-    def passed(
-        self, state: RequestState, blocks: int, tables: tuple[PageRun, ...], plan: SavePlan, orders: StepPlan
-    ) -> None:
+    def passed(self, state: RequestState, blocks: int, tables: tuple[PageRun, ...], orders: StepPlan) -> None:
         """A step computes the states behind so many blocks: likewise. tables: with these."""
         audit = state.audit
         if audit is not None and True in audit.pending and blocks == audit.block + 1:
-            self._order(state, audit, self._facts.layout.block_tokens, tables, plan, orders, is_state=True)
+            self._order(state, audit, self._facts.layout.block_tokens, tables, orders, is_state=True)
 
     def _order(
         self,
@@ -114,7 +111,6 @@ class AuditPlan:
         audit: AuditUnderWay,
         least: int,
         tables: tuple[PageRun, ...],
-        plan: SavePlan,
         orders: StepPlan,
         *,
         is_state: bool,
@@ -127,47 +123,47 @@ class AuditPlan:
         if lease.tokens < least:
             self.ended(state)
             return
-        first = audit.block * self._facts.layout.block_tokens
-        name, number = state.request.request_id, next(self._numbers)
-        orders.audits.append(
-            AuditOrder(number, name, self._facts.number, lease.ticket(), first, tables, is_state=is_state)
+        first, number = audit.block * self._facts.layout.block_tokens, next(self._numbers)
+        order = SaveOrder(
+            number,
+            state.request.request_id,
+            self._facts.number,
+            b"",
+            first,
+            tables,
+            None,
+            0,
+            is_urgent=True,
+            is_state=is_state,
+            ticket=lease.ticket(),
         )
-        audit.orders[number], audit.results[number] = set(self._ranks), ()
+        orders.saves.append(order)
+        audit.orders.add(number)
         self._under_way[number] = state
-        plan.watch(number, tables)
+        self._plan.add(order, audit.block, audit.block + 1)
 
-    def reported(self, report: AuditReport, plan: SavePlan, now: float) -> AuditVerdict | None:
-        """Take one rank's report. Returns the verdict once all have reported; None if one of them had nothing to
-        compare: only it may know that the step was computed behind a failed load."""
-        state = self._under_way.get(report.number)
+    def reported(self, number: int, results: tuple[AuditResult, ...]) -> AuditVerdict | None:
+        """All ranks have reported: returns the verdict. results: empty if one of them had nothing to compare: only it
+        may know that the step was computed behind a failed load."""
+        state = self._under_way.pop(number, None)
         audit = state.audit if state is not None else None
         if state is None or audit is None:
             return None
-        waiting, so_far = audit.orders[report.number], audit.results[report.number]
-        waiting.discard(report.rank)
-        audit.results[report.number] = so_far + report.results if so_far is not None and report.results else None
-        if waiting:
-            return None
-        del self._under_way[report.number], audit.orders[report.number]
-        plan.unwatch(report.number)
-        results = audit.results[report.number] or ()
+        audit.orders.discard(number)
         audit.verdicts += [result.verdict for result in results]
         audit.is_partial |= not results
         if not audit.pending:
             self.ended(state)
-        return self._choice.audits.record(self.name, results, now)
+        return judged(self.name, results)
 
-    def close(self) -> dict[int, set[int]]:
-        """Ignore all further reports. Returns the comparisons in progress, each with the ranks that have not reported:
-        they read pages until then."""
-        reading = {}
-        for number, state in list(self._under_way.items()):
+    def close(self) -> None:
+        """Give up the comparisons in progress, and ignore their reports."""
+        for state in self._under_way.values():
             if state.audit is not None:
-                reading[number] = state.audit.orders.pop(number)
                 state.audit.is_partial = True
+                state.audit.orders.clear()
                 self.ended(state)
         self._under_way.clear()
-        return reading
 
     def ended(self, state: RequestState) -> None:
         """The request is over: its audit ends, unless a comparison is in progress. Safe to call again."""
@@ -183,14 +179,12 @@ class AuditPlan:
         for lease in audit.leases:
             lease.release()
         state.audit = None
-        outcomes: list[str] = [*audit.verdicts] or [GIVEN_UP]
-        for outcome in outcomes:
-            self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
+        self._outcomes.update(map(str, audit.verdicts) if audit.verdicts else [GIVEN_UP])
         is_compared = bool(audit.verdicts) and not audit.is_partial
         is_sound = is_compared and AuditVerdict.DRIFTED not in audit.verdicts
         self._choice.holdout.ended(state.request.request_id, is_sound)
 
-    def take_outcomes(self) -> dict[str, int]:
+    def take_outcomes(self) -> Counter[str]:
         """Since the last call: compared parts of blocks by verdict, and requests without a comparison."""
-        outcomes, self._outcomes = self._outcomes, {}
+        outcomes, self._outcomes = self._outcomes, Counter()
         return outcomes

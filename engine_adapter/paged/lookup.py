@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from logging import getLogger
+from typing import Any
 
 from engine_adapter.handoff.block_wait import OPEN_MS, BlockWait
 from engine_adapter.paged.settings import ConnectorSettings
@@ -78,9 +79,8 @@ class PrefixLookup:
         self.is_over = False
         """It promises nothing any more."""
         self._wait = wait
-        self._pending_match: PendingReply[Match] | None = None
-        self._pending_ends: PendingReply[list[bool]] | None = None
-        self._pending_leases: list[PendingReply[Lease]] = []
+        self._pending: list[PendingReply[Any]] = []
+        """The match and the states' ends, or their leases."""
         self._leased_blocks = 0
         with contained(self._fail):
             self._look()
@@ -119,12 +119,9 @@ class PrefixLookup:
     def give_back(self) -> None:
         """Release what is held. Safe to call again."""
         self.is_over = True
-        for pending in (self._pending_match, self._pending_ends, *self._pending_leases):
-            if pending is not None:
-                pending.cancel()
+        self._cancel()
         if self._wait is not None:
             self._wait.end()
-        self._pending_match = None
         self._release()
 
     # Inside ----------------------------------------------------------------------------------------------------------
@@ -138,9 +135,9 @@ class PrefixLookup:
         if wait is not None and (wait.plan.policy is not None or self._seen is not None):
             self._match_seconds = max(self._match_seconds, OPEN_MS / 1000)
         if self._has_kv:
-            self._pending_match = self._submitted(self._counts, self._counts_short)
+            self._pending.append(self._submitted(self._counts, self._counts_short))
         if self._states is not None:
-            self._pending_ends = self._states.submit(self.prompt, 1000 * self._match_seconds)
+            self._pending.append(self._states.submit(self.prompt, 1000 * self._match_seconds))
 
     def _submitted(self, counts: bool, counts_short: bool) -> PendingReply[Match]:
         return self.namespace.submit_match(
@@ -173,27 +170,22 @@ class PrefixLookup:
             self.is_over = True
 
     def _polled(self) -> Match | None:
-        if self._pending_match is None and self._pending_ends is None:
+        if not self._pending:
             self._look()
         now = self._clock()
         self._asked_at = self._asked_at or now
-        if self._pending_match is not None:
-            match = self._pending_match.poll()
-        else:
-            match = self._states.whole(self.prompt) if self._states is not None else None
-        ends = self._pending_ends.poll() if self._pending_ends is not None else self.ends
-        if (match is None or ends is None) and now - self._asked_at < self._match_seconds:
+        answers = [pending.poll() for pending in self._pending]
+        if None in answers and now - self._asked_at < self._match_seconds:
             return None
-        for pending in (self._pending_match, self._pending_ends):
-            if pending is not None:
-                pending.cancel()
-        self._pending_match = self._pending_ends = None
-        if match is None or ends is None:
+        self._cancel()
+        if None in answers:
             self.detail = f"no answer within {1000 * self._match_seconds:g} ms"
             self._miss(MissReason.DEADLINE)
             self.trace.looked_up(now - self._begun_at, self.account)
             return None
-        self.ends = ends
+        if self._states is not None:
+            self.ends = answers[-1] or []
+        match: Match | None = answers[0] if self._has_kv or self._states is None else self._states.whole(self.prompt)
         return match
 
     def _matched(self, first_token: int, stop_token: int, reason: MissReason) -> int | None:
@@ -212,23 +204,24 @@ class PrefixLookup:
             return 0
         while not self._is_good(first_token, wanted.blocks):
             self._release()
-            if not self._pending_leases:
+            if not self._pending:
                 self._begun_at = self._clock()
-                self._pending_leases = self._leasing(wanted, first_token)
-            leases = [pending.poll() for pending in self._pending_leases]
+                self._pending = self._leasing(wanted, first_token)
+            leases = [pending.poll() for pending in self._pending]
             if None in leases:
                 return None
             # They may have been submitted when the engine had more tokens of its own than now.
-            self._pending_leases = []
-            self.leases, self._leased_at = [one for one in leases if one is not None], self._clock()
+            self._pending, self._leased_at = [], self._clock()
+            self.leases = [lease for lease in leases if lease is not None]
             self.trace.leased(self._leased_at - self._begun_at, self.leases[0].account)
             for one in self.leases:
                 if one.reason is not None:
                     self.detail = one.detail or self.detail
         return self._promised(wanted, reason)
 
-    def _leasing(self, wanted: Match, first_token: int) -> list[PendingReply[Lease]]:
-        pending, self._leased_blocks = [], wanted.blocks
+    def _leasing(self, wanted: Match, first_token: int) -> list[PendingReply[Any]]:
+        pending: list[PendingReply[Any]] = []
+        self._leased_blocks = wanted.blocks
         if self._has_kv:
             pending.append(self.namespace.submit_lease(wanted, first_token, self._lease_ms, self.request))
         if self._states is not None:
@@ -259,6 +252,11 @@ class PrefixLookup:
         if self._states is not None and self._leased_blocks != blocks:
             return False  # the state is of another place
         return self.leases[0].first_token <= first_token and self._clock() - self._leased_at <= HELD_SECONDS
+
+    def _cancel(self) -> None:
+        for pending in self._pending:
+            pending.cancel()
+        self._pending = []
 
     def _release(self) -> None:
         leases, self.leases = self.leases, []

@@ -40,8 +40,8 @@ class NamespaceOpener:
     def __init__(
         self, open_store: Callable[[], ClosableStore], shard: int | None = None, *, is_told: bool = False
     ) -> None:
-        """open_store: must not connect yet. shard: of the heads, as in `kvstore.open(...).namespace`. is_told: as
-        `NamespaceHandle.is_told`."""
+        """open_store: must not connect yet. shard: as in `kvstore.open(...).namespace`, of layouts that have several.
+        is_told: as `NamespaceHandle.is_told`."""
         self._is_reported = is_told
         self._shard = shard
         self._open_store = open_store
@@ -51,7 +51,6 @@ class NamespaceOpener:
         self._handle: NamespaceHandle | None = None
         self.states: PrefixStates | None = None
         """Of the open namespace, for a model with recurrent states."""
-        self._number = -1
         self._thread: threading.Thread | None = None
         self._closed = False
         self._tell_when_open: Callable[[], None] | None = None
@@ -90,7 +89,7 @@ class NamespaceOpener:
         namespace is wanted."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_known(number), seconds)
-            return self._handle if self._number == number else None
+            return self._handle if self._wanted is not None and self._wanted.number == number else None
 
     def tell_when_open(self, tell: Callable[[], None]) -> None:
         """Call `tell` once there is a handle: now, or in the thread that opens it. It must not raise."""
@@ -112,8 +111,8 @@ class NamespaceOpener:
             store.close()
 
     def _is_known(self, number: int) -> bool:
-        is_past = self._wanted is not None and self._wanted.number > number
-        return self._closed or is_past or (self._number == number and self._handle is not None)
+        wanted = self._wanted.number if self._wanted is not None else -1
+        return self._closed or wanted > number or (wanted == number and self._handle is not None)
 
     def _loop(self) -> None:
         while True:
@@ -132,7 +131,7 @@ class NamespaceOpener:
             tell = None
             with self._changed:
                 if self._wanted is wanted and not self._closed:
-                    self.states, self._handle, self._number = states, handle, wanted.number
+                    self.states, self._handle = states, handle
                     self._changed.notify_all()
                     tell, self._tell_when_open = self._tell_when_open, None
             if tell is not None:
@@ -157,7 +156,7 @@ class NamespaceOpener:
             codec=codec,
             weights_epoch=wanted.weights_epoch,
             config=config,
-            shard=self._shard,
+            shard=self._shard if layout.head_shards > 1 else None,
             name=wanted.name,
         )
 

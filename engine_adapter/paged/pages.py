@@ -11,9 +11,10 @@ compared byte for byte before anything is stored. Must never import an engine, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from logging import getLogger
 from math import lcm
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ from kvstore.block.errors import BadInput, LayoutMismatch
 from kvstore.block.layout import DTYPE_BYTES, Attention, KvGroup, Layout
 from kvstore.block.pages import GroupPages, Pages
 from kvstore.client.edge import contained
+from kvstore.client.states import layout_of_states
 from tiering.frame import digest
 from tiering.tier import FrameSpan
 
@@ -152,25 +154,15 @@ def _register(groups: Sequence[RegisteredGroup], rank: int, scales: str, write: 
                 lying = (_planes_in(SLABS, tensor, group) for tensor in group.layers.values())
                 as_they_lie.update(zip(numbers, lying, strict=True))
             first = layers[0]
-            widths, dtype = tuple(plane.shape[3] for plane in first), str(first[0].dtype).removeprefix("torch.")
-            specs.append(
-                GroupSpec(
-                    group.name,
-                    numbers,
-                    first[0].shape[2],
-                    widths,
-                    dtype,
-                    group.attention,
-                    group.window,
-                    group.page_tokens,
-                    group.row_tokens,
-                    split,
-                    group.table,
-                    group.text,
-                    group.tensors,
-                    group.made_of,
-                )
-            )
+            found: dict[str, Any] = {
+                "layers": numbers,
+                "kv_heads": first[0].shape[2],
+                "widths": tuple(plane.shape[3] for plane in first),
+                "dtype": str(first[0].dtype).removeprefix("torch."),
+                "split": split,
+            }
+            same = {one.name: getattr(group, one.name) for one in fields(GroupSpec) if one.name not in found}
+            specs.append(GroupSpec(**found, **same))
             if group.attention is not Attention.STATE:
                 packings.add(packing)
                 of_pages = sum(tensor.nbytes for tensor in group.layers.values())
@@ -223,10 +215,11 @@ def layout_of(
         groups.append(
             KvGroup(group.name, group.layers, heads, group.widths, group.dtype, group.attention, group.window, rows)
         )
-    packing = f"{OPAQUE}:state" if states else first.packing
     if not groups:
         return None
-    return Layout(tuple(groups), block_tokens, first.page_tokens, head_shards=len(facts), packing=packing)
+    if states:
+        return layout_of_states(groups, len(facts), f"{OPAQUE}:state")
+    return Layout(tuple(groups), block_tokens, first.page_tokens, head_shards=len(facts), packing=first.packing)
 
 
 # Forms ---------------------------------------------------------------------------------------------------------------
@@ -317,25 +310,14 @@ def _planes_of(group: RegisteredGroup, write: Write) -> tuple[str, list[list[tor
         )
     if any(tensor.shape != tensors[0].shape or tensor.dtype != tensors[0].dtype for tensor in tensors):
         raise LayoutMismatch(f"group {group.name!r} has layers with pages of different shapes")
-    form = _written_form(names[0], tensors[0], group, write) if group.row_tokens == 1 else ""
-    if form:
+    is_float = str(tensors[0].dtype).removeprefix("torch.") in DTYPE_BYTES and tensors[0].dtype.is_floating_point
+    for form, split, _ in _forms(tensors[0], group) if is_float and group.row_tokens == 1 else ():
         layers = [_planes_in(form, tensor, group) for tensor in tensors]
-        split = next(split for name, split, _ in _forms(tensors[0], group) if name == form)
-        found = zip(names, tensors, layers, strict=True)
-        if all(_is_written(name, tensor, planes, group, write) for name, tensor, planes in found):
+        if all(_is_written(*each, group, write) for each in zip(names, tensors, layers, strict=True)):
             return form, layers, split
     opened = [_opaque(tensor, group) for tensor in tensors]
     shape, strides = list(tensors[0].shape[1:]), list(tensors[0].stride())
     return f"{OPAQUE}:{tensors[0].dtype}:{shape}:{strides}", [planes for _, planes in opened], opened[0][0]
-
-
-def _written_form(name: str, tensor: torch.Tensor, group: RegisteredGroup, write: Write) -> str:
-    if str(tensor.dtype).removeprefix("torch.") not in DTYPE_BYTES or not tensor.dtype.is_floating_point:
-        return ""
-    for form, _, planes in _forms(tensor, group):
-        if _is_written(name, tensor, planes, group, write):
-            return form
-    return ""
 
 
 def _is_written(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from functools import wraps
 from math import inf
 from typing import Any, Protocol, TypeVar, cast
 
-from engine_adapter.audit.audits import AuditResult, AuditVerdict, HitSaving
+from engine_adapter.audit.audits import AuditVerdict, HitSaving
 from engine_adapter.cost.fetches import FetchDecision
 from engine_adapter.cost.load_choice import LoadChoice
 from engine_adapter.handoff.fetch import FetchPolicy
@@ -158,15 +158,13 @@ class LoadUnderWay:
 @dataclass(slots=True)
 class AuditUnderWay:
     """block: the one that is compared, with the state behind it where there are states. pending: the leases of what is
-    stored and not compared yet, of a state by True. orders: comparisons in progress, each with the ranks that have not
-    reported; results: of these so far, None if a rank had nothing to compare. is_partial: something was not compared.
-    """
+    stored and not compared yet, of a state by True. orders: comparisons in progress. is_partial: something was not
+    compared."""
 
     block: int
     pending: dict[bool, PendingReply[Lease]]
     leases: list[Lease] = field(default_factory=list)
-    orders: dict[int, set[int]] = field(default_factory=dict)
-    results: dict[int, tuple[AuditResult, ...] | None] = field(default_factory=dict)
+    orders: set[int] = field(default_factory=set)
     verdicts: list[AuditVerdict] = field(default_factory=list)
     is_partial: bool = False
 
@@ -174,7 +172,7 @@ class AuditUnderWay:
 @dataclass(eq=False, slots=True)
 class RequestState:
     """A request from `added` to `finished`. account, detail: of its first admission. number: of the namespace in which
-    the prompt was hashed. late_at: computed tokens at which `late_lookup` asks how much is stored, if its admission did
+    the prompt was hashed. late_at: computed tokens at which its look-up says how much is stored, if its admission did
     not wait for that (0: no more). stop_token, stop_reason: up to where a load would go, decided when the engine itself
     had `chosen_for` tokens. offered: blocks up to which its KV was offered, or is held. taken_tokens: the engine's and
     the store's, at its last admission. held_out: whether its hit is computed all the same, None until that is decided.
@@ -191,7 +189,6 @@ class RequestState:
     prompt: Prompt = field(default_factory=lambda: Prompt(0, []))
     lookup: PrefixLookup | None = None
     late_at: int = 0
-    late_lookup: PrefixLookup | None = None
     local_tokens: int = 0
     chosen_for: int = -1
     stop_token: int = 0
@@ -203,7 +200,7 @@ class RequestState:
     load: LoadUnderWay | None = None
     load_ms: float = 0.0
     saved_blocks: int = 0
-    put_reasons: dict[MissReason, int] = field(default_factory=dict)
+    put_reasons: Counter[MissReason] = field(default_factory=Counter)
     audit: AuditUnderWay | None = None
     held_out: bool | None = None
     added_at: float = 0.0
@@ -383,7 +380,7 @@ class RequestNews:
                 self.add(state)
 
     def tell(
-        self, namespace: NamespaceHandle | None, choice: LoadChoice | None, gpus: int, now: float, seconds: float
+        self, namespace: NamespaceHandle | None, choice: LoadChoice, gpus: int, now: float, seconds: float
     ) -> None:
         """Send the report. choice: knows what hits save; gpus: that a step uses. seconds: that it may wait for another
         message."""
@@ -391,20 +388,19 @@ class RequestNews:
             return
         with self._lock:
             self._told_at, self.due_at = now, inf
-            told, savings = list(self._waiting), None
+            told = list(self._waiting)
             self._waiting.clear()
-            if choice is not None:
-                counts, measured = choice.costs.counts, choice.saving.estimate()
-                of, saved, regretted = self._judged
-                if of is not choice:
-                    saved = regretted = 0.0
-                self._judged = choice, counts.saved_ms, counts.regret_ms
-                savings = SavingsTold(
-                    gpus * (counts.saved_ms - saved) / 1000,
-                    gpus * (counts.regret_ms - regretted) / 1000,
-                    measured.mean_ms if measured is not None else None,
-                    measured.standard_error_ms if measured is not None else None,
-                )
+            counts, measured = choice.costs.counts, choice.saving.estimate()
+            of, saved, regretted = self._judged
+            if of is not choice:
+                saved = regretted = 0.0
+            self._judged = choice, counts.saved_ms, counts.regret_ms
+            savings: SavingsTold | None = SavingsTold(
+                gpus * (counts.saved_ms - saved) / 1000,
+                gpus * (counts.regret_ms - regretted) / 1000,
+                measured.mean_ms if measured is not None else None,
+                measured.standard_error_ms if measured is not None else None,
+            )
         for first in range(0, len(told) or 1, MAX_TOLD_REQUESTS):
             namespace.tell(told[first : first + MAX_TOLD_REQUESTS], savings, seconds=seconds)
             savings = None
@@ -436,24 +432,22 @@ class RequestCounts:
 
     requests: int = 0
     asked: int = 0
-    hits: dict[HitTier, int] = field(default_factory=dict)
-    misses: dict[MissReason, int] = field(default_factory=dict)
+    hits: Counter[HitTier] = field(default_factory=Counter)
+    misses: Counter[MissReason] = field(default_factory=Counter)
     loads: int = 0
     failed_loads: int = 0
     saved_blocks: int = 0
     dropped_saves: int = 0
     load_seconds: list[float] = field(default_factory=list)
-    audited: dict[str, int] = field(default_factory=dict)
-    costs: dict[str, float] = field(default_factory=dict)
+    audited: Counter[str] = field(default_factory=Counter)
+    costs: Counter[str] = field(default_factory=Counter)
     saving: HitSaving | None = None
 
     def add(self, account: Account) -> None:
         self.requests += 1
         self.asked += account.asked
-        for tier, tokens in account.hits.items():
-            self.hits[tier] = self.hits.get(tier, 0) + tokens
-        for reason, tokens in account.misses.items():
-            self.misses[reason] = self.misses.get(reason, 0) + tokens
+        self.hits.update(account.hits)
+        self.misses.update(account.misses)
 
     def load_ended(self, seconds: float, *, is_whole: bool) -> None:
         """A load has ended, this long after its order."""

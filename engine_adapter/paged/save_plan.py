@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from engine_adapter.audit.audits import AuditResult
 from engine_adapter.paged.step_plan import GroupSpec, LoadOrder, PageRun, SaveOrder, SaveReport
 from kvstore.block.account import MissReason
 
@@ -25,7 +26,8 @@ HURRIED_SECONDS = 10.0
 
 @dataclass(slots=True)
 class Offer:
-    """One save in flight. held: leading blocks that the store has, as far as known. dropped: not all of it was read."""
+    """One save in flight. held: leading blocks that the store has, as far as known. dropped: not all of it was read.
+    results: of an audit; None once a rank had nothing to compare."""
 
     order: SaveOrder
     first_block: int
@@ -35,6 +37,7 @@ class Offer:
     stored: int = 0
     reason: MissReason | None = None
     dropped: bool = False
+    results: tuple[AuditResult, ...] | None = ()
 
 
 class SavePlan:
@@ -46,8 +49,6 @@ class SavePlan:
         self._offers: dict[int, Offer] = {}
         self._reading: dict[int, set[int]] = {}
         """Pages being read, and by which orders: several may read a page of the engine's own cache."""
-        self._read: dict[int, set[int]] = {}
-        """The same by order."""
         self._decoded: dict[int, int] = {}
         """Pages that an inexact codec restored, each with its load."""
 
@@ -88,21 +89,8 @@ class SavePlan:
 
     def add(self, order: SaveOrder, first_block: int, stop_block: int) -> None:
         self._offers[order.number] = Offer(order, first_block, stop_block, set(self._ranks), stop_block)
-        self.watch(order.number, order.tables)
-
-    def watch(self, number: int, tables: Iterable[PageRun]) -> None:
-        """An order of that number reads these pages."""
-        self._read[number] = {page for run in tables for page in run.pages}
-        for page in self._read[number]:
-            self._reading.setdefault(page, set()).add(number)
-
-    def unwatch(self, number: int) -> None:
-        """The order reads its pages no more. Safe to call again."""
-        for page in self._read.pop(number, ()):
-            readers = self._reading[page]
-            readers.discard(number)
-            if not readers:
-                del self._reading[page]
+        for page in _pages_of(order):
+            self._reading.setdefault(page, set()).add(order.number)
 
     def reported(self, report: SaveReport) -> Offer | None:
         """Take one worker's report. Returns the save once all have reported."""
@@ -111,6 +99,7 @@ class SavePlan:
             return None
         offer.waiting.discard(report.rank)
         offer.stored = max(offer.stored, report.stored)
+        offer.results = offer.results + report.results if offer.results is not None and report.results else None
         if report.reason is not None or report.dropped:
             offer.dropped |= report.dropped
             offer.reason = report.reason or offer.reason
@@ -119,8 +108,15 @@ class SavePlan:
         if offer.waiting:
             return None
         del self._offers[report.number]
-        self.unwatch(report.number)
+        for page in _pages_of(offer.order):
+            self._reading[page].discard(report.number)
+            if not self._reading[page]:
+                del self._reading[page]
         return offer
+
+
+def _pages_of(order: SaveOrder) -> set[int]:
+    return {page for run in order.tables for page in run.pages}
 
 
 def page_runs(

@@ -21,7 +21,7 @@ from itertools import count
 from logging import getLogger
 from typing import Any
 
-from engine_adapter.audit.audits import AuditVerdict
+from engine_adapter.audit.audits import AuditResult, AuditVerdict
 from engine_adapter.cost.load_choice import LoadChoice, StepWork
 from engine_adapter.cost.model import SYNCHRONOUS_MS
 from engine_adapter.handoff.block_wait import BlockWait, ParkedWaits, WaitPlan, WaitPolicy
@@ -48,7 +48,6 @@ from engine_adapter.paged.requests import (
 from engine_adapter.paged.save_plan import SavePlan, page_runs
 from engine_adapter.paged.settings import ConnectorSettings, LoadMode, SavePolicy
 from engine_adapter.paged.step_plan import (
-    AuditReport,
     LeaseHere,
     LoadOrder,
     LoadReport,
@@ -93,8 +92,8 @@ class PagedScheduler:
         """open_store: in the session that the workers join. clock: monotonic seconds. choose: uniform random numbers in
         [0, 1). pause: sleeps."""
         self.settings = settings
-        self.choice: LoadChoice | None = None
         self._clock, self._choose = clock, choose
+        self.choice = self._new_choice(1.0)
         self.opener = NamespaceOpener(open_store, is_told=True)
         """Opens the namespace; says why it is not open."""
         self._facts: NamespaceSpec | None = None
@@ -105,8 +104,6 @@ class PagedScheduler:
         self._loads, self._plan = LoadPlan(1, 1), SavePlan((0,), (), 1)
         self._audits: AuditPlan | None = None
         self._kept_states: StatePolicy | None = None
-        self._former_audits: dict[int, set[int]] = {}
-        """Comparisons that were given up, each with the ranks that have not reported."""
         self._saving: dict[int, EngineRequest] = {}
         self._taken: set[int] = set()
         """Pages given to requests since the last step."""
@@ -132,24 +129,24 @@ class PagedScheduler:
         changes nothing, if the codec cannot store such pages."""
         layout, settings, codec = facts.layout, self.settings, codec_named(facts.codec)
         payload_bytes = sum(codec.payload_bytes(part) for part in layout.parts)
-        if self._facts is None:
+        if self._facts is None:  # orders in flight read and write pages as before
             self._loads = LoadPlan(layout.page_tokens, layout.block_tokens)
+            self._plan = SavePlan(ranks, facts.kv_groups, layout.block_tokens)
         self._facts, self._ranks = facts, tuple(ranks)
         if not self._is_broken:
             self._refused = None  # also after drift: these are other weights, or renamed ones
-        self._is_exact, self._plan = codec.is_exact, SavePlan(ranks, facts.kv_groups, layout.block_tokens)
+        self._is_exact = codec.is_exact
         if facts.states is not None:
             per_token = payload_bytes // layout.block_tokens if facts.has_kv else 0
             self._kept_states = StatePolicy(layout.block_tokens, facts.states.raw_bytes, per_token)
-        self.choice = LoadChoice(
-            payload_bytes / layout.block_tokens,
-            is_on=settings.cost_model,
-            audit=settings.audit,
-            choose=self._choose,
-        )
+        self.choice = self._new_choice(payload_bytes / layout.block_tokens)
         self.announced.forget()
-        self._audits = AuditPlan(self.choice, facts, self._ranks, self._numbers, settings.lease_deadline_ms)
+        self._audits = AuditPlan(self.choice, facts, self._plan, self._numbers, settings.lease_deadline_ms)
         self.opener.want(facts)
+
+    def _new_choice(self, bytes_per_token: float) -> LoadChoice:
+        settings = self.settings
+        return LoadChoice(bytes_per_token, is_on=settings.cost_model, audit=settings.audit, choose=self._choose)
 
     def wait_open(self, seconds: float) -> bool:
         """For an engine that starts: whether the store is reached within that time."""
@@ -181,11 +178,9 @@ class PagedScheduler:
             self._end_audit(state)
             state.facts = RequestSpec(refused=MissReason.DISABLED, detail="it began before the weights were changed")
         if self._audits is not None:
-            self._former_audits |= self._audits.close()
+            self._audits.close()
         self._collect()
-        plan = self._plan  # saves in flight read pages as before
         self.use(replace(self._facts, number=self._facts.number + 1, weights_epoch=weights_epoch), self._ranks)
-        self._plan = plan
 
     @property
     def block_tokens(self) -> int:
@@ -265,10 +260,8 @@ class PagedScheduler:
             leases = lookup.take() if lookup is not None else []
             here = LeaseHere(leases[0], lookup.namespace) if lookup and leases and self._reads_here(state) else None
             self._order_load(state, self._facts, leases, here, tables, state.local_tokens + tokens, is_first=is_first)
-        elif lookup is not None and found is None and not lookup.is_over:
-            state.late_lookup, state.lookup = lookup, None  # it says which blocks need not be saved
-        else:
-            self._let_go(state)
+        elif lookup is None or found is not None or lookup.is_over:
+            self._let_go(state)  # a later answer says which blocks need not be saved
 
     def begins_with(self, request_id: str, computed: int) -> None:
         """The request runs from now on, with this many tokens. If another connector has brought some of them, the
@@ -340,7 +333,7 @@ class PagedScheduler:
         if self._facts is not None and self._told != self._facts.number:
             self._told = self._facts.number
             orders.namespace = self._facts
-        if running and self.choice is not None:
+        if running:
             self.choice.step_begins(self._step, work, self._clock(), any(load.waits for load in orders.loads))
         return orders
 
@@ -355,7 +348,7 @@ class PagedScheduler:
             self.announced.step()
         if reports is None:
             return
-        if reports.step and self.choice is not None:
+        if reports.step:
             self.choice.step_ends(reports.step, now)
             while self._first_tokens and self._first_tokens[0][0] <= reports.step:
                 _, added_at, held_out, prompt_tokens, found_tokens = self._first_tokens.pop(0)
@@ -364,8 +357,6 @@ class PagedScheduler:
             self._loaded(loaded)
         for saved in reports.saves:
             self._saved_some(saved)
-        for audited in reports.audits:
-            self._audited(audited)
         self._failures.update(reports.failures)
 
     def take_invalid_pages(self) -> set[int]:
@@ -376,7 +367,7 @@ class PagedScheduler:
     def take_counts(self) -> RequestCounts:
         self._collect()
         counts, self._counts = self._counts, RequestCounts()
-        if self.choice is not None and counts.requests:
+        if counts.requests:
             counts.saving = self.choice.saving.estimate()
         return counts
 
@@ -384,11 +375,9 @@ class PagedScheduler:
         self._news.tell(self.opener.now(), self.choice, len(self._ranks), self._clock(), seconds)
 
     def _collect(self) -> None:
-        costs, audited = self._counts.costs, self._counts.audited
-        for name, cost in self.choice.take_costs().items() if self.choice is not None else ():
-            costs[name] = costs.get(name, 0) + cost
-        for name, blocks in self._audits.take_outcomes().items() if self._audits is not None else ():
-            audited[name] = audited.get(name, 0) + blocks
+        self._counts.costs.update(self.choice.take_costs())
+        if self._audits is not None:
+            self._counts.audited.update(self._audits.take_outcomes())
 
     def announce(self, describe: Callable[[Any, int], Any]) -> None:
         """Announce blocks from now on. describe: as in `Announcements`."""
@@ -448,26 +437,23 @@ class PagedScheduler:
 
     def _ask_late(self, state: RequestState, computed: int) -> None:
         """Look up a request whose admission did not wait for that; called in each step until the answer is there."""
-        if state.late_lookup is None:
+        if state.lookup is None:
             self._look_up(state)
-            state.late_lookup, state.lookup = state.lookup, None
-        late = state.late_lookup
+        late = state.lookup
         match = late.found() if late is not None else None
         if late is not None and match is None and not late.is_over:
             state.late_at = computed + 1
             return
-        state.late_at, state.late_lookup = 0, None
-        if late is not None:
-            late.give_back()
+        state.late_at = 0
+        self._let_go(state)
         state.offered = min(state.offered, match.blocks if match is not None else 0)
 
     def _let_go(self, state: RequestState) -> None:
         """Release what its look-ups hold. Safe to call again."""
-        for lookup in (state.lookup, state.late_lookup):
-            if lookup is not None:
-                lookup.give_back()
-        state.lookup = state.late_lookup = None
-        if self.choice is not None and state.load is None:
+        if state.lookup is not None:
+            state.lookup.give_back()
+        state.lookup = None
+        if state.load is None:
             self.choice.dropped(state.request.request_id)
 
     # What it is promised ---------------------------------------------------------------------------------------------
@@ -475,7 +461,7 @@ class PagedScheduler:
     def _promised_tokens(self, state: RequestState, local_tokens: int) -> int | None:
         """The token up to which a request's KV is promised; None: ask again in the next step. local_tokens: of the
         engine's own cache."""
-        if state.lookup is not None and state.is_admitted and state.lookup.is_over:
+        if state.lookup is not None and state.is_admitted and (state.lookup.is_over or state.late_at):
             self._let_go(state)  # it was preempted, and comes again with its generated tokens
         if self._gains_nothing(state, local_tokens):
             return 0
@@ -520,7 +506,7 @@ class PagedScheduler:
             return 0 if lookup.is_over else None
         whole = (state.prompt.tokens - 1) // self.block_tokens
         match = lookup.usable(found, whole)
-        if state.chosen_for != local_tokens and self.choice is not None and self._audits is not None:
+        if state.chosen_for != local_tokens and self._audits is not None:
             state.chosen_for = local_tokens
             state.ends.update(at for at, is_end in enumerate(lookup.ends, 1) if is_end)
             if self._facts is not None and self._facts.has_kv and min(found.blocks, whole) > match.blocks:
@@ -550,7 +536,7 @@ class PagedScheduler:
 
     def _wait_of(self, state: RequestState, namespace: NamespaceHandle) -> BlockWait | None:
         choice, facts, block = self.choice, state.facts, namespace.block_tokens
-        if state.is_admitted or choice is None:
+        if state.is_admitted:
             return None
         policy = None
         if facts.ticket or facts.awaits:
@@ -574,7 +560,7 @@ class PagedScheduler:
         if mode is not LoadMode.AUTO:
             return mode is not LoadMode.ASYNC
         is_alone = not (self._running - {state.request.request_id} or self._loads)
-        return is_alone or (self.choice is not None and self.choice.load_ms(promised, self._clock()) < SYNCHRONOUS_MS)
+        return is_alone or self.choice.load_ms(promised, self._clock()) < SYNCHRONOUS_MS
 
     def _reads_here(self, state: RequestState) -> bool:
         return state.waits and self.settings.load is not LoadMode.LAYERWISE and len(self._ranks) == 1
@@ -590,31 +576,32 @@ class PagedScheduler:
         *,
         is_first: bool,
     ) -> None:
-        waits, request_id = state.waits, state.request.request_id
+        waits, request_id, first = state.waits, state.request.request_id, state.local_tokens
         tickets = [lease.ticket() for lease in leases] or [b""]
+        of_state = page_runs(tables, first, stop_token, facts.state_groups)
+        block = self.block_tokens
+        behind = LoadOrder(0, request_id, facts.number, tickets[-1], 0, block, of_state, waits) if of_state else None
         order = LoadOrder(
             next(self._numbers),
             request_id,
             facts.number,
             tickets[0],
-            state.local_tokens,
+            first,
             stop_token,
-            page_runs(tables, state.local_tokens, stop_token, facts.kv_groups),
+            page_runs(tables, first, stop_token, facts.kv_groups),
             waits,
             self.settings.load is LoadMode.LAYERWISE,
             here,
-            tickets[-1],
-            page_runs(tables, state.local_tokens, stop_token, facts.state_groups),
+            behind,
         )
         state.load = LoadUnderWay(state, order, leases, set(self._ranks), stop_token, is_first=is_first)
         if waits:
-            state.load.pages = tuple(tables[0][state.local_tokens // self.page_tokens :])
+            state.load.pages = tuple(tables[0][first // self.page_tokens :])
         self._loads.add(state.load)
         self._orders.loads.append(order)
-        self._is_offered(state, max(state.offered, stop_token // self.block_tokens))
+        self._is_offered(state, max(state.offered, stop_token // block))
         self._counts.loads += 1
-        if self.choice is not None:
-            self.choice.begins(request_id, self._clock())
+        self.choice.begins(request_id, self._clock())
 
     def _loaded(self, report: LoadReport) -> None:
         load = self._loads.reported(report)
@@ -625,9 +612,8 @@ class PagedScheduler:
         order, tokens, is_whole = load.order, load.end, load.is_whole
         self._counts.load_ended(load.seconds, is_whole=is_whole)
         load.state.facts.trace.loaded(load.seconds, tokens - order.first_token)
-        if self.choice is not None:
-            seconds = load.seconds if order.waits else None
-            self.choice.ended(order.request, seconds, tokens - order.first_token, self._clock())
+        seconds = load.seconds if order.waits else None
+        self.choice.ended(order.request, seconds, tokens - order.first_token, self._clock())
         if not is_whole:  # the engine computes these
             self._plan.computed(order, tokens)
         is_miss = load.is_first and not is_whole
@@ -664,7 +650,7 @@ class PagedScheduler:
 
     def _offer(self, state: RequestState, one: Computed, orders: StepPlan) -> None:
         if self._audits is not None:
-            self._audits.computed(state, one, self._plan, orders)
+            self._audits.computed(state, one, orders)
         if state.found_tokens and one.stop >= state.request.num_prompt_tokens:
             asked, found = state.account.asked, state.found_tokens
             self._first_tokens.append((self._step, state.added_at, bool(state.held_out), asked, found))
@@ -729,7 +715,7 @@ class PagedScheduler:
             return
         self._hash_to(state, namespace, blocks)
         tables = tuple(PageRun(0, [one.pages[group.table]]) for group in groups)
-        self._audits.passed(state, blocks, tables, self._plan, orders)
+        self._audits.passed(state, blocks, tables, orders)
         kept = self._kept_states
         if blocks in state.ends or kept is None:
             return
@@ -772,6 +758,9 @@ class PagedScheduler:
         offer = self._plan.reported(report)
         if offer is None:
             return
+        if offer.order.ticket:
+            self._audited(report.number, offer.results or ())
+            return
         request = self._saving.pop(report.number)
         self._counts.saved_blocks += offer.stored
         self._counts.dropped_saves += offer.dropped
@@ -782,7 +771,7 @@ class PagedScheduler:
             return
         state.saved_blocks += offer.stored
         if offer.reason is not None:
-            state.put_reasons[offer.reason] = state.put_reasons.get(offer.reason, 0) + 1
+            state.put_reasons[offer.reason] += 1
         if offer.order.is_state:
             return  # its pages may be gone: no second attempt
         if offer.held < offer.stop_block:
@@ -801,18 +790,9 @@ class PagedScheduler:
 
     # Audits ----------------------------------------------------------------------------------------------------------
 
-    def _audited(self, report: AuditReport) -> None:
-        if self._audits is None:
-            return
-        former = self._former_audits.get(report.number)
-        if former is not None:  # a former namespace's audit: a worker read these pages until now
-            former.discard(report.rank)
-            if not former:
-                del self._former_audits[report.number]
-                self._plan.unwatch(report.number)
-            return
-        verdict = self._audits.reported(report, self._plan, self._clock())
-        if verdict is AuditVerdict.DRIFTED:
+    def _audited(self, number: int, results: tuple[AuditResult, ...]) -> None:
+        verdict = self._audits.reported(number, results) if self._audits is not None else None
+        if self._audits is not None and verdict is AuditVerdict.DRIFTED:
             name = self._audits.name
             self.refuse(MissReason.AUDIT, f"what is stored in namespace {name} is not what this engine computes")
 

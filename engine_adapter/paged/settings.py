@@ -14,6 +14,7 @@ from typing import Any
 
 from kvstore.block import payload
 from kvstore.block.errors import BadInput
+from kvstore.block.layout import MAX_BLOCK_TOKENS
 
 MAX_DEADLINE_MS = 60_000
 
@@ -106,7 +107,7 @@ class ConnectorSettings:
         _wanted("model", self.model, isinstance(self.model, str), "the fingerprint of the weights as text")
         for name, lowest, highest in (
             ("weights_epoch", 0, 1 << 62),
-            ("block_tokens", 0, 4096),
+            ("block_tokens", 0, MAX_BLOCK_TOKENS),
             ("load_threads", 1, 16),
             ("save_bytes", 0, 1 << 40),
             ("priority", -100, 100),
@@ -114,8 +115,6 @@ class ConnectorSettings:
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool) and lowest <= value <= highest
             _wanted(name, value, whole, f"a whole number from {lowest} to {highest}")
-        is_blocks = self.block_tokens % 64 == 0
-        _wanted("block_tokens", self.block_tokens, is_blocks, "a multiple of 64, or 0 for the smallest that fits")
         for name in ("cost_model", "without_prefix_caching", "traces"):
             _wanted(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
         _wanted("audit", self.audit, _is_number(self.audit, 0, 1), "a share from 0 to 1")

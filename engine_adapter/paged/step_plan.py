@@ -119,8 +119,8 @@ def _elsewhere() -> None:
 class LoadOrder:
     """Load leased blocks into pages. number: the order's own. tables: by group, from the page of first_token on. waits:
     the step needs it; otherwise the request is parked until it is reported. here: the scheduler's lease, for a worker
-    in its process and a load that its step waits for: the lease cannot be released meanwhile. state_ticket,
-    state_tables: of the state behind stop_token, without which nothing of it counts as loaded."""
+    in its process and a load that its step waits for: the lease cannot be released meanwhile. state: loads the one
+    behind stop_token, without which nothing counts as loaded."""
 
     number: int
     request: str
@@ -132,15 +132,15 @@ class LoadOrder:
     waits: bool
     layerwise: bool = False
     here: LeaseHere | None = None
-    state_ticket: bytes = b""
-    state_tables: tuple[PageRun, ...] = ()
+    state: LoadOrder | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
-    """Offer a prompt's blocks from first_token on, once the step is over. keys: of all its blocks up to the last that
-    is offered, joined. tables: by group, from the page of first_token on. is_urgent: another engine waits for it.
-    is_state: the one key's block is the state behind its last token."""
+    """Read pages once the step is over, and offer a prompt's blocks from first_token on. keys: of all its blocks up to
+    the last that is offered, joined. tables: by group, from the page of first_token on. is_urgent: it does not wait for
+    an idle engine. is_state: the block is the state behind its last token. ticket: of the stored block of first_token,
+    which is compared with these pages (an audit); nothing is offered then."""
 
     number: int
     request: str
@@ -152,31 +152,17 @@ class SaveOrder:
     priority: int
     is_urgent: bool = False
     is_state: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class AuditOrder:
-    """Compare a stored block with the one that the engine computed, once the step is over. first_token: the block's;
-    tables: by group, its pages. is_state: it is a state."""
-
-    number: int
-    request: str
-    namespace: int
-    ticket: bytes
-    first_token: int
-    tables: tuple[PageRun, ...]
-    is_state: bool = False
+    ticket: bytes = b""
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. namespace: if it is a new one. cancelled_saves: saves and audits whose pages this step writes to.
+    """One step. namespace: if it is a new one. cancelled_saves: those whose pages this step writes to.
     failures_seen: by rank, of how many failed loads the scheduler knows, if of any. number: of a step that computes
     anything, else 0."""
 
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
-    audits: list[AuditOrder] = field(default_factory=list)
     cancelled_saves: list[int] = field(default_factory=list)
     namespace: NamespaceSpec | None = None
     failures_seen: Mapping[int, int] = field(default_factory=dict)
@@ -200,26 +186,18 @@ class LoadReport:
 class SaveReport:
     """held: leading blocks of the prompt that the store has; stored: new ones of these. reason: why there are no more,
     None if all offered blocks are held. dropped: given up, since the engine wanted the pages, the step was computed
-    behind a failed load, too much waits to be saved, or the worker is closed."""
+    behind a failed load, too much waits to be saved, or the worker is closed. results: of an audit, for this rank's
+    part of the block; empty if there was nothing left to compare."""
 
     number: int
     request: str
     rank: int
-    held: int
-    stored: int
-    seconds: float
+    held: int = 0
+    stored: int = 0
+    seconds: float = 0.0
     reason: MissReason | None = None
     dropped: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class AuditReport:
-    """results: of this rank's part of the block; empty if there was nothing left to compare."""
-
-    number: int
-    request: str
-    rank: int
-    results: tuple[AuditResult, ...]
+    results: tuple[AuditResult, ...] = ()
 
 
 @dataclass(slots=True)
@@ -229,7 +207,6 @@ class StepReports:
 
     loads: list[LoadReport] = field(default_factory=list)
     saves: list[SaveReport] = field(default_factory=list)
-    audits: list[AuditReport] = field(default_factory=list)
     failures: dict[int, int] = field(default_factory=dict)
     facts: list[WorkerSpec] = field(default_factory=list)
     step: int = 0
@@ -239,6 +216,5 @@ class StepReports:
         self.step = max(self.step, other.step)
         self.loads += other.loads
         self.saves += other.saves
-        self.audits += other.audits
         self.failures.update(other.failures)
         self.facts += other.facts

@@ -15,8 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from logging import getLogger
 from typing import Any
 
@@ -28,8 +27,6 @@ from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
 from engine_adapter.paged.pages import EnginePages, opaque_dtype
 from engine_adapter.paged.save_plan import SavePatience
 from engine_adapter.paged.step_plan import (
-    AuditOrder,
-    AuditReport,
     LoadOrder,
     LoadReport,
     SaveOrder,
@@ -67,14 +64,22 @@ NO_LAYER = 1 << 30
 
 @dataclass(eq=False, slots=True)
 class _Reader:
-    """An order that reads pages. after: the step that computes them. since: when it came. bytes: queued for it."""
+    """An order that reads pages, as `kvstore.client.handle.Reading`. after: the step that computes them. since: when it
+    came. bytes: queued for it."""
 
-    order: SaveOrder | AuditOrder
+    worker: PagedWorker
+    order: SaveOrder
     after: Any
     since: float
     bytes: int = 0
     dropped: bool = False
     is_reading: bool = False
+
+    def begin(self) -> bool:
+        return self.worker.begin_reading(self)
+
+    def end(self) -> None:
+        self.worker.end_reading(self)
 
 
 class PagedWorker:
@@ -98,13 +103,13 @@ class PagedWorker:
         leave a window while it waits."""
         self.pages = pages
         self._rank = pages.facts.rank
-        self._open_store = open_store
         self._clock = clock
         self._save_bytes = save_bytes
         self._lock = threading.Lock()
         # By who waits: a change wakes the threads that wait for it, and no other takes the interpreter's lock for it.
         self._changed, self._loaders, self._savers = (threading.Condition(self._lock) for _ in range(3))
-        self._namespace: NamespaceOpener | None = None
+        self._session = ""
+        self._namespace = NamespaceOpener(lambda: open_store(self._session), self._rank)
         self._loads: deque[tuple[LoadOrder, float, Any]] = deque()
         """Each with the time when it was ordered, and with the stream's mark behind earlier steps."""
         self._loading = 0
@@ -118,7 +123,6 @@ class PagedWorker:
         self._done_loads: list[LoadReport] = []
         self._reports: list[LoadReport] = []
         self._save_reports: list[SaveReport] = []
-        self._audit_reports: list[AuditReport] = []
         self.awaited_layers: dict[int, int] = {}
         """By order, of loads that the step needs layer by layer: the last loaded layer. Without any, no layer is waited
         for."""
@@ -148,9 +152,7 @@ class PagedWorker:
         if orders.number:
             self._save_patience.step_began()
         if orders.namespace is not None:
-            if self._namespace is None:
-                shard = self._rank if orders.namespace.layout.head_shards > 1 else None
-                self._namespace = NamespaceOpener(partial(self._open_store, orders.namespace.session), shard)
+            self._session = orders.namespace.session
             self._namespace.want(orders.namespace)
         if orders.cancelled_saves:
             self._fence(set(orders.cancelled_saves))
@@ -181,36 +183,31 @@ class PagedWorker:
 
     def start_saves(self) -> None:
         """After the forward: its pages are complete."""
-        if not self._orders.saves and not self._orders.audits and not self.awaited_layers:
+        if not self._orders.saves and not self.awaited_layers:
             return
         if self.awaited_layers:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or not self.awaited_layers)
         orders, self._orders.saves = self._orders.saves, []
-        audits, self._orders.audits = self._orders.audits, []
-        if not orders and not audits:
+        if not orders:
             return
         after = self.pages.stream.mark()
         now = self._clock()
         is_stale = self._orders.failures_seen.get(self._rank, 0) != self._failures
         with self._changed:
             is_first = not self._saves
-            # A step computed behind a failed load is wrong, until the scheduler knows and repeats it.
-            for audit in audits:
-                if is_stale:
-                    self._report_audit(audit, ())
-                else:
-                    self._saves.append(_Reader(audit, after, now))
             for order in orders:
                 size = self._bytes_of(order)
+                # A step computed behind a failed load is wrong, until the scheduler knows and repeats it.
                 if is_stale or self._waiting_bytes + size > self._save_bytes or self._closed:
                     if not is_stale and self._saves:  # if they had not waited, there might be room
                         self._save_patience.gave_up(now)
                     reason = None if is_stale else MissReason.BUSY
-                    self._report_save(order, 0, 0, 0.0, reason, dropped=True)
+                    lost = SaveReport(order.number, order.request, self._rank, reason=reason, dropped=True)
+                    self._save_reports.append(lost)
                     continue
                 self._waiting_bytes += size
-                self._saves.append(_Reader(order, after, now, size))
+                self._saves.append(_Reader(self, order, after, now, size))
             if is_first or not self._pause_of(self._saves[0]):  # else the saver sleeps, and would take this core
                 self._savers.notify_all()
 
@@ -236,11 +233,11 @@ class PagedWorker:
             self._save_patience.step_ended(self._clock())
             step = self._orders.number if self._orders.number != self._told_step else 0
             self._told_step = self._orders.number
-            if not step and not self._reports and not self._save_reports and not self._audit_reports:
+            if not step and not self._reports and not self._save_reports:
                 return None
             failures = {self._rank: self._failures} if self._failures else {}
-            taken = StepReports(self._reports, self._save_reports, self._audit_reports, failures, step=step)
-            self._reports, self._save_reports, self._audit_reports = [], [], []
+            taken = StepReports(self._reports, self._save_reports, failures, step=step)
+            self._reports, self._save_reports = [], []
             return taken
 
     def settle(self, seconds: float) -> bool:
@@ -264,11 +261,12 @@ class PagedWorker:
                 waiting.notify_all()
         for thread in self._threads:
             thread.join(max(0.0, give_up_at - self._clock()) + 0.5)
-        if self._namespace is not None:
-            self._namespace.close(max(0.0, give_up_at - self._clock()) + 0.5)
+        self._namespace.close(max(0.0, give_up_at - self._clock()) + 0.5)
 
     def _bytes_of(self, order: SaveOrder) -> int:
         facts = self.pages.facts
+        if order.ticket:
+            return 0  # it is not held up for room: its lease runs out
         if order.is_state:
             return sum(len(group.layers) * sum(group.widths) for group in facts.groups if group.is_state)
         run, page = (
@@ -330,21 +328,23 @@ class PagedWorker:
             here = order.here
             namespace = here.namespace if here is not None else self._opened(order.namespace, OPEN_SECONDS)
             if namespace is None:
-                reason = self._why_closed(order.namespace)
+                reason = self._namespace.why(order.namespace)
             else:
                 tokens, reason = order.stop_token, None
                 if order.tables:
-                    tokens, reason = self._load_kv(namespace, order)
-                if order.state_tables and tokens >= order.stop_token:
-                    reason = self._load_state(order)
-                if order.state_tables and reason is not None:
-                    tokens = order.first_token  # where it ends early, there is no state
+                    tokens, reason = self._bring(namespace, order)
+                states = self._states()
+                if order.state is not None:
+                    came = 0
+                    if tokens >= order.stop_token and states is not None:  # where it ends early, there is no state
+                        came, reason = self._bring(states, order.state)
+                    tokens = tokens if came >= order.state.stop_token else order.first_token
         # An engine with several groups is told only by the reason that the load failed.
         reason = None if tokens >= order.stop_token else reason or MissReason.STALE_HINT
         seconds = self._clock() - asked_at
         return LoadReport(order.number, order.request, self._rank, tokens, seconds, reason)
 
-    def _load_kv(self, namespace: NamespaceHandle, order: LoadOrder) -> tuple[int, MissReason | None]:
+    def _bring(self, namespace: NamespaceHandle, order: LoadOrder) -> tuple[int, MissReason | None]:
         """Up to which token, and why not further."""
         tokens, reason, here = order.first_token, None, order.here
         lease = here.lease if here is not None else namespace.attach(order.ticket)
@@ -355,17 +355,6 @@ class PagedWorker:
             for loaded in self._loaded(namespace, lease, pages, order):
                 tokens, reason = min(loaded.tokens, order.stop_token), loaded.reason
         return max(tokens, order.first_token), reason
-
-    def _load_state(self, order: LoadOrder) -> MissReason | None:
-        """Why it did not come."""
-        states = self._states()
-        if states is None:
-            return MissReason.DISABLED
-        with states.attach(order.state_ticket) as lease:
-            if not lease.tokens:
-                return lease.reason or MissReason.STALE_HINT
-            loaded = states.get(lease, into=self.pages.pages(order.state_tables, states.layout, 0, is_exact=True))
-            return None if loaded.tokens == states.block_tokens else loaded.reason or MissReason.STALE_HINT
 
     def _loaded(self, namespace: NamespaceHandle, lease: Lease, pages: Pages, order: LoadOrder) -> Iterator[Loaded]:
         """At once, or layer by layer; the last report holds for all layers."""
@@ -399,20 +388,19 @@ class PagedWorker:
                 reader = self._saves.popleft()
                 self._saving.add(reader)
             order, started = reader.order, self._clock()
-            if isinstance(order, AuditOrder):
-                with self.pages.stream.behind(reader.after):
-                    results = self._audit(order, reader)
-                with self._changed:
-                    self._report_audit(order, results)
-                continue
+            report = SaveReport(order.number, order.request, self._rank)
             with self.pages.stream.behind(reader.after):
-                held, stored, reason = self._save(order, reader)
+                if order.ticket:
+                    report = replace(report, results=self._audit(order, reader))
+                else:
+                    held, stored, reason = self._save(order, reader)
+                    is_dropped = reader.dropped and reason is MissReason.DISABLED
+                    report = replace(report, held=held, stored=stored, reason=reason, dropped=is_dropped)
             with self._changed:
                 self._waiting_bytes -= reader.bytes
-                is_dropped = reader.dropped and reason is MissReason.DISABLED
-                if is_dropped:
+                if report.dropped:
                     self._save_patience.gave_up(self._clock())
-                self._report_save(order, held, stored, self._clock() - started, reason, dropped=is_dropped)
+                self._save_reports.append(replace(report, seconds=self._clock() - started))
 
     def _pause(self) -> float | None:
         """Seconds until the first save may go, 0 for now; None: wait for a change. Under the lock."""
@@ -425,8 +413,7 @@ class PagedWorker:
         """How long one save still waits for the engine. Under the lock."""
         if not self._save_patience or self._is_hurried or self._waiting_bytes > PRESSED_SHARE * self._save_bytes:
             return 0
-        # An audit's lease runs out, and other engines wait for urgent saves.
-        if any(isinstance(reader.order, AuditOrder) or reader.order.is_urgent for reader in (save, *self._saves)):
+        if any(reader.order.is_urgent for reader in (save, *self._saves)):
             return 0
         return self._save_patience.seconds_left(save.since, self._clock())
 
@@ -438,7 +425,7 @@ class PagedWorker:
             while not self._closed and not save.dropped and (pause := self._pause_of(save)):
                 self._savers.wait(pause)
 
-    def _audit(self, order: AuditOrder, reader: _Reader) -> tuple[AuditResult, ...]:
+    def _audit(self, order: SaveOrder, reader: _Reader) -> tuple[AuditResult, ...]:
         """Any thread. Compare the stored block with the computed one."""
         with contained(self._fault):
             namespace = self._opened(order.namespace, OPEN_SECONDS, is_state=order.is_state)
@@ -450,14 +437,13 @@ class PagedWorker:
             with namespace.attach(order.ticket) as lease:
                 if namespace.get(lease, into=into, first_token=first).tokens < first + layout.block_tokens:
                     return ()
-            reading = _Reading(self, reader)
-            if not reading.begin():
+            if not reader.begin():
                 return ()
             try:
                 computed = _block(pages, layout, first)
                 self.pages.stream.wait()  # these are copies: pages may be written to once they are complete
             finally:
-                reading.end()
+                reader.end()
             if not computed:
                 return ()
             stored, codec = _block(into, layout, first), namespace.namespace.codec
@@ -485,7 +471,7 @@ class PagedWorker:
         with contained(failed):
             namespace = self._opened(order.namespace, OPEN_SECONDS, is_state=order.is_state)
             if namespace is None:
-                return 0, 0, self._why_closed(order.namespace)
+                return 0, 0, self._namespace.why(order.namespace)
             block = namespace.block_tokens
             keys = [order.keys[at : at + KEY_BYTES] for at in range(0, len(order.keys), KEY_BYTES)]
             step = max(1, PIECE_BYTES * namespace.layout.head_shards // namespace.layout.raw_bytes)
@@ -497,7 +483,6 @@ class PagedWorker:
                 runs = self.pages.cut(order.tables, namespace.layout, first * block, stop * block)
                 pages = self.pages.pages(runs, namespace.layout, first * block, is_exact=namespace.is_exact)
                 prompt = Prompt(stop * block, keys[:stop])
-                reading = _Reading(self, save)
                 # A name that all ranks' puts of these blocks share.
                 collective = f"{order.number}.{first}" if namespace.shard is not None else ""
                 result = namespace.put(
@@ -506,7 +491,7 @@ class PagedWorker:
                     first * block,
                     ttl=order.ttl,
                     priority=order.priority,
-                    reading=reading,
+                    reading=save,
                     collective=collective,
                     deadline_ms=SAVE_DEADLINE_MS,
                 )
@@ -531,11 +516,10 @@ class PagedWorker:
             for reader in self._saves:
                 if reader.order.number not in numbers:
                     kept.append(reader)
-                elif isinstance(reader.order, AuditOrder):
-                    self._report_audit(reader.order, ())
                 else:
                     self._waiting_bytes -= reader.bytes
-                    self._report_save(reader.order, 0, 0, 0.0, None, dropped=True)
+                    lost = SaveReport(reader.order.number, reader.order.request, self._rank, dropped=True)
+                    self._save_reports.append(lost)
                     self._save_patience.gave_up(self._clock())
             self._saves = kept
             fenced = [reader for reader in self._saving if reader.order.number in numbers]
@@ -559,47 +543,21 @@ class PagedWorker:
             save.is_reading = False
             self._changed.notify_all()
 
-    def _report_audit(self, order: AuditOrder, results: tuple[AuditResult, ...]) -> None:
-        self._audit_reports.append(AuditReport(order.number, order.request, self._rank, results))
-
-    def _report_save(
-        self, order: SaveOrder, held: int, stored: int, seconds: float, reason: MissReason | None, *, dropped: bool
-    ) -> None:
-        report = SaveReport(order.number, order.request, self._rank, held, stored, seconds, reason, dropped)
-        self._save_reports.append(report)
-
     # The store -------------------------------------------------------------------------------------------------------
 
     def _opened(self, number: int, seconds: float, *, is_state: bool = False) -> NamespaceHandle | None:
-        handle = self._namespace.wait(number, seconds) if self._namespace is not None else None
+        handle = self._namespace.wait(number, seconds)
         return self._states() if handle is not None and is_state else handle
 
     def _states(self) -> NamespaceHandle | None:
-        states = self._namespace.states if self._namespace is not None else None
+        states = self._namespace.states
         return states.handle if states is not None else None
-
-    def _why_closed(self, number: int) -> MissReason:
-        return self._namespace.why(number) if self._namespace is not None else MissReason.DISABLED
 
     def _fault(self, error: Exception) -> MissReason:
         reason = reason_of(error)
         if reason is not MissReason.DISABLED:
             _log.warning("the store failed a worker: %s: %s", type(error).__name__, str(error).partition("\n")[0])
         return reason
-
-
-@dataclass(slots=True)
-class _Reading:
-    """`kvstore.client.handle.Reading` of one save."""
-
-    worker: PagedWorker
-    save: _Reader
-
-    def begin(self) -> bool:
-        return self.worker.begin_reading(self.save)
-
-    def end(self) -> None:
-        self.worker.end_reading(self.save)
 
 
 def _blank(pages: Pages, layout: Layout) -> Pages:

@@ -286,9 +286,12 @@ def address(tensor: Any) -> int:
     return int(tensor.ctypes.data if isinstance(tensor, np.ndarray) else tensor.data_ptr())
 
 
-def page_bytes(tensor: Any) -> int:
-    """Bytes from one page of a plane to the next."""
-    return abs(int(_strides(tensor)[0]))
+def page_step(tensor: Any) -> tuple[int, int]:
+    """Bytes from one page of a plane to the next, and from its first to behind its last, which is more where pages lie
+    in each other."""
+    step, *inner = map(abs, _strides(tensor))
+    reach = sum([(size - 1) * stride for size, stride in zip(tensor.shape[1:], inner, strict=True)])
+    return step, max(step, reach + tensor.dtype.itemsize)
 
 
 def are_writable(planes: Sequence[Sequence[Any]]) -> bool:

@@ -26,7 +26,7 @@ BLOCK_TOKENS_UNIT = 64
 LARGEST_DEFAULT_TOKENS = 256
 """A page that would need a larger block than that to share the unit is a block of its own."""
 
-MAX_BLOCK_TOKENS = 4096
+MAX_BLOCK_TOKENS = 16_384
 
 MAX_GROUPS, MAX_LAYERS, MAX_LAYER_NUMBER = 64, 1024, (1 << 16) - 1
 MAX_KV_HEADS, MAX_PLANE_WIDTH, MAX_WINDOW = 1 << 12, 1 << 24, 1 << 31

@@ -152,12 +152,13 @@ class Pages:
         named = [sorted(page_numbers(self.of_group(group.name).table)) for group in layout.groups]
         # Engines give layers of several groups the same memory, and each group pages of its own in it.
         memory = [
-            {host.address(plane): host.page_bytes(plane) for layer in group.layers for plane in self.planes[layer]}
+            {host.address(plane): plane for layer in group.layers for plane in self.planes[layer]}
             for group in layout.groups
         ]
         for one, other in combinations(range(len(named)), 2):
-            for address in memory[one].keys() & memory[other].keys():
-                common = _first_common(named[one], memory[one][address], named[other], memory[other][address])
+            shared = memory[one].keys() & memory[other].keys()
+            for steps in {tuple(host.page_step(memory[which][at]) for which in (one, other)) for at in shared}:
+                common = _first_common(named[one], steps[0], named[other], steps[1])
                 if common is not None:
                     first, second = layout.groups[one].name, layout.groups[other].name
                     raise LayoutMismatch(
@@ -166,16 +167,19 @@ class Pages:
                     )
 
 
-def _first_common(one: Sequence[int], one_bytes: int, other: Sequence[int], other_bytes: int) -> int | None:
-    """The first page of `one`, ascending, whose memory a page of `other` has too. bytes: from a page to the next."""
-    if one_bytes == other_bytes:
+def _first_common(
+    one: Sequence[int], one_step: tuple[int, int], other: Sequence[int], other_step: tuple[int, int]
+) -> int | None:
+    """The first page of `one`, ascending, whose memory a page of `other` has too. steps: as `host.page_step`."""
+    if one_step == other_step:
         return min(set(one) & set(other), default=None)
+    (step, reach), (its_step, its_reach) = one_step, other_step
     ends = iter(other)
     page = next(ends, None)
     for number in one:
-        while page is not None and (page + 1) * other_bytes <= number * one_bytes:
+        while page is not None and page * its_step + its_reach <= number * step:
             page = next(ends, None)
-        if page is not None and page * other_bytes < (number + 1) * one_bytes:
+        if page is not None and page * its_step < number * step + reach:
             return number
     return None
 

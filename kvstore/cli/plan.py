@@ -243,9 +243,9 @@ def row_of(model: Any) -> ServedRow:
     from kvstore.block.payload import default_codec
     from kvstore.insight.models import KvKind
     from kvstore.insight.plan import PlanRequest, layout_of
-    from kvstore.insight.served import Engine, ranks_that_fit, served, vllm_page_tokens
+    from kvstore.insight.served import Engine, served, vllm_page_tokens
 
-    block = default_block_tokens(vllm_page_tokens(model, ranks_that_fit(model) or 1))
+    block = default_block_tokens(vllm_page_tokens(model))
     return ServedRow(
         model.name,
         tuple(str(kind) for kind in KvKind if kind in model.kinds),

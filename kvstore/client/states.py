@@ -16,14 +16,29 @@ from dataclasses import replace
 
 from kvstore.block.account import Account, HitTier, MissReason
 from kvstore.block.identity import Namespace, Prompt
+from kvstore.block.layout import KvGroup, Layout
 from kvstore.client.handle import Match, NamespaceHandle
 from kvstore.client.pending import PendingReply
+
+MOST_PART_BYTES = 4 << 20
+"""Of a state's part, unless one layer's state is larger. One of Qwen3.5-27B has 147 MiB, an extent 64."""
 
 
 def config_of_states(kv: Namespace, made_by: str) -> dict[str, str]:
     """The config of the namespace that keeps the states beside this KV; model, epoch and block size are the same, the
     codec is raw. made_by: what decides a state's bytes, such as the engine's mode, dtypes and shapes."""
     return {**kv.config, "state": made_by, "beside": kv.digest().hex()}
+
+
+def layout_of_states(groups: Sequence[KvGroup], ranks: int = 1, packing: str = "planes") -> Layout:
+    """The layout of states, one row a block: in parts of few layers, since a frame has to fit into an extent. ranks:
+    that hold equal shares of each group's heads."""
+    shards = 1
+    for one in groups:
+        layer_bytes = one.kv_heads * sum(one.plane_widths) * one.element_bytes // ranks
+        shards = max(shards, -(-len(one.layers) // max(1, MOST_PART_BYTES // layer_bytes)))
+    shards = min(shards, *(len(one.layers) for one in groups))
+    return Layout(tuple(groups), groups[0].row_tokens, groups[0].row_tokens, ranks, shards, packing)
 
 
 class PrefixStates:

@@ -174,10 +174,10 @@ class Store(Shared):
             return MatchReply(blocks, tiers, reason, detail)
 
     def which(self, number: int, keys: Sequence[bytes]) -> bytes:
-        """Which of these blocks are readable, each for itself, as in `m.Held`. Counts as nothing."""
-        with self.lock:
-            is_served = not self.closed and number not in self._namespaces.unfound
-            return self.blocks.index.which(number, keys) if is_served else b""
+        """Which of these blocks are readable, each for itself, as in `m.Held`. Counts as nothing. Takes no lock:
+        other requests would wait until all keys of a message are looked up, whether anything is stored or not."""
+        is_served = not self.closed and number not in self._namespaces.unfound
+        return self.blocks.index.which(number, keys) if is_served else b""
 
     def lease(self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float) -> LeaseReply:
         """Pin the longest readable prefix; blocks in lower tiers are promoted until the deadline."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from kvstore.block.layout import MAX_BLOCK_TOKENS
 from kvstore.insight.models import KvKind, ModelKv
 
 
@@ -144,14 +143,6 @@ _RULES: Mapping[Engine, tuple[_Rule, ...]] = {
             "sliding windows with drafts of several layers, for which vLLM keeps more than a window",
         ),
         _Rule("non_causal", "attention that is not causal"),
-        _Rule(
-            "page_tokens",
-            f"vLLM's pages have {{:,}} tokens, whose KV is as large as a state, and a block has at most "
-            f"{MAX_BLOCK_TOKENS:,}",
-            "start vLLM with a larger --tensor-parallel-size",
-            _is_above(MAX_BLOCK_TOKENS),
-            verdict=Verdict.PARTLY,
-        ),
     ),
     Engine.SGLANG: (
         _Rule("lora", "page hashes name a LoRA adapter, and not what is in it", "serve without LoRA"),
@@ -177,17 +168,12 @@ def served(
     one; any for "". settings: by the names in this file; one that is left out is as its engine has it by itself."""
     given = dict(settings or {})
     kinds = frozenset(model.kinds if isinstance(model, ModelKv) else model)
-    ranks = given.get("tensor_parallel_size", 1)
     if isinstance(model, ModelKv):
-        given = {**dict.fromkeys(model.traits, True), "page_tokens": vllm_page_tokens(model, ranks), **given}
+        given = {**dict.fromkeys(model.traits, True), **given}
     for rule in _RULES[engine]:
         value = given.get(rule.setting)
         if value is not None and rule.forbids(value) and (not rule.kinds or rule.kinds & kinds):
-            remedy = rule.remedy
-            if rule.setting == "page_tokens" and isinstance(model, ModelKv):
-                least = ranks_that_fit(model, ranks)
-                remedy = f"start vLLM with --tensor-parallel-size {least} or more" if least else ""
-            return Served(rule.verdict if remedy else Verdict.REFUSED, rule.reason.format(value), remedy)
+            return Served(rule.verdict, rule.reason.format(value), rule.remedy)
     since = SINCE[engine]
     if absent := [kind for kind in KvKind if kind in kinds and kind not in since]:
         return Served(
@@ -203,23 +189,16 @@ def served(
     return Served()
 
 
-def vllm_page_tokens(model: ModelKv, tensor_parallel: int = 1) -> int:
+def vllm_page_tokens(model: ModelKv) -> int:
     """Tokens of a page of vLLM's: 16, or with states so many that a layer's KV of them is as large as its state.
     Source: vLLM 0.32, `Platform._align_hybrid_block_size`, with FlashAttention."""
     if not model.states:
         return 16
     rows = (one for one in model.layers if one.kind is not KvKind.INDEX)
-    row = max(one.bytes_per_token(model.dtype) // one.layers // min(tensor_parallel, one.kv_heads) for one in rows)
+    row = max(one.bytes_per_token(model.dtype) // one.layers for one in rows)
     step = 128 if KvKind.LATENT in model.kinds else 16
-    state = max(one.bytes_each for one in model.states) // tensor_parallel
+    state = max(one.bytes_each for one in model.states)
     return step * -(-state // (step * row))
-
-
-def ranks_that_fit(model: ModelKv, ranks: int = 1) -> int:
-    """How many ranks it takes until vLLM's pages are no larger than a block; 0 where even 64 are too few."""
-    while ranks <= 64 and vllm_page_tokens(model, ranks) > MAX_BLOCK_TOKENS:
-        ranks *= 2
-    return ranks if ranks <= 64 else 0
 
 
 def _numbers(version: str) -> list[int]:

@@ -15,12 +15,11 @@ from engine_adapter.audit.audits import (
     FRACTION,
     LONGEST_AUDIT_SECONDS,
     MOST_GIVEN_UP,
-    MOST_NAMESPACES,
     AuditResult,
-    Audits,
     AuditVerdict,
     Holdout,
     TtftSaving,
+    judged,
 )
 from kvstore.block.errors import BadInput
 
@@ -128,31 +127,19 @@ DRIFTED = result_of(AuditVerdict.DRIFTED, 1.3)
 
 
 def test_the_worst_block_is_the_verdict() -> None:
-    audits = Audits()
-    assert audits.record("a", [], 0.0) is None
-    assert audits.record("a", [EXACT, EXACT], 0.0) is AuditVerdict.EXACT
-    assert audits.record("a", [CLOSE, EXACT], 0.0) is AuditVerdict.CLOSE
-    assert audits.record("a", [EXACT, DRIFTED, CLOSE], 0.0) is AuditVerdict.DRIFTED
+    assert judged("a", []) is None
+    assert judged("a", [EXACT, EXACT]) is AuditVerdict.EXACT
+    assert judged("a", [CLOSE, EXACT]) is AuditVerdict.CLOSE
+    assert judged("a", [EXACT, DRIFTED, CLOSE]) is AuditVerdict.DRIFTED
     assert DRIFTED.of_allowed == pytest.approx(130)
 
 
-def test_a_drift_is_logged_once_a_minute_for_each_namespace(caplog: pytest.LogCaptureFixture) -> None:
-    audits = Audits()
+def test_a_drift_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "engine_adapter.audit.audits"):
-        for second in range(0, 120, 10):
-            for namespace in ("a", "b"):
-                assert audits.record(namespace, [DRIFTED, EXACT], float(second)) is AuditVerdict.DRIFTED
-            audits.record("c", [CLOSE], float(second))
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 4 and all(line.isprintable() for line in lines)
-    assert sum("namespace a is not what the engine computes: 1 of 2 blocks, layer 7" in line for line in lines) == 2
-
-
-def test_what_is_remembered_of_namespaces_is_bounded() -> None:
-    audits = Audits()
-    for number in range(3 * MOST_NAMESPACES):
-        audits.record(str(number), [DRIFTED], 0.0)
-    assert len(audits._logged_at) == MOST_NAMESPACES
+        assert judged("a", [DRIFTED, EXACT]) is AuditVerdict.DRIFTED
+        assert judged("c", [CLOSE]) is AuditVerdict.CLOSE
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.isprintable() and "namespace a is not what the engine computes: 1 of 2 blocks, layer 7" in line
 
 
 # What a hit saves -------------------------------------------------------------------------------------------------

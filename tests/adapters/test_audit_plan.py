@@ -15,7 +15,7 @@ from engine_adapter.cost.load_choice import LoadChoice
 from engine_adapter.paged.audit_plan import AuditPlan
 from engine_adapter.paged.requests import Computed, RequestSpec, RequestState
 from engine_adapter.paged.save_plan import SavePlan
-from engine_adapter.paged.step_plan import AuditReport, NamespaceSpec, StepPlan
+from engine_adapter.paged.step_plan import NamespaceSpec, SaveReport, StepPlan
 from kvstore.block.account import Account
 from kvstore.node import EmbeddedStore
 from paged_engine import Request
@@ -41,8 +41,8 @@ class Held:
     def __init__(self, store: EmbeddedStore, ranks: tuple[int, ...] = (0,), facts: NamespaceSpec = FACTS) -> None:
         self.choice = LoadChoice(1.0, is_on=False, audit=1.0, choose=lambda: 0.0)
         numbers = count(50)
-        self.plan = AuditPlan(self.choice, facts, ranks, numbers, 5000)
         self.saves = SavePlan(ranks, FACTS.groups, 64)
+        self.plan = AuditPlan(self.choice, facts, self.saves, numbers, 5000)
         self.handle = put(store, ids(320))
         self.state = self.of("a")
 
@@ -61,26 +61,27 @@ class Held:
         orders = StepPlan()
         one = Computed("a", stop, lambda: [TABLE])
         while True:
-            self.plan.computed(self.state, one, self.saves, orders)
-            if orders.audits or stop < 320 or self.state.audit is None or not self.state.audit.pending:
+            self.plan.computed(self.state, one, orders)
+            if orders.saves or stop < 320 or self.state.audit is None or not self.state.audit.pending:
                 return orders
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
     def reported(self, orders: StepPlan, rank: int, *results: AuditResult) -> AuditVerdict | None:
-        (order,) = orders.audits
-        return self.plan.reported(AuditReport(order.number, "a", rank, results), self.saves, 0.0)
+        (order,) = orders.saves
+        offer = self.saves.reported(SaveReport(order.number, "a", rank, 0, 0, 0.0, results=results))
+        return self.plan.reported(order.number, offer.results or ()) if offer is not None else None
 
 
 def test_the_last_block_that_could_be_used_is_compared(store: EmbeddedStore) -> None:
     held = Held(store)
     assert held.begins() and held.plan.name
-    assert held.computed(319).audits == []
+    assert held.computed(319).saves == []
     orders = held.computed(320)
-    (order,) = orders.audits
+    (order,) = orders.saves
     assert (order.first_token, order.tables[0].first, order.tables[0].pages) == (256, 8, [9, 10])
     assert held.saves.taken({9}) == [order.number] and held.saves.taken({8}) == []
-    assert held.computed().audits == [], "once"
+    assert held.computed().saves == [], "once"
     assert held.reported(orders, 0, CLOSE) is AuditVerdict.CLOSE
     assert held.saves.taken({9}) == [] and held.plan.take_outcomes() == {AuditVerdict.CLOSE: 1}
     assert held.plan.take_outcomes() == {}
@@ -104,13 +105,13 @@ def test_what_was_computed_behind_decoded_numbers_is_not_compared(store: Embedde
     held = Held(store)
     held.saves.decoded([page], 7)
     assert held.begins()
-    assert held.computed().audits == [] and held.choice.holdout.begins("b", 0.0)
+    assert held.computed().saves == [] and held.choice.holdout.begins("b", 0.0)
     held.state = held.of("b")
     held.saves.taken({page})
     held.saves.decoded([11], 7)
     held.plan.ended(held.state)
     held.choice.holdout.ended("b")
-    assert held.begins() and held.computed().audits, "behind the block it does not matter"
+    assert held.begins() and held.computed().saves, "behind the block it does not matter"
     held.plan.close()
 
 
@@ -120,9 +121,9 @@ def test_with_an_inexact_codec_every_other_time_the_first_block_is_compared(stor
     for name in "abcd":
         held.state = held.of(name)
         assert held.begins()
-        (order,) = held.computed().audits
-        seen.append(order.first_token)
-        held.plan.reported(AuditReport(order.number, name, 0, (CLOSE,)), held.saves, 0.0)
+        orders = held.computed()
+        seen.append(orders.saves[0].first_token)
+        held.reported(orders, 0, CLOSE)
     assert seen == [0, 256, 0, 256]
 
 

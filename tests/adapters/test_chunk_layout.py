@@ -27,7 +27,7 @@ def test_layouts_hold_all_bytes_in_slices(tokens: int, size: int) -> None:
     assert len(part.layers) <= 32 and (len(part.layers) == 1 or part.slice_bytes >= SLICE_BYTES)
 
 
-@pytest.mark.parametrize(("tokens", "size"), [(8192, 8192), (4097, 4096), (64, 0)])
+@pytest.mark.parametrize(("tokens", "size"), [(32768, 32768), (16385, 4096), (64, 0)])
 def test_sizes_that_no_block_can_have_are_refused_in_one_line(tokens: int, size: int) -> None:
     with pytest.raises(BadInput, match="at most") as raised:
         chunk_layout("g", tokens, [size])

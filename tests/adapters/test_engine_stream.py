@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.test_paged_worker import Bench
+from adapters.test_paged_worker import Bench, audit_of
 from engine_adapter.audit.audits import AuditVerdict
-from engine_adapter.paged.step_plan import AuditOrder, PageRun
+from engine_adapter.paged.step_plan import PageRun
 from engine_adapter.paged.stream import EngineStream
 from kvstore.node import EmbeddedStore
 from waiting import wait_until
@@ -104,12 +104,11 @@ def test_all_that_threads_of_a_worker_do_with_pages_is_behind_the_step_it_belong
         bench.worker.start_loads()
         stream.steps = 6
         wait_until(lambda: bool(bench.worker.finished()[0]))
-        audit = AuditOrder(99, "a", 0, lease.ticket(), 64, (PageRun(2, [3, 4]),))
-        bench.begin(saves=[bench.save(ids(64, 700), [5, 6])], audits=[audit])
+        audit = audit_of(lease.ticket(), 64, (PageRun(2, [3, 4]),))
+        bench.begin(saves=[audit, bench.save(ids(64, 700), [5, 6])])
         bench.worker.start_saves()
         stream.steps = 7
-        found = bench.reports(saves=1, audits=1)
-        assert found.audits[0].results[0].verdict is AuditVerdict.EXACT
+        assert bench.reports(saves=2).saves[0].results[0].verdict is AuditVerdict.EXACT
         lease.release()
         waiting, lease = bench.load(ids(128), [9, 10, 11, 12])
         bench.begin(loads=[waiting])

@@ -13,11 +13,11 @@ import pytest
 
 import kvstore
 from engine_adapter.audit.audits import AuditResult, AuditVerdict
-from engine_adapter.cost.load_choice import StepWork
+from engine_adapter.cost.load_choice import LoadChoice, StepWork
 from engine_adapter.paged.requests import NEVER, Computed, RequestNews, RequestSpec, RequestState
 from engine_adapter.paged.scheduler import PagedScheduler
 from engine_adapter.paged.settings import ConnectorSettings
-from engine_adapter.paged.step_plan import AuditReport, LoadReport, NamespaceSpec, SaveReport, StepPlan, StepReports
+from engine_adapter.paged.step_plan import LoadReport, NamespaceSpec, SaveOrder, SaveReport, StepPlan, StepReports
 from kvstore.block.account import Account, HitTier, MissReason
 from kvstore.block.errors import BadInput
 from kvstore.block.layout import Layout
@@ -33,6 +33,7 @@ from workbench import FakeClock, ids, plausible_pages
 PAGE = 32
 LAYOUT = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="float32", page_tokens=PAGE, block_tokens=64)
 FACTS = named_of(LAYOUT)
+LEARNS_NOTHING = LoadChoice(1.0, is_on=False, audit=0.0, choose=lambda: 1.0)
 SECONDS = 30
 
 
@@ -428,10 +429,10 @@ def test_what_is_compared_is_held_before_its_request_runs(store: EmbeddedStore) 
     request.tables = [half.pages(11)]
     assert half.matched(request) == (0, False)
     half.half.allocated("a", request.tables, 0)
-    (order,) = half.step(request).audits
+    (order,) = half.step(request).saves
     result = AuditResult(AuditVerdict.EXACT, 0.0, 0.1, 0)
     half.told(request)
-    half.half.reported(StepReports(audits=[AuditReport(order.number, "a", 0, (result,))]))
+    half.half.reported(compared(order, result))
     assert half.half.take_counts().audited == {AuditVerdict.EXACT: 1}
     wait_until(lambda: not store.usage().leases)
 
@@ -486,9 +487,9 @@ def test_what_decisions_cost_and_what_hits_save_is_counted(store: EmbeddedStore)
         assert tokens == (0, 320)[number % 2]
         half.clock.advance(0.1 if tokens else 0.5)
         orders = half.step(request, upto=330)
-        audits = [AuditReport(audit.number, audit.request, 0, ()) for audit in orders.audits]
+        audits = [SaveReport(one.number, one.request, 0, 0, 0, 0.0) for one in orders.saves if one.ticket]
         loads = [LoadReport(load.number, load.request, 0, 320, 0.004, None) for load in orders.loads]
-        half.half.reported(StepReports(loads=loads, audits=audits, step=orders.number))
+        half.half.reported(StepReports(loads=loads, saves=audits, step=orders.number))
         half.told(request)
         counted.append(half.half.take_counts().to_dict())
     assert [one["cost_decisions"] for one in counted] == [1] * 6
@@ -597,12 +598,12 @@ def test_a_comparison_under_way_when_weights_change_reads_pages_until_it_ends(st
     half = Half(SharedStore(store), audit=1.0, ranks=2)
     held_out = half.add("a", ids(330))
     held_out.tables = [half.pages(11)]
-    (audit,) = drifted(half, held_out).audits
+    (audit,) = drifted(half, held_out).saves
     page = held_out.tables[0][9]
     half.half.renamed(1)
     for rank in (0, 1):
         assert half.half._plan.taken({page}) == [audit.number]
-        half.half.reported(StepReports(audits=[AuditReport(audit.number, "a", rank, ())]))
+        half.half.reported(StepReports(saves=[replace(audit, rank=rank, results=())]))
     assert half.half._plan.taken({page}) == []
     assert half.half.take_counts().audited == {"given_up": 1}
 
@@ -858,11 +859,16 @@ def drifted(half: Half, request: Request) -> StepReports:
     half.half.allocated(request.request_id, request.tables, 0)
     result = AuditResult(AuditVerdict.DRIFTED, 1.0, 0.1, 0)
     deadline = 2000
-    while not (orders := half.step(request)).audits:
+    while not (orders := half.step(request)).saves:
         deadline -= 1
         assert deadline
-    (order,) = orders.audits
-    return StepReports(audits=[AuditReport(order.number, order.request, 0, (result,))])
+    (order,) = orders.saves
+    return compared(order, result)
+
+
+def compared(order: SaveOrder, result: AuditResult) -> StepReports:
+    assert order.ticket
+    return StepReports(saves=[SaveReport(order.number, order.request, 0, 0, 0, 0.0, results=(result,))])
 
 
 def test_after_drift_what_comes_is_a_miss_and_what_runs_goes_on(store: EmbeddedStore) -> None:
@@ -897,8 +903,7 @@ def test_an_audit_to_which_one_rank_has_nothing_to_say_finds_nothing(store: Embe
     held_out.tables = [half.pages(11)]
     reports = drifted(half, held_out)
     half.half.reported(reports)
-    (audit,) = reports.audits
-    half.half.reported(StepReports(audits=[AuditReport(audit.number, audit.request, 1, ())]))
+    half.half.reported(StepReports(saves=[replace(reports.saves[0], rank=1, results=())]))
     assert half.half.take_counts().audited == {"given_up": 1}
     late = half.add("b", ids(330))
     assert half.told(late)["misses"].get("audit") is None
@@ -1003,7 +1008,7 @@ def state_of(name: str, *, is_admitted: bool = True) -> RequestState:
 def test_what_no_further_step_reports_a_timer_does_and_the_end() -> None:
     sent: list[Any] = []
     namespace: Any = SimpleNamespace(tell=lambda requests, savings, seconds: sent.extend(requests))
-    news = RequestNews(lambda: news.tell(namespace, None, 1, 0.0, 0.0))
+    news = RequestNews(lambda: news.tell(namespace, LEARNS_NOTHING, 1, 0.0, 0.0))
     burst = [str(number) for number in range(100)]
     for name in burst:
         news.over(state_of(name))
@@ -1020,11 +1025,11 @@ def test_the_tokens_of_a_request_that_runs_on_are_reported_once() -> None:
     news, long, waits = RequestNews(), state_of("long"), state_of("waits", is_admitted=False)
     for _ in range(3):
         news.add_running([long, waits])
-        news.tell(namespace, None, 1, 0.0, 0.0)
+        news.tell(namespace, LEARNS_NOTHING, 1, 0.0, 0.0)
     long.saved_blocks = 7
     for state in (long, waits):
         news.over(state)
-    news.tell(namespace, None, 1, 0.0, 0.0)
+    news.tell(namespace, LEARNS_NOTHING, 1, 0.0, 0.0)
     told = [("long", 0, True), ("long", 7, False), ("waits", 0, True)]
     assert [(one.request, one.saved_blocks, one.counts) for one in sent] == told
 
@@ -1036,7 +1041,7 @@ def test_a_request_whose_name_is_no_text_is_told_all_the_same() -> None:
     news.over(RequestState(request, RequestSpec(), Account.missed(MissReason.ABSENT, 1, 64)))
     sent: list[Any] = []
     namespace: Any = SimpleNamespace(tell=lambda requests, savings, seconds: sent.extend(requests))
-    news.tell(namespace, None, 1, 0.0, 0.0)
+    news.tell(namespace, LEARNS_NOTHING, 1, 0.0, 0.0)
     news.close()
     (one,) = sent
     assert one.request.startswith("?x") and m.pack(m.Request(1, m.Tell([one])))

@@ -14,7 +14,7 @@ from engine_adapter.audit.audits import AuditResult, AuditVerdict
 from engine_adapter.cost.load_choice import StepWork
 from engine_adapter.paged.pages import RegisteredGroup, layout_of, register
 from engine_adapter.paged.requests import Boundary, Computed
-from engine_adapter.paged.step_plan import AuditReport, LoadOrder, PageRun, SaveOrder, StepPlan
+from engine_adapter.paged.step_plan import LoadOrder, PageRun, SaveOrder, StepPlan
 from engine_adapter.paged.worker import PagedWorker
 from kvstore.block.layout import Attention
 from kvstore.block.pages import Pages
@@ -91,7 +91,7 @@ def test_a_state_at_the_prompts_end_is_of_no_use(store: EmbeddedStore) -> None:
     assert half.matched(request) == (256, True)
     half.half.allocated("a", [half.pages(5), [0, 0, 0, 17]], 256)
     (order,) = half.half.step(set(), [], [], StepWork((), 0)).loads
-    assert order.state_tables == (PageRun(0, [17]),) and len(order.tables[0].pages) == 4
+    assert order.state is not None and order.state.tables == (PageRun(0, [17]),) and len(order.tables[0].pages) == 4
     half.told(request)
 
 
@@ -133,18 +133,8 @@ def test_without_its_state_nothing_is_loaded(store: EmbeddedStore, has_state: bo
         of_state = states.handle.lease(states.match_of(prompt.keys[4]))
         with of_state, handle.lease(handle.match(ids(320))) as lease:
             tables = (PageRun(0, [4, 5, 6, 7, 8]),)
-            order = LoadOrder(
-                2,
-                "l",
-                0,
-                lease.ticket(),
-                0,
-                320,
-                tables,
-                False,
-                state_ticket=of_state.ticket(),
-                state_tables=(PageRun(0, [9]),),
-            )
+            behind = LoadOrder(0, "l", 0, of_state.ticket(), 0, PAGE, (PageRun(0, [9]),), False)
+            order = LoadOrder(2, "l", 0, lease.ticket(), 0, 320, tables, False, state=behind)
             report = worker._load(order, 0.0)
         assert report.tokens == (320 if has_state else 0) and (report.reason is None) == has_state
         assert torch.equal(MEMORY[1][3], MEMORY[1][9]) == has_state
@@ -163,10 +153,11 @@ def test_an_audit_that_compared_no_state_proves_nothing(store: EmbeddedStore, co
     assert half.half.parted_at("a") == 320, "vLLM ends a step there"
     computed = Computed("a", 330, lambda: [list(range(1, 7)), [0, 0, 0, 0, 9]])
     boundaries = [Boundary("a", 320 if compares_state else 325, {1: 9})]
-    orders = half.half.step({"a"}, [computed], [], StepWork((), 1), boundaries).audits
+    orders = half.half.step({"a"}, [computed], [], StepWork((), 1), boundaries).saves
+    orders = [order for order in orders if order.ticket]
     assert [order.is_state for order in orders] == [False, True][: 1 + compares_state]
     exact = AuditResult(AuditVerdict.EXACT, 0.0, 1.0, 0)
     for order in orders:
-        half.half._audited(AuditReport(order.number, "a", 0, (exact,)))
+        half.half._audited(order.number, (exact,))
     half.told(request)
     assert half.half.choice.holdout.first_left == left - compares_state

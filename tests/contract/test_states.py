@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvstore.block.identity import TenantKeys
 from kvstore.block.layout import Attention, KvGroup, Layout
 from kvstore.block.pages import Pages
 from kvstore.client.handle import Match, NamespaceHandle, PutResult
-from kvstore.client.states import PrefixStates, config_of_states
+from kvstore.client.states import MOST_PART_BYTES, PrefixStates, config_of_states, layout_of_states
 from kvstore.node import EmbeddedStore
 from kvstore.service.dispatch import UNKNOWN
 from service.sidecar import Sidecar
@@ -41,6 +41,19 @@ def state(seed: int) -> Pages:
         return torch.randint(0, 256, (1, 1, 1, width), dtype=torch.uint8, generator=generator)
 
     return Pages({layer: [plane(width) for width in WIDTHS] for layer in (0, 1)}, [0], 64)
+
+
+@pytest.mark.parametrize(("ranks", "layers_a_part"), [(1, 1), (2, 2), (8, 8)])
+def test_a_state_is_cut_into_parts_that_fit_an_extent(ranks: int, layers_a_part: int) -> None:
+    """Of Qwen3.5-27B: 48 layers of 3 MiB, in three groups of vLLM's."""
+    groups = [
+        KvGroup(f"state{at}", range(16 * at, 16 * at + 16), ranks, (3 << 20,), "uint8", Attention.STATE, row_tokens=784)
+        for at in range(3)
+    ]
+    layout = layout_of_states([replace(one, plane_widths=((3 << 20) // ranks,)) for one in groups], ranks)
+    assert {len(part.layers) for part in layout.parts} == {layers_a_part}
+    assert max(part.raw_bytes for part in layout.parts) <= MOST_PART_BYTES
+    assert sum(part.raw_bytes for part in layout.parts) == 48 * 3 << 20
 
 
 @dataclass
@@ -145,6 +158,26 @@ def test_a_cut_keeps_the_longest_prefix_with_a_state_and_accounts_for_the_rest(s
     assert cut.blocks == max(right, default=0) and cut.tokens == cut.account.hit_tokens == 64 * cut.blocks
     assert cut.account.asked == match.account.asked
     assert cut.account.misses.get(MissReason.NO_STATE, 0) == 64 * (found - cut.blocks)
+
+
+def test_each_key_is_answered_by_itself(opened: tuple[EmbeddedStore, Any]) -> None:
+    """Also behind more keys than are looked up in one go, twice, or beside a key that no block can have."""
+    model = Model.of(opened[1])
+    keys = model.put([2])
+    asked = [*(number.to_bytes(32, "big") for number in range(5000)), *keys, b"short", keys[1]]
+    assert model.states.handle.which(asked) == [key == keys[1] for key in asked]
+
+
+def test_no_look_up_of_states_holds_up_other_requests() -> None:
+    """A message may name 65,536 of them, none of which need be stored: it is answered beside the store's lock."""
+    a = bench()
+    model, answers = Model.of(a), list[list[bool]]()
+    keys = model.put([2])
+    with a.store.lock:
+        asking = threading.Thread(target=lambda: answers.append(model.states.handle.which(keys)), daemon=True)
+        asking.start()
+        asking.join(10)
+        assert answers == [[False, True, False, False]]
 
 
 def test_no_tenant_is_told_of_anothers_states() -> None:

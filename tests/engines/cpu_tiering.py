@@ -8,6 +8,7 @@ are vLLM's.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,28 +22,26 @@ from engine_adapter.vllm_tier import _SLOTS_FIELD, KvStoreTier
 
 
 class CopyingWorker(OffloadingWorker):
-    """Copies at once, in the caller's thread. One KV group."""
+    """Copies at once, in the caller's thread: of each block what its KV group has of it."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int) -> None:
-        self._region = region
-        self._blocks_per_chunk = blocks_per_chunk
+        self._region, self._each, self._groups = region, blocks_per_chunk, kv_caches.group_data_refs
         self._pairs = []
         for cache in kv_caches.tensors:
             size = cache.page_size_bytes
             blocks = cache.tensor.view(torch.int8).view(-1, size)
-            self._pairs.append((size, blocks, region.create_next_worker_view(size * blocks_per_chunk)))
+            chunks = region.create_next_worker_view(size * blocks_per_chunk)
+            self._pairs.append((blocks, chunks.unflatten(1, (blocks_per_chunk, size))))
         self._finished: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        for size, blocks, chunks in self._pairs:
-            for block, chunk, at in self._places(src_spec, dst_spec):
-                chunks[chunk, at * size : (at + 1) * size] = blocks[block]
+        for block, chunk in self._places(src_spec, dst_spec):
+            chunk[:] = block
         return self._end(job_id)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        for size, blocks, chunks in self._pairs:
-            for block, chunk, at in self._places(dst_spec, src_spec):
-                blocks[block] = chunks[chunk, at * size : (at + 1) * size]
+        for block, chunk in self._places(dst_spec, src_spec):
+            block[:] = chunk
         return self._end(job_id)
 
     def get_finished(self) -> list[TransferResult]:
@@ -56,14 +55,18 @@ class CopyingWorker(OffloadingWorker):
         self._pairs.clear()
         self._region.cleanup()
 
-    def _places(self, blocks: GPULoadStoreSpec, chunks: Any) -> list[tuple[int, int, int]]:
-        """(block, chunk, place in the chunk); a run may begin in the middle of a chunk."""
-        skip = blocks.block_indices[0] % self._blocks_per_chunk
-        places = [divmod(number + skip, self._blocks_per_chunk) for number in range(len(blocks.block_ids))]
-        return [
-            (int(block), int(chunks.block_ids[chunk]), at)
-            for block, (chunk, at) in zip(blocks.block_ids, places, strict=True)
-        ]
+    def _places(self, blocks: GPULoadStoreSpec, chunks: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """A block, and its place in a chunk. A group's first one may be in the middle of a chunk."""
+        block_ids, chunk_ids = blocks.block_ids.tolist(), chunks.block_ids.tolist()
+        for refs, count, first in zip(self._groups, blocks.group_sizes, blocks.block_indices, strict=True):
+            skip = first % self._each
+            for number, block in enumerate(block_ids[:count], skip):
+                for ref in refs:
+                    of_blocks, of_chunks = self._pairs[ref.tensor_idx]
+                    at = chunk_ids[number // self._each], number % self._each
+                    yield of_blocks[block, : ref.page_size_bytes], of_chunks[at][: ref.page_size_bytes]
+            del block_ids[:count], chunk_ids[: -(-(count + skip) // self._each) if count else 0]
+        assert not block_ids and not chunk_ids
 
     def _end(self, job_id: int) -> bool:
         self._finished.append(TransferResult(job_id=job_id, success=True))
@@ -80,7 +83,7 @@ class CpuTieringSpec(TieringOffloadingSpec):
             count = self.num_chunks if unit == "chunk" else self.num_blocks
             region = SharedOffloadRegion(
                 engine_id=self._engine_id,
-                rank=0,
+                rank=self.config.parallel.rank,
                 cpu_page_size=self.cpu_page_size_per_worker,
                 **{f"num_{unit}s": count, f"kv_bytes_per_{unit}": self.kv_bytes_per_chunk},
             )

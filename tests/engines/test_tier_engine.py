@@ -21,8 +21,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import kvstore
 from engine_adapter.chunks.layout import ChunkRun, chunk_key, chunk_planes
-from engines.tier_engine import CHUNK_TOKENS, SECONDS, Engine, SidecarProcess, engine, tier_of
-from engines.tier_model import prompt_of, save_model
+from engines.models import save_llama
+from engines.tier_engine import CHUNK_TOKENS, SECONDS, Engine, SidecarProcess, engine, prompt_of, tier_of
 from kvstore.block.identity import Prompt
 from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
+    return save_llama(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

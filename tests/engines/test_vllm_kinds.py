@@ -154,15 +154,13 @@ def drive(engine: ScheduledEngine, steps: int) -> None:
 def test_whatever_is_read_is_right(begin: Begin, name: str, failing: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where loads fail half-way: their pages are then somebody else's, or computed."""
     engine = begin(name, failing)
-    load, draw = PagedWorker._load_kv if engine.half._facts.has_kv else PagedWorker._load_state, Random(SEED)
+    bring, draw = PagedWorker._bring, Random(SEED)
 
     def spoilt(self: PagedWorker, *given: Any) -> Any:
-        brought = load(self, *given)
-        if draw.random() >= failing:
-            return brought
-        return (given[-1].first_token, MissReason.CORRUPT) if load.__name__ == "_load_kv" else MissReason.CORRUPT
+        brought = bring(self, *given)
+        return brought if draw.random() >= failing else (given[-1].first_token, MissReason.CORRUPT)
 
-    monkeypatch.setattr(PagedWorker, load.__name__, spoilt)
+    monkeypatch.setattr(PagedWorker, "_bring", spoilt)
     for _ in range(10):
         drive(engine, STEPS)
         engine.forget()
@@ -195,7 +193,12 @@ def test_a_load_that_failed_is_not_promised_again(begin: Begin, monkeypatch: pyt
     prompt = [(7 * at) % 900 for at in range(300)]
     engine.ask("a", prompt)
     engine.forget()
-    monkeypatch.setattr(PagedWorker, "_load_state", lambda *given: MissReason.CORRUPT)
+    bring = PagedWorker._bring
+
+    def without_states(*given: Any) -> Any:
+        return bring(*given) if given[-1].state else (0, MissReason.CORRUPT)
+
+    monkeypatch.setattr(PagedWorker, "_bring", without_states)
     assert engine.ask("b", [*prompt, 1]) == 288, "it was promised, once"
     assert engine.total().misses[MissReason.CORRUPT] == 288 and "b" in engine.over
 

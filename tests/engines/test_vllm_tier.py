@@ -9,7 +9,7 @@ import inspect
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +21,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; docs/vllm-tier.m
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import vllm
-from vllm.config import KVTransferConfig, LoRAConfig
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.engine.arg_utils import EngineArgs
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload import config as offload_config
 from vllm.v1.kv_offload.base import LookupResult, OffloadingEvent, make_offload_key
 from vllm.v1.kv_offload.tiering import factory
@@ -35,13 +33,12 @@ from engine_adapter import vllm_tier
 from engine_adapter.model_files import model_fingerprint
 from engine_adapter.vllm_config import fingerprint
 from engine_adapter.vllm_tier import CHUNKS_METRIC, KvStoreTier, check_engine, engine_config, engine_facts
-from engines.tier_engine import be_patient, takes
-from engines.tier_model import save_model
+from engines.models import save_llama
+from engines.tier_engine import be_patient, opened, takes
 from kvstore.block.errors import BadInput
 from service.sidecar import Sidecar
 from waiting import wait_until
 
-SEED = None if vllm_tier._FIXED_ROOT else "0"
 SLOTS, CHUNK_BYTES, SECONDS = 8, 64 << 10, 30
 
 # --- the installed interface -----------------------------------------------------------------------------------------
@@ -148,7 +145,7 @@ def test_a_pinned_version_is_installed() -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
+    return save_llama(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +196,6 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     "not cryptographic": lambda c: setattr(c.cache_config, "prefix_caching_hash_algo", "xxhash"),
     "xxhash_cbor is not": lambda c: setattr(c.cache_config, "prefix_caching_hash_algo", "xxhash_cbor"),
     "prefix caching is off": lambda c: setattr(c.cache_config, "enable_prefix_caching", False),
-    "LoRA": lambda c: setattr(c, "lora_config", LoRAConfig(max_lora_rank=8)),
     "dummy": lambda c: setattr(c.load_config, "load_format", "dummy"),
     "updated in place": lambda c: setattr(c, "weight_transfer_config", SimpleNamespace()),
     "sleep": lambda c: setattr(c.model_config, "enable_sleep_mode", True),
@@ -208,34 +204,42 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     ),
     "one host": lambda c: workers(c, 2, "ray"),
     "this host's workers": lambda c: workers(c, 4, "mp", hosts=2),
+    "mamba_cache_mode=all": lambda c: setattr(c.cache_config, "mamba_cache_mode", "all"),
+    "stages have unequal layers": lambda c: setattr(c.parallel_config, "pipeline_parallel_size", 2),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_an_engine_that_leaves_a_doubt_is_refused_in_one_line(what: str, config: Any) -> None:
-    check_engine(config, SEED)
+    check_engine(config)
     REFUSED[what](config)
     with pytest.raises(BadInput, match=what) as raised:
-        check_engine(config, SEED)
+        check_engine(config)
     assert "\n" not in str(raised.value)
+
+
+def test_chunks_that_may_lack_a_part_are_refused() -> None:
+    """vLLM loads the middle of one where another group's chunks end, and may have stored it without that."""
+    spec = spec_of()
+    spec.config = replace(
+        spec.config, groups=(spec.config.groups[0], replace(spec.config.groups[0], tokens_per_block=16))
+    )
+    with pytest.raises(BadInput, match="set blocks_per_chunk to 1"):
+        vllm_tier.group_numbers(spec)
+    spec.blocks_per_chunk = 1
+    assert vllm_tier.group_numbers(spec)
 
 
 def test_what_is_fine_is_not_refused(config: Any) -> None:
     config.cache_config.prefix_caching_hash_algo = "sha256_cbor"
     workers(config, 2, "mp")
-    check_engine(config, SEED)
+    check_engine(config)
 
 
 @pytest.mark.parametrize("version", ["0.27.3", "0.29.0", "0.33.0", "1.0.0"])
 def test_another_version_is_told_what_is_installed_and_what_is_supported(version: str, config: Any) -> None:
     with pytest.raises(BadInput, match=f"vLLM {version} is installed.*0.28, 0.31, 0.32"):
-        check_engine(config, SEED, version)
-
-
-@pytest.mark.skipif(vllm_tier._FIXED_ROOT, reason="the root of hashes is fixed in this version")
-def test_a_random_root_is_refused(config: Any) -> None:
-    with pytest.raises(BadInput, match="PYTHONHASHSEED=0"):
-        check_engine(config, None)
+        check_engine(config, version)
 
 
 CHANGES: dict[str, Callable[[Any, Any], object]] = {
@@ -257,6 +261,14 @@ def test_whatever_decides_bytes_is_in_the_namespace(field: str, config: Any) -> 
     CHANGES[field](config, spec)
     after = engine_facts(config, spec, CHUNK_BYTES)
     assert {name for name in before if before[name] != after[name]} == {field.strip()}
+
+
+def test_how_states_are_packed_is_in_the_namespace(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = set()
+    for layout in ("SD", "DS"):
+        monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", layout)
+        found.add(engine_facts(config, spec_of(), CHUNK_BYTES)["page_layout"])
+    assert len(found) == 2
 
 
 def test_workers_and_sizes_are_in_the_namespace(config: Any) -> None:
@@ -303,27 +315,16 @@ def make_tier(config: Any, url: str, **parameters: Any) -> KvStoreTier:
         primary_kv_view=memoryview(memory),
         tier_type="KvStoreTier",
         url=url,
-        hash_seed=SEED,
         **parameters,
     )
 
 
 @pytest.fixture
-def root() -> Iterator[None]:
-    """Hashes begin as in an engine."""
-    before = getattr(kv_cache_utils, "NONE_HASH", None)
-    seed = kv_cache_utils.get_none_hash_seed() if vllm_tier._FIXED_ROOT else SEED
-    kv_cache_utils.NONE_HASH = get_hash_fn_by_name("sha256")(seed)
-    yield
-    kv_cache_utils.NONE_HASH = before
-
-
-@pytest.fixture
-def tier(config: Any, tmp_path: Path, root: None) -> Iterator[KvStoreTier]:
+def tier(config: Any, tmp_path: Path) -> Iterator[KvStoreTier]:
     with Sidecar(tmp_path, dram="16MiB") as sidecar:
         running = make_tier(config, f"unix:{sidecar.path}", enable_kv_events=True, deadline_ms=5000)
         be_patient(running)
-        wait_until(lambda: all(space.handle is not None for space in running._chunks._spaces))
+        opened(running)
         yield running
         running.shutdown()
 
@@ -375,18 +376,18 @@ def test_chunks_come_back(tier: KvStoreTier) -> None:
 
 
 @pytest.mark.skipif(not vllm_tier.LOCALITY, reason="this vLLM does not ask tiers where their storage is")
-def test_where_its_storage_is_can_be_said(config: Any, tmp_path: Path, root: None) -> None:
+def test_where_its_storage_is_can_be_said(config: Any, tmp_path: Path) -> None:
     """Through vLLM's own factory, and in the events that it publishes."""
     vllm_config = config
     assert vllm_config is not None
-    given = {"type": "KvStoreTier", "module_path": "engine_adapter.vllm_tier", "hash_seed": SEED}
+    given = {"type": "KvStoreTier", "module_path": "engine_adapter.vllm_tier", "hash_seed": "0"}
     memory = memoryview(np.zeros((SLOTS, CHUNK_BYTES), np.int8))
     make = factory.SecondaryTierFactory.create_secondary_tier
     with Sidecar(tmp_path, dram="16MiB") as sidecar:
         given |= {"url": f"unix:{sidecar.path}", "enable_kv_events": True, "deadline_ms": 5000}
         tier: Any = make({**given, "locality": "REMOTE"}, memory, spec_of())
         be_patient(tier)
-        wait_until(lambda: all(space.handle is not None for space in tier._chunks._spaces))
+        opened(tier)
         tier.on_new_request(Request("r"))
         tier.submit_store(job_of(1, KEYS, [0, 1, 2, 3], is_promotion=False))
         assert finished(tier)[0].success
@@ -418,17 +419,7 @@ def test_keys_of_another_kind_are_missing(tier: KvStoreTier) -> None:
     )
 
 
-def test_a_root_that_is_not_the_known_one_turns_it_off(tier: KvStoreTier, caplog: pytest.LogCaptureFixture) -> None:
-    kv_cache_utils.NONE_HASH = os.urandom(32)
-    for _ in range(3):
-        tier.on_new_request(Request("r"))
-    assert [record.levelname for record in caplog.records if "KvStoreTier is off" in record.message] == ["ERROR"]
-    tier.submit_store(job_of(1, KEYS, [0, 1, 2, 3], is_promotion=False))
-    assert not finished(tier)[0].success
-    assert tier.lookup(KEYS[0], Request("r")) is LookupResult.MISS
-
-
-def test_without_a_sidecar_it_begins_and_misses(config: Any, tmp_path: Path, root: None) -> None:
+def test_without_a_sidecar_it_begins_and_misses(config: Any, tmp_path: Path) -> None:
     tier = make_tier(config, f"unix:{tmp_path}/nobody.sock")
     tier.on_new_request(Request("r"))
     assert tier.lookup(KEYS[0], Request("r")) is LookupResult.MISS

@@ -6,16 +6,17 @@ import contextlib
 import inspect
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kvstore.client.socket_door import CallLimits
+from waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
@@ -82,19 +83,7 @@ class Engine:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        extra = {
-            "spec_name": "CpuTieringSpec",
-            "spec_module_path": "engines.cpu_tiering",
-            "cpu_bytes_to_use": 16 << 20,
-            "blocks_per_chunk": BLOCKS_PER_CHUNK,
-            "secondary_tiers": [dict(tier) for tier in tiers or ()],
-        }
-        transfer = KVTransferConfig(
-            kv_connector="OffloadingConnector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config=extra,
-        )
+        transfer = KVTransferConfig(**offloading(tiers or ()))
         with _out_of_sight("llvmlite.binding.ffi"):
             self.llm = LLM(
                 model=str(model),
@@ -129,10 +118,7 @@ class Engine:
 
     def opened(self) -> None:
         """Return when the tier has its namespaces."""
-        deadline = time.monotonic() + SECONDS
-        while any(space.handle is None for space in self.tier._chunks._spaces):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        opened(self.tier)
 
     def close(self) -> None:
         self._core.shutdown()
@@ -167,11 +153,33 @@ def engine(model: Path, tiers: Sequence[Mapping[str, Any]] | None, **options: An
 
 
 def tier_of(url: str, **parameters: Any) -> dict[str, Any]:
-    """The JSON of the recorded tier. 0.28 has to be told the root of its hashes."""
-    from vllm.v1.core import kv_cache_utils
+    """The JSON of the recorded tier."""
+    return {"type": "RecordedTier", "module_path": "engines.cpu_tiering", "url": url, **parameters}
 
-    seed = {} if hasattr(kv_cache_utils, "get_none_hash_seed") else {"hash_seed": os.environ.get("PYTHONHASHSEED")}
-    return {"type": "RecordedTier", "module_path": "engines.cpu_tiering", "url": url, **seed, **parameters}
+
+def prompt_of(tokens: int, seed: int) -> list[int]:
+    """Token ids that nothing ends at. Of one seed all begin alike."""
+    rng = random.Random(seed)
+    return [rng.randrange(3, 1000) for _ in range(tokens)]
+
+
+def offloading(tiers: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
+    """How vLLM is told to offload: these secondary tiers below a worker that runs on a CPU."""
+    extra = {
+        "spec_name": "CpuTieringSpec",
+        "spec_module_path": "engines.cpu_tiering",
+        "cpu_bytes_to_use": 16 << 20,
+        "blocks_per_chunk": BLOCKS_PER_CHUNK,
+        "secondary_tiers": [dict(tier) for tier in tiers],
+        **more,
+    }
+    given = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    return {**given, "kv_connector_extra_config": extra}
+
+
+def opened(tier: Any) -> None:
+    """Return when the tier has its namespaces."""
+    wait_until(lambda: all(space.handle is not None for space in tier._chunks._spaces))
 
 
 def be_patient(tier: Any) -> None:

@@ -181,7 +181,7 @@ def test_what_a_prefix_needs_of_each_kind(kind: Attention, window: int, needed: 
 @pytest.mark.parametrize(
     ("page_tokens", "block_tokens"),
     [(1, 64), (16, 64), (32, 64), (64, 64), (128, 128), (256, 256), (3, 192), (48, 192), (96, 192), (1024, 1024),
-     (63, 4032), (80, 80), (127, 127), (784, 784), (544, 544), (1040, 1040), (4096, 4096)],
+     (63, 4032), (80, 80), (127, 127), (784, 784), (544, 544), (1040, 1040), (8304, 8304)],
 )  # fmt: skip
 def test_the_default_block_is_of_64s_unless_the_page_forbids_it(page_tokens: int, block_tokens: int) -> None:
     assert default_block_tokens(page_tokens) == block_tokens
@@ -200,7 +200,7 @@ def test_a_block_is_a_multiple_of_the_page(page_tokens: int, block_tokens: int) 
             assert one_line(error, f"block_tokens={block_tokens}", f"use {default}")
             check_block_tokens(default, page_tokens)  # what the message advises is possible
         else:
-            assert one_line(error, f"page_tokens={page_tokens}", "at most 4096")
+            assert one_line(error, f"page_tokens={page_tokens}", "at most 16384")
     else:
         assert block_tokens % page_tokens == 0 < block_tokens <= MAX_BLOCK_TOKENS
 
@@ -213,9 +213,9 @@ FULL = KvGroup("full", (0, 1), 2, (8, 8), "bfloat16")
     [
         (lambda: llama(block_tokens=100, page_tokens=8), ("block_tokens=100", "multiple of 8", "use 64")),
         (lambda: llama(block_tokens=64, page_tokens=48), ("page of 48", "multiple of 48", "use 192")),
-        (lambda: llama(block_tokens=8192), ("8192", "at most 4096")),
+        (lambda: llama(block_tokens=32768), ("32768", "at most 16384")),
         (lambda: llama(page_tokens=0), ("page_tokens=0", "1 or more")),
-        (lambda: llama(page_tokens=4097), ("page_tokens=4097", "4096")),
+        (lambda: llama(page_tokens=16385), ("page_tokens=16385", "16384")),
         (lambda: llama(layers=0), ("'full'", "distinct layer numbers")),
         (lambda: llama(kv_heads=0), ("0 KV heads", "1 or more")),
         (lambda: llama(head_dim=0), ("(0, 0)", "head_dim")),
@@ -235,8 +235,8 @@ FULL = KvGroup("full", (0, 1), 2, (8, 8), "bfloat16")
         (lambda: KvGroup("x", (0,), 2, (8,), "int8", Attention.SLIDING), ("sliding", "window=0", "1 token or more")),
         (lambda: KvGroup("x", (0,), 2, (8,), "int8", Attention.CHUNKED), ("chunked", "window=0", "1 token or more")),
         (lambda: KvGroup("x", (0,), 2, (8,), "int8", Attention.STATE, 5), ("state", "window=5", "none with any other")),
-        (lambda: KvGroup("x", (0,), 2, (8,), "int8", row_tokens=0), ("'x'", "row_tokens=0", "at most 4096")),
-        (lambda: KvGroup("x", (0,), 2, (8,), "int8", row_tokens=4097), ("row_tokens=4097",)),
+        (lambda: KvGroup("x", (0,), 2, (8,), "int8", row_tokens=0), ("'x'", "row_tokens=0", "at most 16384")),
+        (lambda: KvGroup("x", (0,), 2, (8,), "int8", row_tokens=16385), ("row_tokens=16385",)),
         (lambda: KvGroup("x", (0,), 2, (8,), "int8", row_tokens=4.0), ("row_tokens=4.0",)),
         (lambda: Layout((KvGroup("x", (0,), 2, (8,), "int8", row_tokens=5),)), ("rows of 5 tokens", "divide")),
         (lambda: Layout((KvGroup("x", (0,), 2, (8,), "int8", "state", 0, 32),)), ("'x' (state)", "32", "one row")),

@@ -55,6 +55,17 @@ def test_pages_of_two_sizes_in_one_memory_are_told_apart_by_their_bytes(small: l
     assert one_line(caught.value, "'full' and 'sliding'", f"page {common} of them")
 
 
+def test_pages_of_two_sizes_that_lie_in_each_other_are_not_apart() -> None:
+    """Where memory has the first tokens of all pages first, page 6 of 8 has a token where page 2 of 4 has one."""
+    memory = torch.zeros(8 * 128, dtype=torch.float16)
+    planes = {0: [memory.view(16, 8, 1, 8).transpose(0, 1)], 1: [memory.view(32, 4, 1, 8).transpose(0, 1)]}
+    assert planes[0][0][6, 1].data_ptr() == planes[1][0][2, 3].data_ptr()
+    pages = Pages(planes, [5, 6], 16, {"sliding": GroupPages([2], 0, 32)})
+    with pytest.raises(LayoutMismatch) as caught:
+        pages.check_apart(LAYOUT)
+    assert one_line(caught.value, "'full' and 'sliding'", "planes in common")
+
+
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
 def test_a_page_that_is_named_twice(kind: Any) -> None:
     """By a table that is used."""

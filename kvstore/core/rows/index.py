@@ -160,8 +160,10 @@ class PrefixIndex:
 
     def which(self, namespace: int, keys: Sequence[bytes]) -> bytes:
         """Which of these keys are visible, each for itself, as a bit each from the lowest of the first byte on."""
-        visible = np.fromiter(map(self._names[namespace].visible.__contains__, keys), bool, len(keys))
-        return np.packbits(visible, bitorder="little").tobytes()
+        contains = self._names[namespace].visible.__contains__
+        runs = [keys[first : first + _AT_ONCE] for first in range(0, len(keys), _AT_ONCE)]
+        found = (np.fromiter(map(contains, run), bool) for run in runs)
+        return b"".join([np.packbits(some, bitorder="little").tobytes() for some in found])
 
     def why_not(self, namespace: int, key: bytes, parent: int) -> TierMiss | None:
         """Why a key is not visible; None if its parent goes on with other children only."""
@@ -196,8 +198,8 @@ class PrefixIndex:
         another tenant's."""
         mine = self._names[namespace]
         for number, names in enumerate(self._names):
-            is_alike = names is not mine and (names.tenant, names.beside) == (mine.tenant, mine.beside)
-            if is_alike and key in names.visible:
+            is_there = names.tenant == mine.tenant and key in names.visible
+            if is_there and number != namespace and names.beside == mine.beside:
                 return number
         return -1
 
