@@ -344,7 +344,8 @@ class _Request:
         self._is_long, self._most_kept = owner._table == "long", most if rope and owner._table == "short" else 1 << 62
         self.unseen, shown = pictures, prompts.pictures_end(self._watch.picture_token) if pictures else 0
         """Pictures that the model has still to look at."""
-        self._is_left_alone = (self._is_long and rope != LONGROPE) or (bool(pictures) and not shown)
+        has_unknown = bool(pictures) and (not shown or self._kinds.positions != {})
+        self._is_left_alone = has_unknown or (self._is_long and rope != LONGROPE)
         self._changes_unseen = not owner._identity.is_plain and not self._watch.is_opaque
         grid = self._block if owner.kept is SavedBlocks.EVERYTHING else owner.chunk_tokens
         self._policy: StatePolicy | None = None

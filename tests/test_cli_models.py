@@ -38,7 +38,7 @@ def test_a_model_by_name_by_directory_and_by_file_is_the_same(tmp_path: Path, he
 
 def test_of_what_is_not_served_the_reason_and_the_remedy_are_shown(here: Here) -> None:
     shown = here("models", "kimi-k3").stdout
-    assert "transformers: served in part: prompts with images or the like; allowed: prompts of text." in shown
+    assert "transformers: served in part: prompts with videos or sound; allowed: text and images." in shown
     told = json.loads(here("models", "--json").stdout)["models"]
     answers = [one["engines"][engine] for one in told for engine in Engine]
     assert all(bool(one["reason"]) == (one["verdict"] != Verdict.SERVED) for one in answers)

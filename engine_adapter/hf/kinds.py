@@ -6,6 +6,7 @@ grow while tokens are computed, and by nothing else, so that a kind of KV needs 
     K and V, latents, keys of an indexer     [rows, kv_heads, tokens, width] or [rows, tokens, width]: pages. A layer
                                              with a window or with chunks needs the last of them only
     states of recurrences and convolutions   of one size, whatever came before: a state at one boundary
+    positions, [..., rows, tokens]           of text, as they are
     counters                                 one more for each token
 
 Imports torch only. Must never hand out tokens that a cache does not hold.
@@ -47,6 +48,7 @@ class CacheKinds:
         """cache: as it is behind some tokens; it becomes the form of others. before: its `values` behind half as many.
         chunked: layers whose window is a chunk. Raises `BadInput` for a cache that cannot be stored by prefix."""
         self.states: dict[Path, torch.Tensor] = {}
+        self.positions: dict[Path, torch.Tensor] = {}
         self._counters: list[Path] = []
         grown: dict[tuple[Any, ...], list[Path]] = {}
         for path, value in values(cache).items():
@@ -55,6 +57,8 @@ class CacheKinds:
                 self._counters += [path] if value != earlier else []
             elif isinstance(earlier, torch.Tensor) and earlier.shape == value.shape:
                 self.states |= {path: value} if value.ndim else {}
+            elif isinstance(earlier, torch.Tensor) and not value.is_floating_point() and value.shape[-2] == 1:
+                self.positions[path] = value[..., :1]
             else:
                 dtype, heads = str(value.dtype).removeprefix("torch."), value.shape[1] if value.ndim == 4 else 1
                 is_grown = isinstance(earlier, torch.Tensor) and value.shape[-2] == 2 * earlier.shape[-2]
@@ -92,7 +96,7 @@ class CacheKinds:
         self._form = cache
         for path in (path for _, _, paths in self._layers for path in paths):
             _set(cache, path, _get(cache, path)[..., :0, :])
-        for path in self.states:
+        for path in (*self.states, *self.positions):
             _set(cache, path, None)
 
     def blank(self, tokens: int, device: torch.device) -> tuple[RestoredKv, Pages]:
@@ -118,6 +122,8 @@ class CacheKinds:
                 held = memory.planes[path][..., max(0, stop - kept) : stop, :]
                 held = pad(held, (0, 0, kept - held.shape[-2], 0))  # of chunks before the last one nothing is seen
                 planes[path] = held if _get(self._form, path).ndim == 4 else held[:, 0]
+        for path, first in self.positions.items():
+            planes[path] = torch.arange(tokens, device=first.device).expand(*first.shape[:-1], tokens)
         return self._made({**planes, **dict(zip(self.states, states, strict=True))}, tokens)
 
     def joined(self, caches: Sequence[Any], tokens: int, repeats: int) -> Any:
@@ -129,7 +135,12 @@ class CacheKinds:
                 planes = [_get(cache, path) for cache in caches]
                 columns = max(least, *(plane.shape[-2] for plane in planes))
                 made[path] = [pad(plane, (0, 0, columns - plane.shape[-2], 0)) for plane in planes]
-        return self._made({path: torch.cat(ones).repeat_interleave(repeats, 0) for path, ones in made.items()}, tokens)
+        held = {path: torch.cat(ones).repeat_interleave(repeats, 0) for path, ones in made.items()}
+        for path in self.positions:
+            rows = [_get(cache, path) for cache in caches]
+            rows = [pad(row, (tokens - row.shape[-1], 0)) for row in rows]
+            held[path] = torch.cat(rows, -2).repeat_interleave(repeats, -2)
+        return self._made(held, tokens)
 
     def first_held(self, cache: Any, tokens: int) -> int:
         """The column from which on a cache of `tokens` columns holds all layers; `tokens` where one holds another

@@ -117,7 +117,7 @@ def _digest(kv: Kv) -> str:
 
 def _leading(one: Kv, other: Kv, kinds: CacheKinds, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Pairs of what both hold of the first so many tokens; states only where that is all."""
-    grown = [path for path in one if path not in kinds.states]
+    grown = [path for path in one if path not in kinds.states and path not in kinds.positions]
     states = [path for path in kinds.states if tokens == PROBE_TOKENS]
     pairs = [(one[path][..., :tokens, :], other[path][..., :tokens, :]) for path in grown]
     return [*pairs, *((one[path], other[path]) for path in states)]

@@ -155,7 +155,7 @@ _RULES: Mapping[Engine, tuple[_Rule, ...]] = {
         ),
     ),
     Engine.TRANSFORMERS: (
-        _Rule("pictures", "prompts with images or the like", "allowed: prompts of text", verdict=Verdict.PARTLY),
+        _Rule("pictures", "prompts with videos or sound", "allowed: text and images", verdict=Verdict.PARTLY),
         _Rule("own_cache", "its class keeps KV in a cache of its own"),
     ),
 }

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from engine_adapter.adapter import (
     SAVE_BYTES_PER_MS,
@@ -15,9 +16,12 @@ from engine_adapter.adapter import (
     chosen_codec,
 )
 from kvstore.block.account import MissReason
-from kvstore.block.layout import Layout
+from kvstore.block.codec import codec_named
+from kvstore.block.identity import Namespace
+from kvstore.block.layout import Attention, KvGroup, Layout
 from kvstore.block.pages import Pages
-from kvstore.client.handle import PutResult
+from kvstore.client.handle import NamespaceHandle, PutResult
+from kvstore.client.states import PrefixStates, config_of_states
 from workbench import bench, blank_pages, random_pages, same_tokens, small_layout
 
 CHUNK = 128
@@ -115,3 +119,35 @@ def test_the_codec_that_an_adapter_takes(caplog: pytest.LogCaptureFixture) -> No
     opaque = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="float8_e4m3fn")
     assert chosen_codec(None, opaque) == "raw"
     assert "float8_e4m3fn" in caplog.text and "'raw'" in caplog.text
+
+
+def test_kv_of_which_less_can_be_leased_than_a_state_covers_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = bench()
+    namespace, tokens = parts.namespace(), list(range(300))
+    group = KvGroup("state", (0,), 1, (96,), "uint8", Attention.STATE, row_tokens=64)
+    config = config_of_states(namespace.namespace, "test")
+    beside = Namespace(namespace.model, Layout((group,), 64), "raw", config=config)
+    states = PrefixStates(NamespaceHandle(parts.door(), beside, codec_named("raw")))
+    state = Pages({0: [torch.arange(96, dtype=torch.uint8)[None, None, None]]}, [0], 64)
+
+    def request() -> StoreRequest:
+        return StoreRequest(namespace, Report(300, 64), states=states)
+
+    first = request()
+    first.save(tokens[:256], random_pages(small_layout(), 4))
+    first.save_state(tokens[:192], state)
+    lease, into = namespace.lease, Pages({0: [torch.zeros(1, 1, 1, 96, dtype=torch.uint8)]}, [0], 64)
+    second = request()
+    assert second.matched_tokens(tokens) == 192 == second.load(blank_pages(small_layout(), 3), into)
+    assert torch.equal(into.planes[0][0], state.planes[0][0]) and second.found_tokens == 256
+    monkeypatch.setattr(
+        namespace,
+        "lease",
+        lambda match, *a, **b: lease(match.cut(2, match.account.cut(128, MissReason.EVICTED)), *a, **b),
+    )
+    third = request()
+    assert third.matched_tokens(tokens) == 0
+    misses = third.report.account.misses
+    assert (misses[MissReason.NO_STATE], misses[MissReason.EVICTED]) == (192, 64)
+    third.release()
+    assert parts.store.usage().leases == 0

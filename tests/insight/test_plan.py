@@ -240,7 +240,7 @@ def test_what_an_engine_does_not_serve_is_said() -> None:
         return " ".join(plan(PlanRequest(MODELS[name], **more)).refusals)
 
     assert said("llama-3.1-8b") == ""
-    assert "With transformers it is served in part: prompts with images" in said("gemma-3-4b")
+    assert "With transformers it is served in part: prompts with videos" in said("gemma-3-4b")
     assert "With SGLang it is served in part: page hashes" in said("qwen3.5-27b") and "vLLM" not in said("qwen3.5-27b")
     assert "With vLLM it is served in part: vLLM's pages have 5,760 tokens" in said("kimi-k3")
     assert "--tensor-parallel-size 2 or more" in said("kimi-k3") and "vLLM" not in said("kimi-k3", tensor_parallel=8)
