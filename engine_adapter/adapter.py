@@ -8,8 +8,9 @@ after one fault a request goes on without it. Must never import an engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from logging import getLogger
 from math import ceil
 
@@ -83,30 +84,15 @@ class Report:
 
     def itl_percentile(self, percent: float) -> float:
         """Inter-token latency in milliseconds at a percentile (nearest rank); 0 where there is only one token."""
-        if not self.itl_ms:
-            return 0.0
-        return sorted(self.itl_ms)[max(0, ceil(len(self.itl_ms) * percent / 100) - 1)]
+        ranked = sorted(self.itl_ms) or [0.0]
+        return ranked[max(0, ceil(len(ranked) * percent / 100) - 1)]
 
     def to_dict(self) -> dict[str, object]:
-        return {
-            "request": self.request,
-            "prompt_tokens": self.prompt_tokens,
-            "new_tokens": self.new_tokens,
-            "grid_tokens": self.grid_tokens,
-            **self.account.to_dict(),
-            "detail": self.detail,
-            "ttft_ms": self.ttft_ms,
-            "itl_ms_p50": self.itl_percentile(50),
-            "itl_ms_p99": self.itl_percentile(99),
-            "tokens_per_second": self.tokens_per_second,
-            "lookup_ms": self.lookup_ms,
-            "restored_ms": self.restored_ms,
-            "save_ms": self.save_ms,
-            "saved_blocks": self.saved_blocks,
-            "put_reasons": {str(reason): count for reason, count in self.put_reasons.items()},
-            "faults": self.faults,
-            "fault": self.fault,
-        }
+        made = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("account", "itl_ms")}
+        made |= self.account.to_dict()
+        made |= {"itl_ms_p50": self.itl_percentile(50), "itl_ms_p99": self.itl_percentile(99)}
+        made |= {"tokens_per_second": self.tokens_per_second}
+        return {**made, "put_reasons": {str(reason): count for reason, count in self.put_reasons.items()}}
 
 
 class StoreRequest:
@@ -115,14 +101,12 @@ class StoreRequest:
     1. `matched_tokens` before the request is scheduled; what it promises is pinned until `load` or `release`.
     2. `load` once the engine has memory for it.
     3. `save` whenever more of the prompt is computed.
-    4. `finished` at the end, or `release` alone when the request is given up.
-
-    states: of recurrent layers, for a model that has some: what is matched ends where there is one.
+    4. `release` at the end.
 
     report: filled in here; a match is cut to its grid_tokens. An engine whose results do not depend on how prefill is
-    split passes its block size. pool: asked before the store. deadline_ms: of a look-up. ttl: of a save, as
-    in `NamespaceHandle.put`. ticket: from the engine that computes the prompt; the look-up waits for that engine's
-    blocks. Not thread-safe.
+    split passes its block size. pool: asked before the store. deadline_ms: of a look-up. ticket: from the engine that
+    computes the prompt; the look-up waits for that engine's blocks. states: of recurrent layers, for a model that has
+    some: what is matched ends where there is one. Not thread-safe.
     """
 
     def __init__(
@@ -134,21 +118,19 @@ class StoreRequest:
         deadline_ms: float = 50,
         extra_keys: Sequence[ExtraKey | bytes | str] = (),
         ticket: str = "",
-        ttl: float | None = None,
         states: PrefixStates | None = None,
     ) -> None:
         self.report = report
-        self._states = states
-        self.state_lease: Lease | None = None
-        """Of the state behind what was matched, until `load` or `release`."""
+        self.ttl: float | None = None
+        """Of saves, as in `NamespaceHandle.put`."""
+        self.least_tokens = 0
+        """Of a hit: of less no use can be made."""
         self.found_tokens = 0
         """Of the last look-up, in KV alone: behind it prompts part."""
-        self._namespace = namespace
-        self._pool = pool
-        self._deadline_ms = deadline_ms
-        self._extra_keys = extra_keys
-        self._ticket, self._ttl = ticket, ttl
+        self._namespace, self._pool, self._states = namespace, pool, states
+        self._deadline_ms, self._extra_keys, self._ticket = deadline_ms, extra_keys, ticket
         self._lease: Lease | None = None
+        self._state_lease: Lease | None = None
         self._keys: list[bytes] = []
         self._pooled_tokens = 0
         self.is_away = False
@@ -163,14 +145,13 @@ class StoreRequest:
         report.account = Account.of([(MissReason.DISABLED, asked)])
         if self._namespace is None:
             return 0
-        start, block = time.perf_counter(), self._namespace.block_tokens
+        block = self._namespace.block_tokens
 
         def failed(error: Exception) -> None:
             report.account = Account.missed(self._fail(error), asked, block)
 
-        with contained(failed):
+        with self._timed("lookup_ms"), contained(failed):
             report.account = self._look_up(self._namespace, token_ids)
-        report.lookup_ms += 1e3 * (time.perf_counter() - start)
         return report.account.hit_tokens
 
     def sealed(self, token_ids: Sequence[int], seconds: float) -> str:
@@ -190,19 +171,17 @@ class StoreRequest:
         report = self.report
         if self._namespace is None or not report.account.hit_tokens:
             return 0
-        start = time.perf_counter()
 
         def failed(error: Exception) -> None:
             report.account = report.account.cut(0, self._fail(error))
 
-        with contained(failed):
+        with self._timed("restored_ms"), contained(failed):
             report.account = self._bring(self._namespace, pages)
-            if state is not None and self._states is not None and self.state_lease is not None:
-                with self.state_lease as lease:
+            if state is not None and self._states is not None and self._state_lease is not None:
+                with self._state_lease as lease:
                     loaded = self._states.handle.get(lease, into=state)
                 if not loaded.tokens or report.account.hit_tokens < pages.tokens:
                     report.account = report.account.cut(0, loaded.reason or MissReason.NO_STATE)
-        report.restored_ms += 1e3 * (time.perf_counter() - start)
         return report.account.hit_tokens
 
     def save(self, token_ids: Sequence[int], pages: Pages, first_token: int = 0) -> None:
@@ -211,52 +190,37 @@ class StoreRequest:
         inexact codec decoded are left out."""
         if self._namespace is None:
             return
-        report, start = self.report, time.perf_counter()
-        with contained(lambda error: self._count(self._fail(error))):
-            for first, stop in self._offered(self._namespace.block_tokens, first_token, len(token_ids)):
-                part = _cut_pages(pages, first - first_token, stop - first_token)
-                raw_bytes = (stop - first) // self._namespace.block_tokens * self._namespace.layout.raw_bytes
-                result = self._namespace.put(
-                    token_ids[:stop],
-                    part,
-                    first,
-                    extra_keys=self._extra_keys,
-                    deadline_ms=SAVE_DEADLINE_MS + raw_bytes / SAVE_BYTES_PER_MS,
-                    ttl=self._ttl,
-                )
-                report.saved_blocks += result.stored
-                self.is_away = result.reason in _AWAY
-                if result.reason is not None:
-                    self._count(result.reason)
+        block = self._namespace.block_tokens
+        with self._timed("save_ms"), contained(lambda error: self._count(self._fail(error))):
+            prompt = self._namespace.hashed(token_ids, self._extra_keys)
+            for first, stop in self._offered(block, first_token, len(token_ids) // block * block):
+                part = pages.cut((first - first_token) // pages.page_tokens, (stop - first_token) // pages.page_tokens)
+                offered = Prompt(stop, prompt.keys[: stop // block])
+                if self._put(self._namespace, offered, part, first, (stop - first) // block) is not None:
                     break
             if self._pool is not None:
-                self._pool.save(self._namespace.hashed(token_ids, self._extra_keys).keys, pages, self._decoded)
-        report.save_ms += 1e3 * (time.perf_counter() - start)
+                self._pool.save(prompt.keys, pages, self._decoded)
 
     def save_state(self, token_ids: Sequence[int], state: Pages) -> None:
         """Put the states of recurrent layers as they are behind these tokens, whole blocks."""
-        if self._namespace is None or self._states is None:
-            return
-        start = time.perf_counter()
-        with contained(lambda error: self._count(self._fail(error))):
-            key = self._namespace.hashed(token_ids, self._extra_keys).keys[-1]
-            wait_ms = SAVE_DEADLINE_MS + self._states.handle.layout.raw_bytes / SAVE_BYTES_PER_MS
-            prompt = self._states.prompt_of(key)
-            result = self._states.handle.put(prompt, state, deadline_ms=wait_ms, ttl=self._ttl)
-            self.is_away = result.reason in _AWAY
-            if result.reason is not None:
-                self._count(result.reason)
-        self.report.save_ms += 1e3 * (time.perf_counter() - start)
+        if self._namespace is not None and self._states is not None:
+            with self._timed("save_ms"), contained(lambda error: self._count(self._fail(error))):
+                key = self._namespace.hashed(token_ids, self._extra_keys).keys[-1]
+                self._put(self._states.handle, self._states.prompt_of(key), state, 0, 1)
 
-    def finished(self, token_ids: Sequence[int], pages: Pages) -> None:
-        """Save the rest, and release."""
-        self.save(token_ids, pages)
-        self.release()
+    def _put(self, handle: NamespaceHandle, prompt: Prompt, pages: Pages, first: int, blocks: int) -> MissReason | None:
+        wait_ms = SAVE_DEADLINE_MS + blocks * handle.layout.raw_bytes / SAVE_BYTES_PER_MS
+        result = handle.put(prompt, pages, first, deadline_ms=wait_ms, ttl=self.ttl)
+        self.report.saved_blocks += result.stored if handle is self._namespace else 0
+        self.is_away = result.reason in _AWAY
+        if result.reason is not None:
+            self._count(result.reason)
+        return result.reason
 
     def release(self) -> None:
         """Unpin."""
-        leases = [lease for lease in (self._lease, self.state_lease) if lease is not None]
-        self._lease = self.state_lease = None
+        leases = [lease for lease in (self._lease, self._state_lease) if lease is not None]
+        self._lease = self._state_lease = None
         for lease in leases:
             with contained(self._fail):
                 lease.release()
@@ -288,15 +252,15 @@ class StoreRequest:
             match = self._to_state(self._states, prompt, match)
         found = self._pool.leading(match.keys) * namespace.block_tokens if self._pool is not None else 0
         account = match.account.behind(HitTier.HBM, found)
-        usable = cut_to_grid(account, self.report.grid_tokens).hit_tokens
+        usable = self._cut(account).hit_tokens
         self._pooled_tokens = min(found, usable)
         if usable > self._pooled_tokens:
-            first_token, account = self._pooled_tokens, cut_to_grid(match.account, self.report.grid_tokens)
+            first_token, account = self._pooled_tokens, self._cut(match.account)
             match = match.cut(usable // namespace.block_tokens, account.cut(usable, MissReason.GRID))
             self._lease = namespace.lease(match, first_token, deadline_ms=self._deadline_ms, request=request)
             account = self._lease.account.behind(HitTier.HBM, found)
-        account = cut_to_grid(account, self.report.grid_tokens)
-        if self.state_lease is not None and account.hit_tokens < match.tokens:
+        account = self._cut(account)
+        if self._state_lease is not None and account.hit_tokens < match.tokens:
             account = account.cut(0, MissReason.NO_STATE)  # less could be leased, and there the state is another one
         self._pooled_tokens = min(found, account.hit_tokens)
         if account.hit_tokens <= self._pooled_tokens:
@@ -314,10 +278,10 @@ class StoreRequest:
             if not cut.blocks:
                 return cut
             state, request = states.match_of(match.keys[cut.blocks - 1]), self.report.request
-            self.state_lease = states.handle.lease(state, deadline_ms=self._deadline_ms, request=request)
-            if self.state_lease.blocks:
+            self._state_lease = states.handle.lease(state, deadline_ms=self._deadline_ms, request=request)
+            if self._state_lease.blocks:
                 return cut
-            self.state_lease, ends[cut.blocks - 1] = None, False
+            self._state_lease, ends[cut.blocks - 1] = None, False
 
     def _found(self, namespace: NamespaceHandle, prompt: Prompt) -> Match:
         """The match, after waiting for blocks elsewhere or being stored. The last look-up counts as the request's."""
@@ -354,9 +318,13 @@ class StoreRequest:
             account = account.cut(valid, loaded.reason or MissReason.GRID)
             if self._pool is not None:
                 self._pool.save(self._keys[: valid // block], pages, self._decodes(computed, valid // block))
-        account = cut_to_grid(account, self.report.grid_tokens)
+        account = self._cut(account)
         self._decoded = self._decodes(computed, account.hit_tokens // block)
         return account
+
+    def _cut(self, account: Account) -> Account:
+        account = cut_to_grid(account, self.report.grid_tokens)
+        return account if account.hit_tokens >= self.least_tokens else account.cut(0, MissReason.GRID)
 
     def _decodes(self, computed: int, blocks: int) -> range:
         is_exact = self._namespace is not None and self._namespace.is_exact
@@ -367,6 +335,12 @@ class StoreRequest:
         if start == end:
             return [(first, stop)]
         return [run for run in ((first, min(start, stop)), (max(first, min(end, stop)), stop)) if run[0] < run[1]]
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        setattr(self.report, name, getattr(self.report, name) + 1e3 * (time.perf_counter() - start))
 
     def _fail(self, error: Exception) -> MissReason:
         self._namespace = None
@@ -415,8 +389,3 @@ def cut_to_grid(account: Account, grid_tokens: int) -> Account:
     """
     reusable = reusable_tokens(account.hit_tokens, account.asked, grid_tokens)
     return account.cut(account.asked - 1, MissReason.LAST_TOKEN).cut(reusable, MissReason.GRID)
-
-
-def _cut_pages(pages: Pages, first_token: int, stop: int) -> Pages:
-    page = pages.page_tokens
-    return pages.cut(first_token // page, -(-stop // page))

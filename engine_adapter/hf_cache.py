@@ -26,7 +26,7 @@ import torch
 
 from engine_adapter.adapter import Report, StoreRequest, chosen_codec
 from engine_adapter.hf.hbm_blocks import HbmBlocks
-from engine_adapter.hf.inputs import Prompts, checked_words, prompts_of, token_set
+from engine_adapter.hf.inputs import Prompts, checked_words, digests_of, prompts_of, token_set
 from engine_adapter.hf.layers import WORDS, each_step, from_the_hit_on
 from engine_adapter.hf.state import LONGROPE
 from engine_adapter.hf.watch import ModelIdentity, ModelWatch
@@ -41,12 +41,10 @@ from kvstore.client.states import PrefixStates, config_of_states
 from kvstore.config import parse_size
 
 CHUNK_TOKENS_CPU = 384
-"""Smaller cells waste some of the cores' work, larger ones take more memory. `kvstore demo` prints what they cost: the
-time to a cold first token beside plain `generate`."""
-
-CHUNK_TOKENS_CUDA = 2048
-"""Enough rows to keep a large GPU busy; smaller cells read the weights more often."""
-
+"""Of a prompt's cells. Smaller ones waste some of the cores' work, larger ones take more memory. `kvstore demo` prints
+what they cost: the time to a cold first token beside plain `generate`."""
+CHUNK_TOKENS_CUDA, GRID_TOKENS_CUDA = 8192, 2048
+"""Enough rows to keep a large GPU busy. A grid is finer, since hits are whole multiples of it."""
 MAX_NAMESPACES = 16
 """Namespaces that a cache keeps open, one for each state of its model, as where adapters are switched."""
 TICKET_SECONDS = 60.0
@@ -56,9 +54,8 @@ MAX_WAITING_TOKENS = 16_384
 MAX_PAUSE_SECONDS = 60.0
 """Longest pause before retrying to open a namespace that a store refused."""
 
-_log = getLogger(__name__)
-
 CHANGED = "the model changed during the request"
+_log = getLogger(__name__)
 _GONE = {"generate_batch": "generate(prompts, ...)", "stream": "generate(..., streamer=...)"}
 
 
@@ -72,16 +69,13 @@ class SavedBlocks(StrEnum):
 class PrefixCache:
     """Generates with a model, reusing the KV of prompts from a store and keeping new KV there.
 
-    Size. Where no codec is given, KV is kept in 8 bits ("int8-kc64"): half the memory of 16-bit numbers, each of them
-    within half a step of what was computed. An answer can then leave the cold one where two tokens are close. What was
-    restored is never put again, so errors do not add up.
+    Size. Where no codec is given, KV is kept in 8 bits ("int8-kc64"), each number within half a step of what was
+    computed: an answer can leave the cold one where two tokens are close. What was restored is never put again.
 
-    Exactness. With codec "raw", what is restored is bit for bit what was computed. `SavedBlocks.EVERYTHING`, the
-    default, restores all whole blocks of a known prefix and computes on from there, and keeps what decoding made, so
-    that a chat's next turn need not compute the last answer again. The rest is then computed in other shapes than cold,
-    so with other last bits, and an answer can leave the cold one where two tokens are closer than rounding.
-    `SavedBlocks.WHOLE_CHUNKS` keeps and restores whole cells of a fixed grid alone: warm and cold compute the same
-    shapes and are bit-identical. The two, and grids of different cells, are namespaces of their own and never mix.
+    Exactness. With codec "raw" what is restored is bit for bit what was computed. `SavedBlocks.EVERYTHING` restores all
+    whole blocks of a known prefix, those of answers too, and computes the rest in other shapes than cold, so with other
+    last bits. `SavedBlocks.WHOLE_CHUNKS` keeps and restores whole cells of a fixed grid alone: warm and cold compute
+    the same shapes and are bit-identical. The two, and grids of different cells, never mix.
 
     Batches. Each prompt is looked up and prefilled by itself, so what is stored does not depend on neighbours, and a
     prefix that prompts of one batch share is computed once. Then all rows decode together, padded in front.
@@ -114,12 +108,16 @@ class PrefixCache:
         self.model = model
         with in_one_line(f"PrefixCache cannot serve a {type(model).__name__}"):
             self._watch = ModelWatch(model)
-        self.device = self._watch.device
-        default = CHUNK_TOKENS_CPU if self.device.type == "cpu" else CHUNK_TOKENS_CUDA
-        self.chunk_tokens = _checked_chunk(chunk_tokens, default, self.layout.block_tokens)
         if kept not in list(SavedBlocks):
             raise BadInput(f"kept={kept!r}; allowed: {', '.join(SavedBlocks)}")
         self.kept = SavedBlocks(kept)
+        if chunk_tokens is None:
+            of_cuda = CHUNK_TOKENS_CUDA if self.kept is SavedBlocks.EVERYTHING else GRID_TOKENS_CUDA
+            chunk_tokens = CHUNK_TOKENS_CPU if self._watch.device.type == "cpu" else of_cuda
+        block, self.chunk_tokens = self.layout.block_tokens, chunk_tokens
+        if chunk_tokens < 1 or chunk_tokens % block:
+            use = max(1, chunk_tokens // block) * block
+            raise BadInput(f"chunk_tokens={chunk_tokens} is not a multiple of the block of {block} tokens; use {use}")
         self.reports: list[Report] = []
         """Of the last request, one for each of its prompts."""
         self._deadline_ms = deadline_ms
@@ -176,20 +174,20 @@ class PrefixCache:
         keep coming. given: all that `model.generate` takes besides: lengths, sampling, beams, drafts, streamers,
         stopping criteria. Raises `BadInput`, and what `model.generate` raises.
         """
-        prompts, given = self._read(inputs, given)
-        request = _Request(self, prompts, as_extra_keys(extra_keys), ticket=ticket)
+        prompts, pictures, given = self._read(inputs, given)
+        request = _Request(self, prompts, pictures, as_extra_keys(extra_keys), ticket)
         self.reports = [row.request.report for row in request.rows]
         beams, answers = self._setting(given, "num_beams") or 1, self._setting(given, "num_return_sequences") or 1
         ends = token_set(self._setting(given, "eos_token_id"))
         pad_token = min(token_set(self._setting(given, "pad_token_id")), default=0)
-        token_ids, mask = prompts.matrix(max(0, pad_token), self.device)
+        token_ids, mask = prompts.matrix(max(0, pad_token), self._watch.device)
         given["stopping_criteria"] = each_step(request.step, given.get("stopping_criteria"))
         is_drafted = given.get("assistant_model") or self._setting(given, "prompt_lookup_num_tokens")
         try:
-            cache = request.prefilled(max(beams, answers), None if beams > 1 else ends)
+            given["past_key_values"] = request.prefilled(max(beams, answers), None if beams > 1 else ends)
+            given |= {**request.unseen, **self._watch.call.positions(token_ids, mask, **pictures)}
             view = from_the_hit_on(self.model) if is_drafted else self.model
-            given |= self._watch.call.positions(token_ids, mask)
-            return view.generate(token_ids, attention_mask=mask, past_key_values=cache, **given)
+            return view.generate(token_ids, attention_mask=mask, **given)
         finally:
             request.end()
 
@@ -204,12 +202,13 @@ class PrefixCache:
         """Compute a prompt and store it cell by cell, for `generate(prompt, ticket=...)` in another process with the
         same model and the same store. Returns the ticket; "" where nothing can be stored. on_ticket: called with it
         before the first cell is computed, so that the other process can load while this one computes."""
-        prompts, given = self._read(inputs, given)
-        if len(prompts.rows) > 1 or given:
-            raise BadInput(f"prefill takes one prompt, and no {', '.join(given) or 'batch'}; give these to generate")
-        request = _Request(self, prompts, as_extra_keys(extra_keys), ttl=TICKET_SECONDS)
-        self.reports = [row.request.report for row in request.rows]
+        prompts, pictures, given = self._read(inputs, given)
+        if len(prompts.rows) > 1 or given or pictures:
+            wrong = ", ".join([*given, *pictures]) or "batch"
+            raise BadInput(f"prefill takes one prompt of text, and no {wrong}; give these to generate")
+        request = _Request(self, prompts, {}, as_extra_keys(extra_keys), "")
         (row,) = request.rows
+        self.reports, row.request.ttl = [row.request.report], TICKET_SECONDS
         ticket = row.request.sealed(row.tokens[: self.kept_tokens(len(row.tokens))], TICKET_SECONDS)
         if on_ticket is not None:
             on_ticket(ticket)
@@ -227,9 +226,9 @@ class PrefixCache:
 
     # Checks --------------------------------------------------------------------------------------------------------
 
-    def _read(self, inputs: Any, given: dict[str, Any]) -> tuple[Prompts, dict[str, Any]]:
-        """The prompts, and what else goes to `model.generate`. If the model computes other KV than before, this
-        switches to that KV's namespace."""
+    def _read(self, inputs: Any, given: dict[str, Any]) -> tuple[Prompts, dict[str, torch.Tensor], dict[str, Any]]:
+        """The prompts, their pictures, and what else goes to `model.generate`. If the model computes other KV than
+        before, this switches to that KV's namespace."""
         if isinstance(inputs, Mapping):
             if twice := inputs.keys() & given.keys():
                 raise BadInput(f"{', '.join(sorted(twice))} is given, and the inputs bring their own; leave one out")
@@ -238,14 +237,14 @@ class PrefixCache:
         token_ids, mask = given.pop("input_ids", None), given.pop("attention_mask", None)
         if (inputs is None) == (token_ids is None):
             raise BadInput("give the prompts as the first argument or as input_ids=, and not as both")
-        given = checked_words(given, WORDS)
+        given, pictures = checked_words(given, WORDS)
         settings = given.get("generation_config") or self.model.generation_config
         config = self.model.config.get_text_config()
         prompts = prompts_of(token_ids if inputs is None else inputs, mask, config, settings)
         if self._setting(given, "use_cache") is False or self._setting(given, "cache_implementation"):
             given |= {"use_cache": True, "cache_implementation": None}
         self._look_at_model(max(map(len, prompts.rows)), min(map(len, prompts.rows)))
-        return prompts, given
+        return prompts, {name: one.to(self._watch.device) for name, one in pictures.items()}, given
 
     def _setting(self, given: Mapping[str, Any], name: str) -> Any:
         """As `model.generate` finds it."""
@@ -276,7 +275,7 @@ class PrefixCache:
             self._open_again_at = now + min(MAX_PAUSE_SECONDS, max(1.0, 5 * (now - asked_at)))
             self.namespace, self._is_unopened = None, True
             _log.warning("nothing is kept or found of the model as it is now: %s", error)
-        self._identity, self.device = identity, self._watch.device
+        self._identity = identity
         self.pool = self._new_pool()  # a pool's keys do not name the namespace
 
     def _new_pool(self) -> HbmBlocks | None:
@@ -284,7 +283,7 @@ class PrefixCache:
             return None
         if self._watch.kinds.has_windows or self._watch.kinds.states:
             raise BadInput("hbm=: the pool on the device is for models with full attention alone; leave it out")
-        return HbmBlocks(self.layout, self.device, self._pool_bytes)
+        return HbmBlocks(self.layout, self._pool_bytes)
 
     def _namespace_of(self, identity: ModelIdentity) -> NamespaceHandle | None:
         kind, _ = self._watch.rope
@@ -315,21 +314,21 @@ class PrefixCache:
 
 @dataclass
 class _Row:
-    """One sequence, prompt and answer. number: in the cache. left: columns of padding before it. with_kv: leading
-    tokens whose KV the cache holds. first: the first token whose KV was computed or restored here in all layers.
-    offered: leading tokens that were offered to the store. cache: its own, before it is joined with others. states: to
-    be saved, by the boundary behind which they are."""
+    """One sequence, prompt and answer. cache, number, left: where its KV is, which row of it, and behind how many
+    columns of padding. with_kv: leading tokens whose KV is there. first: the first token whose KV was computed or
+    restored here in all layers. offered: leading tokens that were offered to the store. states: to be saved, by the
+    boundary behind which they are."""
 
-    number: int
     tokens: array[int]
+    prompt_tokens: int
     request: StoreRequest
     generation: int
-    prompt_tokens: int
-    left: int
+    cache: Any = None
+    number: int = 0
+    left: int = 0
     with_kv: int = 0
     first: int = 0
     offered: int = 0
-    cache: Any = None
     is_over: bool = False
     states: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
@@ -338,84 +337,86 @@ class _Request:
     """The prompts of one call: looked up and prefilled one by one, then continued together by `model.generate`."""
 
     def __init__(
-        self, owner: PrefixCache, prompts: Prompts, extra_keys: Any, ticket: str = "", ttl: float | None = None
+        self, owner: PrefixCache, prompts: Prompts, pictures: dict[str, torch.Tensor], extra_keys: Any, ticket: str
     ) -> None:
         self._owner, self._watch, self._news = owner, owner._watch, owner._news
-        self._kinds, self._call = self._watch.kinds, self._watch.call
-        self._namespace, self._block = owner.namespace, owner.layout.block_tokens
-        kind, most = self._watch.rope
-        self._is_long, self._most_kept = owner._table == "long", most if kind and owner._table == "short" else 1 << 62
+        self._kinds, self._call, self._block = self._watch.kinds, self._watch.call, owner.layout.block_tokens
+        self._namespace, (rope, most) = owner.namespace, self._watch.rope
+        self._is_long, self._most_kept = owner._table == "long", most if rope and owner._table == "short" else 1 << 62
+        self.unseen, shown = pictures, prompts.pictures_end(self._watch.picture_token) if pictures else 0
+        """Pictures that the model has still to look at."""
+        self._is_left_alone = (self._is_long and rope != LONGROPE) or (bool(pictures) and not shown)
         self._changes_unseen = not owner._identity.is_plain and not self._watch.is_opaque
-        is_whole = owner.kept is SavedBlocks.WHOLE_CHUNKS
-        grid = owner.chunk_tokens if is_whole else self._block
+        grid = self._block if owner.kept is SavedBlocks.EVERYTHING else owner.chunk_tokens
         self._policy: StatePolicy | None = None
-        if self._kinds.state_layout is not None:
+        if self._kinds.state_layout is not None and owner.namespace is not None:
             kv_bytes = owner.layout.raw_bytes // self._block
             self._policy = StatePolicy(grid, self._kinds.state_layout.raw_bytes, kv_bytes)
+        more: dict[str, Any] = dict(pool=owner.pool, states=owner.states, deadline_ms=owner._deadline_ms, ticket=ticket)
         self.rows: list[_Row] = []
-        for number, tokens in enumerate(prompts.rows):
+        for tokens in prompts.rows:
             report = Report(len(tokens), grid, request=self._news.new_request())
-            more: dict[str, Any] = dict(pool=owner.pool, deadline_ms=owner._deadline_ms, extra_keys=extra_keys)
-            request = StoreRequest(owner.namespace, report, ticket=ticket, ttl=ttl, states=owner.states, **more)
-            left = prompts.width - len(tokens)
-            self.rows.append(_Row(number, tokens, request, self._watch.generation, len(tokens), left))
-        self._columns, self._repeats = prompts.width, 1
+            namespace = None if self._is_left_alone else owner.namespace
+            request = StoreRequest(namespace, report, extra_keys=[*extra_keys, *digests_of(pictures)], **more)
+            request.least_tokens = shown
+            self.rows.append(_Row(tokens, len(tokens), request, self._watch.generation))
+        self._columns, self._repeats, self._held = prompts.width, 1, 0
         self._ends: set[int] | None = None
-        self._cache: Any = None
         self._began = self._stepped = time.perf_counter()
 
     def prefilled(self, repeats: int, ends: set[int] | None) -> Any:
         """A cache of all rows, each of them so many times, up to where `generate` goes on: the last cell of a prompt
         that is alone, else the last token. ends: tokens that end an answer; None where answers are not kept."""
         self._repeats, self._ends = repeats, ends
-        if self._is_long and self._watch.rope[0] != LONGROPE:
+        is_alone = len(self.rows) * repeats == 1 and self._columns == self.rows[0].prompt_tokens
+        if self._is_left_alone or (self.unseen and not is_alone):
             for row in self.rows:
+                row.request.withdraw("it is left to transformers alone")
                 row.request.matched_tokens(row.tokens)
             return self._call.new_cache()
-        is_alone = len(self.rows) == 1 and repeats == 1 and not self.rows[0].left and not self._is_long
-        for row in self.rows:
-            self._save_what_is_shared(row)
-            self.compute(row, None if is_alone else row.prompt_tokens - 1)
+        for number, row in enumerate(self.rows):
+            self._save_what_is_shared(row, self.rows[:number])
+            self.compute(row, None if is_alone and not self._is_long else row.prompt_tokens - 1)
         if is_alone:
-            self._cache = self.rows[0].cache
-            return self._cache
-        self._cache = self._kinds.joined([row.cache for row in self.rows], self._columns - 1, repeats)
-        copies = []
-        for number in range(len(self.rows) * repeats):
-            row = self.rows[number // repeats]
-            copies.append(replace(row, number=number, tokens=row.tokens[:], cache=None))
-        self.rows = copies
-        return self._cache
+            return self.rows[0].cache
+        self._held = self._columns - 1
+        cache = self._kinds.joined([row.cache for row in self.rows], self._held, repeats)
+        each = [row for row in self.rows for _ in range(repeats)]
+        lefts = [self._columns - row.prompt_tokens for row in each]
+        self.rows = [
+            replace(row, tokens=row.tokens[:], cache=cache, number=number, left=left)
+            for number, (row, left) in enumerate(zip(each, lefts, strict=True))
+        ]
+        return cache
 
     def compute(self, row: _Row, stop: int | None, saves: bool = False) -> None:
-        """Restore what the store has of a prompt, and compute cells up to `stop`; without one, all but the last cell.
-        saves: whether each cell is saved before the next one is computed."""
+        """Restore what the store has of a prompt, and compute cells up to `stop`; without one, all but the last cell,
+        or nothing where the rest has pictures. saves: whether each cell is saved before the next one is computed."""
         self._withdraw_if_changed(row)
-        matched, start = row.request.matched_tokens(row.tokens), 0
-        (memory, pages), states = self._kinds.blank(matched, self._watch.device), self._kinds.blank_states()
+        matched, start, device = row.request.matched_tokens(row.tokens), 0, self._watch.device
+        (memory, pages), states = self._kinds.blank(matched, device), self._kinds.blank_states()
         if matched:
             start = row.request.load(pages, self._kinds.state_pages(states) if states else None)
         is_empty = not start and stop != 0
         row.cache = self._call.new_cache() if is_empty else self._kinds.filled(memory, start, states)
         row.with_kv = row.offered = start
         row.first = start if self._kinds.has_windows else 0
-        chunk = (
-            row.prompt_tokens if self._is_long else self._owner.chunk_tokens
-        )  # the table is chosen by the last token
-        tokens = torch.from_numpy(np.asarray(row.tokens).astype(np.int64))
-        token_ids = tokens.to(self._watch.device)[None]
-        positions = self._call.positions(token_ids, torch.ones_like(token_ids))
+        token_ids = torch.from_numpy(np.asarray(row.tokens).astype(np.int64)).to(device)[None]
+        positions = self._call.positions(token_ids, torch.ones_like(token_ids), **self.unseen)
+        # Of longrope the last token of a forward pass chooses the table for all of them.
+        chunk = row.prompt_tokens if self._is_long else self._owner.chunk_tokens
         computed = start + (row.prompt_tokens - 1 - start) // chunk * chunk if stop is None else stop
         wanted: tuple[int, ...] = ()
-        if self._policy is not None and row.request.is_open:
-            last = row.prompt_tokens - 1
-            wanted = self._policy.wanted(start, last, row.prompt_tokens, parted_at=row.request.found_tokens)
-            computed = max(computed, *wanted) if wanted else computed
-        while (begin := row.with_kv) < computed:
-            end = min(begin + chunk, computed, *(one for one in wanted if one > begin))
+        if self._policy is not None:
+            last, parted = row.prompt_tokens - 1, row.request.found_tokens
+            wanted = self._policy.wanted(start, last, row.prompt_tokens, parted_at=parted)
+            computed = max([computed, *wanted])
+        self.unseen = {} if start else self.unseen
+        while (begin := row.with_kv) < computed and not self.unseen:
+            end = min([begin + chunk, computed, *(one for one in wanted if one > begin)])
             self._news.pass_begins(begin, end, time.perf_counter())
             self._call(token_ids[:, begin:end], row.cache, begin, positions)
-            if self._watch.device.type == "cpu":  # elsewhere it is not computed yet
+            if device.type == "cpu":  # elsewhere it is not computed yet
                 self._news.pass_ends(time.perf_counter())
             row.with_kv = end
             if end in wanted:
@@ -423,7 +424,7 @@ class _Request:
             if saves or (end - row.offered > MAX_WAITING_TOKENS and self._kinds.has_windows):
                 self._save(row, end)
         if stop is None:
-            self._news.pass_begins(computed, row.prompt_tokens, time.perf_counter())
+            self._news.pass_begins(row.with_kv, row.prompt_tokens, time.perf_counter())
 
     def step(self, token_ids: torch.Tensor) -> None:
         """After each step of `generate`, before it hands out the new tokens. token_ids: all of them, [rows, columns];
@@ -432,6 +433,7 @@ class _Request:
         self._news.pass_ends(now)
         new = token_ids[:, self._columns :].tolist()
         self._columns = token_ids.shape[1]
+        self._held = self._columns - 1
         for row in self.rows:
             if not row.is_over and not row.number % self._repeats:
                 report, count = row.request.report, len(new[row.number])
@@ -448,7 +450,7 @@ class _Request:
         if not is_first:
             self._save_next()
         if not self._columns % self._block:
-            self._forget(self._cache, self.rows)
+            self._forget(self.rows[0])
         self._stepped = now
 
     def end(self) -> None:
@@ -461,20 +463,19 @@ class _Request:
 
     # Saves ---------------------------------------------------------------------------------------------------------
 
-    def _save_what_is_shared(self, row: _Row) -> None:
+    def _save_what_is_shared(self, row: _Row, earlier: Sequence[_Row]) -> None:
         """Save what an earlier row of the batch computed and this one begins with, so that the look-up finds it."""
-        for other in self.rows[: row.number]:
-            if _common(row.tokens, other.tokens) >= self._block:
+        for other in earlier:
+            if row.tokens[: self._block] == other.tokens[: self._block]:
                 self._save(other, other.with_kv)
 
     def _keep_state(self, row: _Row) -> None:
         """At a block's end in an answer, keep the states in place of those of the block before."""
-        at, is_kept = row.with_kv, self._ends is not None and self._owner.kept is SavedBlocks.EVERYTHING
+        at, before, is_kept = row.with_kv, row.with_kv - self._block, self._owner.kept is SavedBlocks.EVERYTHING
         if self._policy is not None and is_kept and at > row.prompt_tokens and not at % self._block and not row.is_over:
-            before, lasting = at - self._block, self._policy.wanted(0, at - self._block, row.prompt_tokens)
-            if before > row.prompt_tokens and before not in lasting:
+            if before > row.prompt_tokens and before not in self._policy.wanted(0, before, row.prompt_tokens):
                 row.states.pop(before, None)
-            row.states[at] = self._kinds.states_of(self._cache, row.number)
+            row.states[at] = self._kinds.states_of(row.cache, row.number)
 
     def _save_next(self) -> None:
         """Save one cell of one prompt, so that no token waits long. Rows whose store is away are left out: the save
@@ -492,44 +493,27 @@ class _Request:
         if self._watch.is_opaque or self._ends is None:  # a hook may have changed it between two tokens, and back
             stop = min(stop, row.prompt_tokens)
         stop = min(stop, self._most_kept) // self._block * self._block
-        cache, number, left, columns = self._cache, row.number, row.left, self._columns - 1
-        if row.cache is not None:
-            cache, number, left, columns = row.cache, 0, 0, row.with_kv
-        if stop <= row.offered or cache is None or not row.request.is_open:
+        if stop <= row.offered or row.cache is None or not row.request.is_open:
             return
-        first = max(self._kinds.first_held(cache, columns) - left, row.first)
+        columns = self._held or row.with_kv
+        first = max(self._kinds.first_held(row.cache, columns) - row.left, row.first)
         first = -(-first // self._block) * self._block
-        if first <= row.offered and stop <= columns - left:
+        if first <= row.offered and stop <= columns - row.left:
             row.offered = stop
             self._withdraw_if_changed(row)
-            pages = self._kinds.pages(cache, number, left + first, left + stop, columns)
+            pages = self._kinds.pages(row.cache, row.number, row.left + first, row.left + stop, columns)
             row.request.save(row.tokens[:stop], pages, first)
             for at in sorted(at for at in row.states if at <= stop):
                 row.request.save_state(row.tokens[:at], self._kinds.state_pages(row.states.pop(at)))
-            self._forget(cache, [row] if row.cache is not None else self.rows)
+            self._forget(row)
 
-    def _forget(self, cache: Any, rows: Sequence[_Row]) -> None:
-        if self._kinds.has_windows:
-            waiting = [row.offered + row.left * (row.cache is None) for row in rows if row.request.is_open]
-            columns = rows[0].with_kv if rows[0].cache is not None else self._columns - 1
-            self._kinds.forget(cache, min(waiting, default=columns), columns)
+    def _forget(self, row: _Row) -> None:
+        """Have windows drop what no row of this one's cache has still to save."""
+        if self._kinds.has_windows and row.cache is not None:
+            sharing = [one for one in self.rows if one.cache is row.cache and one.request.is_open]
+            columns = self._held or row.with_kv
+            self._kinds.forget(row.cache, min((one.left + one.offered for one in sharing), default=columns), columns)
 
     def _withdraw_if_changed(self, row: _Row) -> None:
         if row.request.is_open and not self._watch.is_still(row.generation):
             row.request.withdraw(CHANGED)
-
-
-def _common(one: array[int], other: array[int]) -> int:
-    length = min(len(one), len(other))
-    differs = np.flatnonzero(np.asarray(one[:length]) != np.asarray(other[:length]))
-    return int(differs[0]) if differs.size else length
-
-
-def _checked_chunk(given: int | None, default: int, block_tokens: int) -> int:
-    chunk = -(-default // block_tokens) * block_tokens if given is None else given
-    if chunk < 1 or chunk % block_tokens:
-        raise BadInput(
-            f"chunk_tokens={chunk} is not a multiple of the block of {block_tokens} tokens; "
-            f"use {max(1, chunk // block_tokens) * block_tokens}"
-        )
-    return chunk

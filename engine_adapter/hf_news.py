@@ -46,11 +46,10 @@ class CacheNews:
         asked = [one for one in reports if one.account.asked]
         if namespace is None or not asked:
             return
-        saved = regretted = 0.0
-        for one in asked:
-            gain = self._gain(one)
-            saved, regretted = saved + max(0.0, gain), regretted - min(0.0, gain)
-        savings = SavingsTold(saved, regretted) if self.speed.is_learned else None
+        gains = [self._gain(one) for one in asked]
+        savings = None
+        if self.speed.is_learned:
+            savings = SavingsTold(sum(max(0.0, gain) for gain in gains), sum(max(0.0, -gain) for gain in gains))
         for first in range(0, len(asked), MAX_TOLD_REQUESTS):
             namespace.tell([_told(one) for one in asked[first : first + MAX_TOLD_REQUESTS]], savings)
             savings = None

@@ -188,7 +188,7 @@ CLOSED_ROOMS = {
     "engine_adapter": {"triton": ()},
     "tiering": {
         "kv_kernels": (),
-        "torch": ("tiering/hbm.py",),  # the pool of decoded pages inside the engine's process
+        "torch": (),
         "triton": (),
     },
 }

@@ -80,11 +80,9 @@ BROKEN: tuple[tuple[str, str, str], ...] = (
     ("room", "tiering/remote/valkey.py", "from tiering.nvme.tier import NvmeTier"),
     # What a room must not know of.
     ("closed-room", "tiering/dram/tier.py", "import kv_kernels.transfer"),
-    ("closed-room", "tiering/hbm.py", "from kv_kernels import triton_raw"),
     ("closed-room", "tiering/nvme/tier.py", "import torch"),
     ("closed-room", "tiering/nvme/tier.py", "from torch.cuda import Stream"),
     ("closed-room", "tiering/nvme/tier.py", "def f():\n    import torch"),
-    ("closed-room", "tiering/hbm.py", "import triton"),
     ("closed-room", "kernels/kv_kernels/__init__.py", "import triton"),
     ("closed-room", "kernels/kv_kernels/reference.py", "def f():\n    from triton import language"),
     ("closed-room", "kvstore/block/codec.py", "import triton"),
@@ -238,7 +236,7 @@ KEPT: tuple[tuple[str, str], ...] = (
     ),
     (
         "engine_adapter/hf/layers.py",
-        "import kvstore\nimport tiering.hbm\nimport kv_kernels\nimport torch, transformers",
+        "import kvstore\nimport tiering.frame\nimport kv_kernels\nimport torch, transformers",
     ),
     ("engine_adapter/vllm_connector.py", "from vllm.v1 import core\nfrom engine_adapter.adapter import StoreRequest"),
     ("engine_adapter/vllm_tier.py", "import vllm"),
@@ -249,7 +247,6 @@ KEPT: tuple[tuple[str, str], ...] = (
     ("kvstore/__main__.py", "from kvstore.cli.main import main"),
     ("kvstore/__init__.py", "def open(url):\n    from kvstore.service import client"),
     ("kvstore/core/store.py", "def f():\n    import lmdb"),
-    ("tiering/hbm.py", "import torch"),
     ("kernels/kv_kernels/triton_raw.py", "import triton\nimport triton.language as tl"),
     ("kernels/kv_kernels/triton_int8.py", "import triton"),
     # Types and pure members of the modules whose acts are handed in.

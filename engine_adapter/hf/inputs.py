@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,9 @@ _WITHOUT_EFFECT = frozenset(
     "length special_tokens_mask offset_mapping num_truncated_tokens overflow_to_sample_mapping assistant_masks".split()
 )
 """What else a tokenizer may return; none of it goes into a model."""
+
+_OF_PICTURES = frozenset("pixel_values image_grid_thw image_sizes mm_token_type_ids token_type_ids".split())
+"""Tensors of images, and what says where they stand."""
 
 _GONE = {
     "sampling": "do_sample=True, temperature= and top_p=",
@@ -51,6 +55,12 @@ class Prompts:
     rows: list[array[int]]
     width: int
 
+    def pictures_end(self, token: int | None) -> int:
+        """Behind the last token that stands for a picture; 0 where that cannot be told of these prompts."""
+        if len(self.rows) != 1 or token is None or token not in self.rows[0]:
+            return 0
+        return len(self.rows[0]) - self.rows[0][::-1].index(token)
+
     def matrix(self, pad_token: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and their mask, [rows, width]."""
         token_ids = torch.full((len(self.rows), self.width), pad_token)
@@ -69,13 +79,14 @@ def prompts_of(given: Any, attention_mask: Any, config: Any, generation_config: 
     masks = [None] * len(rows) if attention_mask is None else _rows(attention_mask, "attention_mask")
     if len(masks) != len(rows):
         raise BadInput(f"attention_mask has {len(masks)} rows for {len(rows)} prompts; give one row to each")
-    pads = _Pads(config, generation_config)
+    ends = token_set(getattr(generation_config, "eos_token_id", None))
+    pads = [token_set(getattr(one, "pad_token_id", None)) for one in (generation_config, config)]
     tokens = [array("I", token_bytes(_on_host(row))) for row in rows]
     width, is_matrix = max(map(len, tokens)), len(tokens) > 1 and len({len(row) for row in tokens}) == 1
     found = []
     for number, (row, mask) in enumerate(zip(tokens, masks, strict=True)):
         if mask is None:
-            pads.check(row, is_matrix)
+            _check_unmasked(row, is_matrix, {pad for pad in pads[0] or pads[1] if pad >= 0}, ends)
         found.append(row if mask is None else _unpadded(row, mask, number))
         if not row:
             raise BadInput("a prompt is empty; give at least one token")
@@ -84,10 +95,19 @@ def prompts_of(given: Any, attention_mask: Any, config: Any, generation_config: 
     return Prompts(found, width)
 
 
-def checked_words(given: Mapping[str, Any], words: Collection[str]) -> dict[str, Any]:
-    """Arguments for `model.generate`. words: the names that it knows beside inputs of the model's forward pass, of
-    which only token ids are taken here. Raises `BadInput`, with one line that names the argument."""
-    passed = {}
+def digests_of(pictures: Mapping[str, torch.Tensor]) -> list[bytes]:
+    """What all pictures of a prompt show, as an extra key of it."""
+    state = blake2b(digest_size=32, person=b"kv-pictures-v1")
+    for name, one in sorted(pictures.items()):
+        state.update(f"{name}{list(one.shape)}{one.dtype}".encode())
+        state.update(one.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return [state.digest()] if pictures else []
+
+
+def checked_words(given: Mapping[str, Any], words: Collection[str]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Arguments for `model.generate`, and pictures. words: the names that it knows beside inputs of the model's forward
+    pass, of which token ids and images are taken here. Raises `BadInput`, with one line that names the argument."""
+    passed, pictures = {}, {}
     for name, value in given.items():
         if name in _GONE:
             raise BadInput(
@@ -97,12 +117,12 @@ def checked_words(given: Mapping[str, Any], words: Collection[str]) -> dict[str,
             raise BadInput(f"{name}={value!r}: PrefixCache brings the cache, so leave it out, or call model.generate")
         if name in words:
             passed[name] = value
+        elif name in _OF_PICTURES and isinstance(value, torch.Tensor):
+            pictures[name] = value
         elif value is not None and name not in _WITHOUT_EFFECT:
             if name != "token_type_ids" or any(np.any(_array(row)) for row in value):
-                raise BadInput(
-                    f"{name}: PrefixCache takes token ids and what `model.generate` has besides; leave it out"
-                )
-    return passed
+                raise BadInput(f"{name}: PrefixCache takes token ids, images, and what `model.generate` has besides")
+    return passed, pictures if "pixel_values" in pictures else {}
 
 
 # Inside -------------------------------------------------------------------------------------------------------------
@@ -128,25 +148,19 @@ def _rows(given: Any, what: str) -> list[Any]:
 
 
 def _unpadded(row: array[int], given: Any, number: int) -> array[int]:
-    mask = _array(given)
-    if mask.ndim != 1 or len(mask) != len(row) or mask.dtype.kind not in "biu":
-        raise BadInput(
-            f"attention_mask of prompt {number} has shape {mask.shape} and type {mask.dtype} for {len(row)} tokens; "
-            "give a 0 or a 1 for each token"
-        )
-    if mask.size and (mask.astype(np.int64) & ~1).any():
-        raise BadInput(
-            f"attention_mask of prompt {number} has other values than 0 and 1; give a 0 or a 1 for each token"
-        )
+    mask, wrong = _array(given), ""
     kept = np.flatnonzero(mask)
-    if not len(kept):
-        raise BadInput(f"attention_mask of prompt {number} is 0 everywhere; a prompt needs at least one token")
-    first, stop = int(kept[0]), int(kept[-1]) + 1
-    if stop - first != len(kept):
-        raise BadInput(
-            f"attention_mask of prompt {number} has a hole; a prompt is one run of ones, with zeros before or behind it"
-        )
-    return row[first:stop]
+    if mask.shape != (len(row),) or mask.dtype.kind not in "biu":
+        wrong = f"has shape {mask.shape} and type {mask.dtype} for {len(row)} tokens; give a 0 or a 1 for each token"
+    elif (mask.astype(np.int64) & ~1).any():
+        wrong = "has other values than 0 and 1; give a 0 or a 1 for each token"
+    elif not len(kept):
+        wrong = "is 0 everywhere; a prompt needs at least one token"
+    elif kept[-1] + 1 - kept[0] != len(kept):
+        wrong = "has a hole; a prompt is one run of ones, with zeros before or behind it"
+    if wrong:
+        raise BadInput(f"attention_mask of prompt {number} {wrong}")
+    return row[kept[0] : kept[-1] + 1]
 
 
 def token_set(given: Any) -> set[int]:
@@ -154,31 +168,19 @@ def token_set(given: Any) -> set[int]:
     return set() if given is None else {int(token) for token in np.atleast_1d(_array(given))}
 
 
-class _Pads:
-    """Which token ids a model's settings call padding."""
-
-    def __init__(self, config: Any, generation_config: Any) -> None:
-        pad = getattr(generation_config, "pad_token_id", None)
-        if pad is None:
-            pad = getattr(config, "pad_token_id", None)
-        ends = token_set(getattr(generation_config, "eos_token_id", None))
-        self._pad = None if pad is None or pad < 0 or pad in ends else int(pad)
-        self._maybe = ends | (set() if pad is None else {int(pad)})
-
-    def check(self, row: array[int], is_matrix: bool) -> None:
-        """Refuse a prompt without a mask that contains the padding token; in a matrix, also one that begins or ends
-        with a token that may be padding, as end-of-sequence tokens often are."""
-        if self._pad is not None and self._pad in row:
-            raise BadInput(
-                f"a prompt has the padding token {self._pad} in it and there is no attention_mask; pass the one that "
-                "the tokenizer returned, or one of ones if that token is meant"
-            )
-        if is_matrix and row and (row[0] in self._maybe or row[-1] in self._maybe):
-            end = row[0] if row[0] in self._maybe else row[-1]
-            raise BadInput(
-                f"prompts of one length, and one has token {end} at an end, which may be padding, and there is no "
-                "attention_mask; pass the one that the tokenizer returned"
-            )
+def _check_unmasked(row: array[int], is_matrix: bool, pads: set[int], ends: set[int]) -> None:
+    """Refuse a prompt without a mask that contains the padding token; in a matrix, also one that begins or ends with a
+    token that may be padding, as end-of-sequence tokens often are."""
+    if found := (pads - ends).intersection(row):
+        raise BadInput(
+            f"a prompt has the padding token {found.pop()} in it and there is no attention_mask; pass the one that the "
+            "tokenizer returned, or one of ones if that token is meant"
+        )
+    if is_matrix and (maybe := (pads | ends).intersection((*row[:1], *row[-1:]))):
+        raise BadInput(
+            f"prompts of one length, and one has token {maybe.pop()} at an end, which may be padding, and there is no "
+            "attention_mask; pass the one that the tokenizer returned"
+        )
 
 
 def _on_host(given: Any) -> Any:

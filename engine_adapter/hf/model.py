@@ -130,6 +130,7 @@ def namespace_config(model: torch.nn.Module) -> dict[str, str]:
         "dtype": _dtype_name(model),
         "device": next(model.parameters()).device.type,
         "attention": str(config._attn_implementation),
+        "experts": str(getattr(config, "_experts_implementation", None)),
     }
 
 

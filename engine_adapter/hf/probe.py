@@ -67,20 +67,16 @@ class Probe:
         except BadInput as error:
             raise refusal(self._name, str(error)) from error
         digest: str | None = _digest(first)
-        behind = self._tokens[: CHUNK + ALIKE] + self._others[CHUNK + ALIKE :]
-        second = self._kv(behind)[0]
+        later = "the KV of a token depends on the tokens behind it"
+        second = self._kv(self._tokens[: CHUNK + ALIKE] + self._others[CHUNK + ALIKE :])[0]
         if not _is_equal(first, second, kinds, CHUNK + ALIKE):
             again = self._kv(self._tokens)[0]
             if not _is_equal(first, again, kinds, PROBE_TOKENS):
-                digest = None
-                self._check(
-                    first, again, kinds, PROBE_TOKENS, "it does not compute the same KV twice (dropout, noise, a hook)"
-                )
-            self._check(first, second, kinds, CHUNK + ALIKE, "the KV of a token depends on the tokens behind it")
-        alone = self._kv(self._tokens[:ALIKE] + self._others[ALIKE:CHUNK])[0]
-        self._check(first, alone, kinds, ALIKE, "the KV of a token depends on the tokens behind it")
-        whole = self._kv(self._tokens, PROBE_TOKENS)[0]
-        for mine, theirs in _leading(first, whole, kinds, PROBE_TOKENS):
+                digest, twice = None, "it does not compute the same KV twice (dropout, noise, a hook)"
+                self._check(first, again, kinds, PROBE_TOKENS, twice)
+            self._check(first, second, kinds, CHUNK + ALIKE, later)
+        self._check(first, self._kv(self._tokens[:ALIKE] + self._others[ALIKE:CHUNK])[0], kinds, ALIKE, later)
+        for mine, theirs in _leading(first, self._kv(self._tokens, PROBE_TOKENS)[0], kinds, PROBE_TOKENS):
             # Other shapes round otherwise, and a token on the edge between two experts may go to the other one.
             if (mine.float() - theirs.float()).norm() > MOST_OF_A_CUT * mine.float().norm():
                 raise refusal(self._name, "it computes something else where a prompt is cut")
@@ -95,12 +91,8 @@ class Probe:
             for begin in range(0, len(tokens), chunk):
                 before = before or dict(values(cache)) if begin else before
                 self._call(token_ids[:, begin : begin + chunk], cache, begin, positions)
-        held = values(cache)
-        return (
-            {path: one.clone() for path, one in held.items() if isinstance(one, torch.Tensor) and one.ndim},
-            cache,
-            before,
-        )
+        held = {path: one for path, one in values(cache).items() if isinstance(one, torch.Tensor) and one.ndim}
+        return {path: one.clone() for path, one in held.items()}, cache, before
 
     def _refuse(self, error: Exception) -> None:
         said = (str(error).splitlines() or [type(error).__name__])[0]
@@ -125,9 +117,10 @@ def _digest(kv: Kv) -> str:
 
 def _leading(one: Kv, other: Kv, kinds: CacheKinds, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Pairs of what both hold of the first so many tokens; states only where that is all."""
-    cut = {path: plane[..., :tokens, :] for path, plane in one.items() if path not in kinds.states}
-    cut |= {path: one[path] for path in kinds.states if tokens == PROBE_TOKENS}
-    return [(mine, other[path] if path in kinds.states else other[path][..., :tokens, :]) for path, mine in cut.items()]
+    grown = [path for path in one if path not in kinds.states]
+    states = [path for path in kinds.states if tokens == PROBE_TOKENS]
+    pairs = [(one[path][..., :tokens, :], other[path][..., :tokens, :]) for path in grown]
+    return [*pairs, *((one[path], other[path]) for path in states)]
 
 
 def _is_equal(one: Kv, other: Kv, kinds: CacheKinds, tokens: int) -> bool:

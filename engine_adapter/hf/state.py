@@ -35,8 +35,9 @@ _PLAIN_LIBRARIES = ("torch", "transformers", "transformers_modules")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _OF_EVERY_MODULE = frozenset(torch.nn.Module().__dict__) | {"_is_hf_initialized", "_hf_hook", "_old_forward", "forward"}
 LONGROPE = "longrope"
-_OF_REQUESTS = frozenset({"rope_deltas"})
-"""Fields in which modules keep something of the last call; every call is given its own (`ModelCall.positions`)."""
+_OF_REQUESTS = frozenset({"rope_deltas", "_experts_implementation_internal"})
+"""Fields that `generate` sets itself: positions, of which every call is given its own (`ModelCall.positions`), and how
+experts are computed while it decodes on a GPU; between two calls that is in `namespace_config`."""
 _ATOMS = (str, bool, int, type(None), float)
 
 
@@ -92,31 +93,21 @@ class ModelLook:
     """
 
     def __init__(self, model: torch.nn.Module, sampler: WeightSampler) -> None:
-        self._sampler = sampler
-        self._switches = _switches()
-        self._classes: list[tuple[torch.nn.Module, type]] = []
+        self._sampler, self._switches = sampler, _switches()
+        self._classes = [(module, type(module)) for module in model.modules()]
         self._containers: list[tuple[Any, Any]] = []
-        self._requests: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._children: list[tuple[dict[str, Any], list[tuple[str, int]]]] = []
+        self._of_requests: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._holders: list[dict[str, Any]] = []
         self._loose: dict[str, torch.Tensor] = {}
-        config = getattr(model, "config", None)
-        if config is not None:
-            self._add(vars(config), MAX_DEPTH)
-        for module in model.modules():
-            self._classes.append((module, type(module)))
-            if switching_rope(module):
-                continue
-            fields = vars(module)
+        watched = [getattr(model, "config", None), *(one for one, _ in self._classes if not switching_rope(one))]
+        for fields in (vars(one) for one in watched if one is not None):
             if _OF_REQUESTS.isdisjoint(fields):
                 self._containers.append((fields, dict(fields)))
             else:
-                self._requests.append((fields, _lasting(fields)))
+                self._of_requests.append((fields, _lasting(fields)))
             for name, value in fields.items():
                 if name in ("_parameters", "_buffers"):
                     self._holders.append(value)
-                elif name == "_modules":
-                    self._children.append((value, _ids(value)))
                 elif name not in _OF_REQUESTS:
                     self._add(value, MAX_DEPTH)
         self._holders.append(self._loose)
@@ -129,9 +120,8 @@ class ModelLook:
             return (
                 self._switches == _switches()
                 and all(type(module) is kind for module, kind in self._classes)
-                and all(_ids(children) == before for children, before in self._children)
                 and all(now == before for now, before in self._containers)
-                and all(_lasting(now) == before for now, before in self._requests)
+                and all(_lasting(now) == before for now, before in self._of_requests)
             )
         except (RuntimeError, TypeError, ValueError):
             return False  # values that cannot be compared count as changed
@@ -182,10 +172,6 @@ def _add_places(places: list[object], tensor: torch.Tensor) -> None:
 
 def _lasting(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in _OF_REQUESTS}
-
-
-def _ids(children: dict[str, Any]) -> list[tuple[str, int]]:
-    return [(name, id(child)) for name, child in children.items()]
 
 
 class WeightSampler:

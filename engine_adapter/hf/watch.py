@@ -100,6 +100,8 @@ class ModelWatch:
         self.call = ModelCall(self._model)
         self.is_opaque = is_opaque(self._model)
         self.rope = rope_switch(self._model)
+        config: Any = self._model.config
+        self.picture_token = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
         self._probe = Probe(self.call, self._model)
         self._text = described(self._model)
         self.kinds, self._digest = self._probed(self._probe.trial)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from engine_adapter.adapter import (
     SAVE_BYTES_PER_MS,
@@ -39,7 +38,8 @@ def test_a_request_saves_and_another_loads() -> None:
     assert first.report.account.misses == {MissReason.ABSENT: 448, MissReason.PARTIAL_BLOCK: 2}
     assert first.load(pages) == 0
     first.save(tokens[:128], Pages(pages.planes, pages.table[:2], 64))
-    first.finished(tokens[:448], pages)
+    first.save(tokens[:448], pages)
+    first.release()
     assert first.report.saved_blocks == 7 and not first.report.put_reasons
 
     second = request_on(namespace, 450)
@@ -118,7 +118,7 @@ def test_what_was_decoded_is_not_encoded_again(codec: str, is_pooled: bool) -> N
     namespace = parts.namespace(codec=codec)
     tokens, pages = list(range(8 * 64 + 1)), plausible_pages(small_layout(), 8)
     request_on(namespace, 385).save(tokens[:384], Pages(pages.planes, range(6), 64))
-    pool = HbmBlocks(small_layout(), torch.device("cpu"), 100 * small_layout().raw_bytes) if is_pooled else None
+    pool = HbmBlocks(small_layout(), 100 * small_layout().raw_bytes) if is_pooled else None
     request = request_on(namespace, len(tokens), pool=pool)
     assert request.matched_tokens(tokens) == 384 == request.load(pages)
     parts.store.evict(6)
@@ -142,7 +142,7 @@ def test_what_the_pool_has_as_it_was_computed_is_offered_again() -> None:
     parts = bench()
     namespace = parts.namespace(codec="int8-kc64")
     tokens, pages = list(range(6 * 64 + 1)), plausible_pages(small_layout(), 6)
-    pool = HbmBlocks(small_layout(), torch.device("cpu"), 100 * small_layout().raw_bytes)
+    pool = HbmBlocks(small_layout(), 100 * small_layout().raw_bytes)
     request_on(namespace, 257).save(tokens[:256], Pages(pages.planes, range(4), 64))
     request_on(namespace, 129, pool=pool).save(tokens[:128], Pages(pages.planes, range(2), 64))
     request = request_on(namespace, len(tokens), pool=pool)
@@ -163,7 +163,7 @@ def test_what_the_pool_gets_between_look_up_and_load_is_not_what_was_restored() 
     namespace = parts.namespace(codec="int8-kc64")
     tokens, pages = list(range(4 * 64 + 1)), plausible_pages(small_layout(), 4)
     request_on(namespace, 257).save(tokens[:256], pages)
-    pool = HbmBlocks(small_layout(), torch.device("cpu"), 100 * small_layout().raw_bytes)
+    pool = HbmBlocks(small_layout(), 100 * small_layout().raw_bytes)
     request = request_on(namespace, len(tokens), pool=pool)
     assert request.matched_tokens(tokens) == 256
     request_on(namespace, 257, pool=pool).save(tokens[:256], pages)

@@ -231,7 +231,7 @@ def test_what_tokenizers_return_is_answered_as_the_prompts_alone(side: str, tmp_
         ("generate", {"cache_implementation": "static"}, "cache_implementation='static'"),
         ("generate", {"max_tokens": 5}, "max_tokens"),
         ("generate", {"input_ids": [[1]]}, "and not as both"),
-        ("prefill", {"max_new_tokens": 2}, "prefill takes one prompt, and no max_new_tokens"),
+        ("prefill", {"max_new_tokens": 2}, "prefill takes one prompt of text, and no max_new_tokens"),
     ],
 )
 def test_arguments_that_are_not_taken_get_one_line(method: str, given: dict[str, Any], said: str) -> None:

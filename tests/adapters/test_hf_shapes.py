@@ -108,6 +108,46 @@ def test_each_kind_of_kv_is_restored_as_it_was_computed(name: str, tmp_path: Pat
         judge(name, str(tmp_path))
 
 
+def with_pictures(name: str, seed: int, last: int = 230) -> tuple[list[int], dict[str, Any]]:
+    """A prompt of 300 tokens with two pictures, the second one from token `last` on; as a processor makes them."""
+    drawn, tokens = torch.Generator().manual_seed(seed), 1 if "Mistral" in name else 4
+    prompt, picture = prompt_of(300, 1), [12, *[10] * tokens, 13]
+    prompt[20 : 20 + len(picture)] = prompt[last : last + len(picture)] = picture
+    types = torch.tensor([[int(token == 10) for token in prompt]])
+    if "Qwen" in name:  # 4 x 4 patches each, of which 2 x 2 are merged
+        patches, grid = torch.randn(32, 3 * 2 * 14 * 14, generator=drawn), torch.tensor([[1, 4, 4]] * 2)
+        return prompt, {"pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": types}
+    sizes = {"image_sizes": torch.tensor([[28, 28]] * 2)} if "Mistral" in name else {"token_type_ids": types}
+    return prompt, {"pixel_values": torch.randn(2, 3, 28, 28, generator=drawn), **sizes}
+
+
+@pytest.mark.parametrize("name", ["Mistral Small 3", "Gemma 3 4B", "Qwen2.5-VL", "Qwen3-VL"])
+def test_prompts_with_pictures_are_found_again_with_the_same_pictures(name: str, store: EmbeddedStore) -> None:
+    talk = Conversations(model_of_shape(name), store)
+    answers = []
+    for seed, restored in ((1, 0), (1, 256), (2, 0), (2, 256), (1, 256)):
+        prompt, pictures = with_pictures(name, seed)
+        ids = torch.tensor([prompt])
+        given = {**pictures, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
+        expected = talk.model.generate(ids, **given, return_dict_in_generate=True, output_logits=True)
+        assert torch.equal(talk.cache.generate(ids, **given), expected.sequences)
+        assert talk.restored == [restored] and not talk.cache.report.faults
+        answers.append(expected.logits[0])
+        talk.ask([prompt_of(200, 3)])  # of text, between two prompts with pictures
+    assert torch.equal(answers[0], answers[4]) and not torch.equal(answers[0], answers[2]), (
+        "these pictures change nothing: nothing would be noticed"
+    )
+    prompt, pictures = with_pictures(name, 1, last=285)
+    ids = torch.tensor([prompt])
+    for _ in range(2):
+        assert torch.equal(
+            talk.cache.generate(ids, **{**given, **pictures}), talk.model.generate(ids, **{**given, **pictures})
+        )
+        assert talk.restored == [0], "what is found ends before the last picture"
+    beams = {**given, **pictures, "num_beams": 2}
+    assert torch.equal(talk.cache.generate(ids, **beams), talk.model.generate(ids, **beams))
+
+
 def test_a_rope_with_two_tables_has_a_namespace_for_each(store: EmbeddedStore) -> None:
     """Of up to 200 tokens, and of more. Nothing of an answer that grows over it is kept behind it."""
     talk = Conversations(model_of_shape("Phi-4-mini", original_max_position_embeddings=200), store)
