@@ -135,8 +135,6 @@ class StoreRequest:
         self._pooled_tokens = 0
         self.is_away = False
         """Whether the last save found the store unreachable, too slow or disabled: another one soon would fail too."""
-        self._decoded = range(0)
-        """Blocks in the request's pages that an inexact codec restored: they are not offered to the store."""
 
     def matched_tokens(self, token_ids: Sequence[int]) -> int:
         """Match; take from the pool what it has; lease the rest, as far as the grid can use it. Returns how many of the
@@ -186,36 +184,30 @@ class StoreRequest:
 
     def save(self, token_ids: Sequence[int], pages: Pages, first_token: int = 0) -> None:
         """Put the full blocks; pages hold the KV of `token_ids` from `first_token` on. All of them are offered each
-        time: stored blocks are skipped without a copy, and evicted or refused ones get another chance. Blocks that an
-        inexact codec decoded are left out."""
-        if self._namespace is None:
-            return
-        block = self._namespace.block_tokens
-        with self._timed("save_ms"), contained(lambda error: self._count(self._fail(error))):
-            prompt = self._namespace.hashed(token_ids, self._extra_keys)
-            for first, stop in self._offered(block, first_token, len(token_ids) // block * block):
-                part = pages.cut((first - first_token) // pages.page_tokens, (stop - first_token) // pages.page_tokens)
-                offered = Prompt(stop, prompt.keys[: stop // block])
-                if self._put(self._namespace, offered, part, first, (stop - first) // block) is not None:
-                    break
-            if self._pool is not None:
-                self._pool.save(prompt.keys, pages, self._decoded)
+        time: stored blocks are skipped without a copy, and evicted or refused ones get another chance. What an inexact
+        codec restored must not be among them (`is_exact`)."""
+        if self._namespace is not None:
+            with self._timed("save_ms"), contained(lambda error: self._count(self._fail(error))):
+                prompt = self._namespace.hashed(token_ids, self._extra_keys)
+                self._put(self._namespace, prompt, pages, first_token)
+                if self._pool is not None and not first_token:
+                    self._pool.save(prompt.keys, pages)
 
     def save_state(self, token_ids: Sequence[int], state: Pages) -> None:
         """Put the states of recurrent layers as they are behind these tokens, whole blocks."""
         if self._namespace is not None and self._states is not None:
             with self._timed("save_ms"), contained(lambda error: self._count(self._fail(error))):
                 key = self._namespace.hashed(token_ids, self._extra_keys).keys[-1]
-                self._put(self._states.handle, self._states.prompt_of(key), state, 0, 1)
+                self._put(self._states.handle, self._states.prompt_of(key), state, 0)
 
-    def _put(self, handle: NamespaceHandle, prompt: Prompt, pages: Pages, first: int, blocks: int) -> MissReason | None:
+    def _put(self, handle: NamespaceHandle, prompt: Prompt, pages: Pages, first: int) -> None:
+        blocks = pages.tokens // handle.block_tokens
         wait_ms = SAVE_DEADLINE_MS + blocks * handle.layout.raw_bytes / SAVE_BYTES_PER_MS
         result = handle.put(prompt, pages, first, deadline_ms=wait_ms, ttl=self.ttl)
         self.report.saved_blocks += result.stored if handle is self._namespace else 0
         self.is_away = result.reason in _AWAY
         if result.reason is not None:
             self._count(result.reason)
-        return result.reason
 
     def release(self) -> None:
         """Unpin."""
@@ -229,6 +221,11 @@ class StoreRequest:
     def is_open(self) -> bool:
         """Whether it still uses the store."""
         return self._namespace is not None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether what was restored may be offered again: of an inexact codec errors would add up."""
+        return self._namespace is not None and self._namespace.is_exact
 
     def withdraw(self, detail: str) -> None:
         """Load and save nothing more in this request: the model that computes it no longer is the namespace's."""
@@ -301,14 +298,12 @@ class StoreRequest:
 
     def _bring(self, namespace: NamespaceHandle, pages: Pages) -> Account:
         block, account = namespace.block_tokens, self.report.account
-        computed = self._pool.computed(self._keys) if self._pool is not None else 0
         valid = pooled = min(self._pooled_tokens, pages.tokens // block * block)
         if pooled < self._pooled_tokens:
             account = account.cut(pooled, MissReason.GRID)
             self.release()
         if pooled and self._pool is not None:
             self._pool.load(self._keys[: pooled // block], pages)
-        computed = min(computed, pooled // block)  # the pool may have got more of them since the look-up
         lease, self._lease = self._lease, None
         if lease is not None:
             with lease:
@@ -317,24 +312,12 @@ class StoreRequest:
             valid = max(pooled, loaded.tokens)
             account = account.cut(valid, loaded.reason or MissReason.GRID)
             if self._pool is not None:
-                self._pool.save(self._keys[: valid // block], pages, self._decodes(computed, valid // block))
-        account = self._cut(account)
-        self._decoded = self._decodes(computed, account.hit_tokens // block)
-        return account
+                self._pool.save(self._keys[: valid // block], pages)
+        return self._cut(account)
 
     def _cut(self, account: Account) -> Account:
         account = cut_to_grid(account, self.report.grid_tokens)
         return account if account.hit_tokens >= self.least_tokens else account.cut(0, MissReason.GRID)
-
-    def _decodes(self, computed: int, blocks: int) -> range:
-        is_exact = self._namespace is not None and self._namespace.is_exact
-        return range(blocks, blocks) if is_exact else range(min(computed, blocks), blocks)
-
-    def _offered(self, block_tokens: int, first: int, stop: int) -> list[tuple[int, int]]:
-        start, end = self._decoded.start * block_tokens, self._decoded.stop * block_tokens
-        if start == end:
-            return [(first, stop)]
-        return [run for run in ((first, min(start, stop)), (max(first, min(end, stop)), stop)) if run[0] < run[1]]
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

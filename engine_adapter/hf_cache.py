@@ -315,9 +315,8 @@ class PrefixCache:
 @dataclass
 class _Row:
     """One sequence, prompt and answer. cache, number, left: where its KV is, which row of it, and behind how many
-    columns of padding. with_kv: leading tokens whose KV is there. first: the first token whose KV was computed or
-    restored here in all layers. offered: leading tokens that were offered to the store. states: to be saved, by the
-    boundary behind which they are."""
+    columns of padding. with_kv: leading tokens whose KV is there. first: of those that may be offered to the store.
+    offered: how many leading ones were. states: to be saved, by the boundary behind which they are."""
 
     tokens: array[int]
     prompt_tokens: int
@@ -400,7 +399,7 @@ class _Request:
         is_empty = not start and stop != 0
         row.cache = self._call.new_cache() if is_empty else self._kinds.filled(memory, start, states)
         row.with_kv = row.offered = start
-        row.first = start if self._kinds.has_windows else 0
+        row.first = start if self._kinds.has_windows or not row.request.is_exact else 0
         token_ids = torch.from_numpy(np.asarray(row.tokens).astype(np.int64)).to(device)[None]
         positions = self._call.positions(token_ids, torch.ones_like(token_ids), **self.unseen)
         # Of longrope the last token of a forward pass chooses the table for all of them.

@@ -10,19 +10,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import NamedTuple
 
 import torch
 
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages
-
-
-class HbmBlock(NamedTuple):
-    """planes: of the layers in turn. is_decoded: whether an inexact codec restored it."""
-
-    planes: list[torch.Tensor]
-    is_decoded: bool
 
 
 class HbmBlocks:
@@ -31,7 +23,8 @@ class HbmBlocks:
 
     def __init__(self, layout: Layout, capacity_bytes: int) -> None:
         self.capacity_blocks = max(0, capacity_bytes) // layout.raw_bytes
-        self._blocks: OrderedDict[bytes, HbmBlock] = OrderedDict()
+        self._blocks: OrderedDict[bytes, list[torch.Tensor]] = OrderedDict()
+        """The planes of the layers in turn, by prefix key."""
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -40,29 +33,21 @@ class HbmBlocks:
         """How many of a prompt's blocks, from the first on, are here."""
         return len(list(takewhile(self._blocks.__contains__, keys)))
 
-    def computed(self, keys: Sequence[bytes]) -> int:
-        """How many of a prompt's blocks, from the first on, are here as the engine computed them."""
-        return len(list(takewhile(lambda key: key in self._blocks and not self._blocks[key].is_decoded, keys)))
-
     def load(self, keys: Sequence[bytes], pages: Pages) -> None:
         """Copy these blocks into pages. All of them must be here."""
         blocks = [self._blocks[key] for key in keys]
         for number, plane in enumerate(_planes(pages)):
-            plane[pages.table[0] : pages.table[0] + len(keys)].copy_(
-                torch.stack([one.planes[number] for one in blocks])
-            )
+            plane[pages.table[0] : pages.table[0] + len(keys)].copy_(torch.stack([one[number] for one in blocks]))
         self._touch(keys)
 
-    def save(self, keys: Sequence[bytes], pages: Pages, decoded: range) -> None:
-        """Keep as many of these blocks as fit, the first ones first. decoded: numbers of the blocks that an inexact
-        codec restored."""
+    def save(self, keys: Sequence[bytes], pages: Pages) -> None:
+        """Keep as many of these blocks as fit, the first ones first."""
         keys = keys[: self.capacity_blocks]
         for number in range(self.leading(keys), len(keys)):
             if len(self._blocks) >= self.capacity_blocks:
                 self._touch(keys[:number])
                 self._blocks.popitem(last=False)
-            planes = [plane[pages.table[number]].clone() for plane in _planes(pages)]
-            self._blocks[keys[number]] = HbmBlock(planes, number in decoded)
+            self._blocks[keys[number]] = [plane[pages.table[number]].clone() for plane in _planes(pages)]
         self._touch(keys)
 
     def _touch(self, keys: Sequence[bytes]) -> None:

@@ -33,15 +33,6 @@ Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class LayerKv:
-    """K and V of one layer, or another tensor with a row for each token. number: the layer's in the layout."""
-
-    number: int
-    paths: tuple[Path, ...]
-    group: KvGroup
-
-
-@dataclass(frozen=True)
 class RestoredKv:
     """KV of the first `tokens` tokens of a prompt; of a window only the end of it."""
 
@@ -61,39 +52,35 @@ class CacheKinds:
         for path, value in values(cache).items():
             earlier = before.get(path)
             if isinstance(value, int):
-                if value != earlier:
-                    self._counters.append(path)
+                self._counters += [path] if value != earlier else []
             elif isinstance(earlier, torch.Tensor) and earlier.shape == value.shape:
                 self.states |= {path: value} if value.ndim else {}
             else:
                 dtype, heads = str(value.dtype).removeprefix("torch."), value.shape[1] if value.ndim == 4 else 1
                 is_grown = isinstance(earlier, torch.Tensor) and value.shape[-2] == 2 * earlier.shape[-2]
                 if not is_grown or value.ndim not in (3, 4) or dtype not in DTYPE_BYTES:
-                    raise BadInput(
-                        f"its cache has {'.'.join(map(str, path))} of shape {tuple(value.shape)} and {dtype}"
-                    )
-                name = "" if path[-1] in ("keys", "values") else path[2:]
-                grown.setdefault((path[:2], name, dtype, heads), []).append(path)
-        found: dict[KvGroup, list[tuple[int, tuple[Path, ...]]]] = {}
-        extra = len(cache.layers)
-        for (_, name, dtype, heads), paths in grown.items():
-            layer = cache.layers[paths[0][1]]
+                    where = ".".join(map(str, path))
+                    raise BadInput(f"its cache has {where} of shape {tuple(value.shape)} and {dtype}")
+                name = () if path[-1] in ("keys", "values") else path[2:]
+                grown.setdefault((path[1], name, dtype, heads), []).append(path)
+        found: dict[KvGroup, dict[int, list[Path]]] = {}
+        for number, ((at, name, dtype, heads), paths) in enumerate(grown.items()):
+            layer, local = cache.layers[at], Attention.CHUNKED if at in chunked else Attention.SLIDING
             window = layer.sliding_window if getattr(layer, "is_sliding", False) and not name else 0
-            local = Attention.CHUNKED if paths[0][1] in chunked else Attention.SLIDING
-            attention = local if window else Attention.FULL
             widths = tuple(_get(cache, path).shape[-1] for path in paths)
-            number, extra = (extra, extra + 1) if name else (paths[0][1], extra)
-            group = KvGroup("", (0,), heads, widths, dtype, attention, window)
-            found.setdefault(group, []).append((number, tuple(paths)))
+            group = KvGroup("", (0,), heads, widths, dtype, local if window else Attention.FULL, window)
+            found.setdefault(group, {})[number] = paths
         if not found:
             raise BadInput("its cache holds nothing for each token")
-        self._slots, groups, kinds = list[LayerKv](), list[KvGroup](), list[str]()
-        for group, members in found.items():
-            kinds.append(str(group.attention))
-            count = kinds.count(kinds[-1])
-            name = kinds[-1] if count == 1 else f"{kinds[-1]}{count}"
-            groups.append(replace(group, name=name, layers=tuple(number for number, _ in members)))
-            self._slots += [LayerKv(*member, groups[-1]) for member in members]
+        groups = [
+            replace(group, name=f"{group.attention}{at or ''}", layers=tuple(members))
+            for at, (group, members) in enumerate(found.items())
+        ]
+        self._layers = [
+            (number, group, paths)
+            for group, members in zip(groups, found.values(), strict=True)
+            for number, paths in members.items()
+        ]
         self.layout = Layout(tuple(groups))
         self.has_windows = any(group.window for group in groups)
         sizes: dict[int, list[int]] = {}
@@ -103,85 +90,74 @@ class CacheKinds:
         rows = tuple(KvGroup(f"state{size}", tuple(at), 1, (size,), *opaque) for size, at in sizes.items())
         self.state_layout = layout_of_states(rows) if rows else None
         self._form = cache
-        for slot in self._slots:
-            for path in slot.paths:
-                _set(cache, path, _get(cache, path)[..., :0, :])
+        for path in (path for _, _, paths in self._layers for path in paths):
+            _set(cache, path, _get(cache, path)[..., :0, :])
         for path in self.states:
             _set(cache, path, None)
 
     def blank(self, tokens: int, device: torch.device) -> tuple[RestoredKv, Pages]:
         """Memory for that many tokens, whole blocks, and the store's view of it."""
         block, planes, tables = self.layout.block_tokens, dict[Path, torch.Tensor](), dict[str, GroupPages]()
-        paged: dict[int, list[torch.Tensor]] = {}
-        for slot in self._slots:
-            group, first = slot.group, slot.group.needed_from(tokens) // block
+        for _, group, paths in self._layers:
+            first = group.needed_from(tokens) // block
             if group.window:
                 tables[group.name] = GroupPages(range(tokens // block - first), first)
-            for path, width in zip(slot.paths, group.plane_widths, strict=True):
+            for path, width in zip(paths, group.plane_widths, strict=True):
                 shape = (1, group.kv_heads, tokens - first * block, width)
                 planes[path] = torch.empty(shape, dtype=getattr(torch, group.dtype), device=device)
-                paged.setdefault(slot.number, []).append(_paged(planes[path][0], block))
+        paged = {number: [_paged(planes[path][0], block) for path in paths] for number, _, paths in self._layers}
         return RestoredKv(tokens, planes), Pages(paged, range(tokens // block), block, tables)
 
     def filled(self, memory: RestoredKv, tokens: int, states: Sequence[torch.Tensor]) -> Any:
         """A cache of the first so many tokens of `memory`, with the states behind them."""
-        cache = copy.deepcopy(self._form)
-        for slot in self._slots:
-            kept = min(tokens, slot.group.window - 1) if slot.group.window else tokens
-            for path in slot.paths:
-                plane = memory.planes[path]
-                stop = plane.shape[-2] - memory.tokens + tokens
-                held = plane[..., max(0, stop - kept) : stop, :]
+        planes = {}
+        for _, group, paths in self._layers:
+            kept = min(tokens, group.window - 1) if group.window else tokens
+            for path in paths:
+                stop = memory.planes[path].shape[-2] - memory.tokens + tokens
+                held = memory.planes[path][..., max(0, stop - kept) : stop, :]
                 held = pad(held, (0, 0, kept - held.shape[-2], 0))  # of chunks before the last one nothing is seen
-                _set(cache, path, held if _get(self._form, path).ndim == 4 else held[:, 0])
-        for path, state in zip(self.states, states, strict=True):
-            _set(cache, path, state)
-        self._count(cache, tokens)
-        return cache
+                planes[path] = held if _get(self._form, path).ndim == 4 else held[:, 0]
+        return self._made({**planes, **dict(zip(self.states, states, strict=True))}, tokens)
 
     def joined(self, caches: Sequence[Any], tokens: int, repeats: int) -> Any:
         """One cache of several, each of one row, which end together, `tokens` columns wide; each row so many times."""
-        joined = copy.deepcopy(self._form)
-        for slot in self._slots:
-            least = min(tokens, slot.group.window - 1) if slot.group.window else tokens
-            for path in slot.paths:
+        made = {path: [_get(cache, path) for cache in caches] for path in self.states}
+        for _, group, paths in self._layers:
+            least = min(tokens, group.window - 1) if group.window else tokens
+            for path in paths:
                 planes = [_get(cache, path) for cache in caches]
                 columns = max(least, *(plane.shape[-2] for plane in planes))
-                planes = [pad(plane, (0, 0, columns - plane.shape[-2], 0)) for plane in planes]
-                _set(joined, path, torch.cat(planes).repeat_interleave(repeats, 0))
-        for path in self.states:
-            _set(joined, path, torch.cat([_get(cache, path) for cache in caches]).repeat_interleave(repeats, 0))
-        self._count(joined, tokens)
-        return joined
+                made[path] = [pad(plane, (0, 0, columns - plane.shape[-2], 0)) for plane in planes]
+        return self._made({path: torch.cat(ones).repeat_interleave(repeats, 0) for path, ones in made.items()}, tokens)
 
     def first_held(self, cache: Any, tokens: int) -> int:
         """The column from which on a cache of `tokens` columns holds all layers; `tokens` where one holds another
         number of them, as after a forward pass that failed."""
-        if any(_get(cache, path) != tokens for path in self._counters):
-            return tokens
-        held: list[tuple[LayerKv, int]] = [
-            (slot, _get(cache, path).shape[-2]) for slot in self._slots for path in slot.paths
-        ]
-        if any(not slot.group.window and columns != tokens for slot, columns in held):
-            return tokens
-        return tokens - min(columns for _, columns in held)
+        least = tokens
+        for _, group, paths in self._layers:
+            for path in paths:
+                columns: int = _get(cache, path).shape[-2]
+                if not group.window and columns != tokens:
+                    return tokens
+                least = min(least, columns)
+        return tokens if any(_get(cache, path) != tokens for path in self._counters) else tokens - least
 
     def pages(self, cache: Any, row: int, first: int, stop: int, tokens: int) -> Pages:
         """Columns first .. stop - 1 of one row of a cache of `tokens` columns, whole blocks: views, no copy."""
-        paged = {}
-        for slot in self._slots:
-            planes = [_get(cache, path)[row] for path in slot.paths]
+        paged, block = {}, self.layout.block_tokens
+        for number, _, paths in self._layers:
+            planes = [_get(cache, path)[row] for path in paths]
             cut = [plane[..., first - tokens + plane.shape[-2] :, :][..., : stop - first, :] for plane in planes]
-            paged[slot.number] = [_paged(plane, self.layout.block_tokens) for plane in cut]
-        return Pages(paged, range((stop - first) // self.layout.block_tokens), self.layout.block_tokens)
+            paged[number] = [_paged(plane, block) for plane in cut]
+        return Pages(paged, range((stop - first) // block), block)
 
     def forget(self, cache: Any, first: int, tokens: int) -> None:
         """Drop what lies before column `first` and before the windows."""
-        for slot in self._slots:
-            if slot.group.window:
-                kept = max(min(tokens, slot.group.window - 1), tokens - first)
-                for path in slot.paths:
-                    _set(cache, path, _get(cache, path)[..., -kept:, :])
+        for _, group, paths in self._layers:
+            kept = max(min(tokens, group.window - 1), tokens - first) if group.window else tokens
+            for path in paths if group.window else ():
+                _set(cache, path, _get(cache, path)[..., -kept:, :])
 
     def blank_states(self) -> list[torch.Tensor]:
         """Memory for states, zeros: as they are before the first token."""
@@ -196,9 +172,11 @@ class CacheKinds:
         planes = {at: [state.reshape(-1).view(torch.uint8)[None, None, None]] for at, state in enumerate(states)}
         return Pages(planes, range(1), self.layout.block_tokens)
 
-    def _count(self, cache: Any, tokens: int) -> None:
-        for path in self._counters:
-            _set(cache, path, tokens)
+    def _made(self, held: Mapping[Path, torch.Tensor], tokens: int) -> Any:
+        cache = copy.deepcopy(self._form)
+        for path, value in (*held.items(), *((path, tokens) for path in self._counters)):
+            _set(cache, path, value)
+        return cache
 
 
 def values(cache: Any) -> dict[Path, Any]:
@@ -209,17 +187,12 @@ def values(cache: Any) -> dict[Path, Any]:
         if isinstance(value, torch.Tensor | int) and not isinstance(value, bool):
             found[path] = value
         elif len(path) < MAX_DEPTH:
-            for key, inner in _inside(value):
+            named = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+            for key, inner in enumerate(value) if isinstance(value, list | tuple) else named.items():
                 walk(inner, (*path, key))
 
     walk(cache, ())
     return found
-
-
-def _inside(value: Any) -> list[tuple[Any, Any]]:
-    if isinstance(value, list | tuple):
-        return list(enumerate(value))
-    return list((value if isinstance(value, dict) else getattr(value, "__dict__", {})).items())
 
 
 def _get(cache: Any, path: Path) -> Any:

@@ -14,12 +14,11 @@ from engine_adapter.adapter import (
     StoreRequest,
     chosen_codec,
 )
-from engine_adapter.hf.hbm_blocks import HbmBlocks
-from kvstore.block.account import HitTier, MissReason
+from kvstore.block.account import MissReason
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages
 from kvstore.client.handle import PutResult
-from workbench import bench, blank_pages, plausible_pages, random_pages, same_tokens, small_layout
+from workbench import bench, blank_pages, random_pages, same_tokens, small_layout
 
 CHUNK = 128
 
@@ -107,72 +106,6 @@ def test_percentiles_are_of_the_nearest_rank() -> None:
     report.itl_ms = [10.0, 30.0]
     assert report.tokens_per_second == 50
     assert (report.restored_tokens, report.computed_tokens) == (0, 1)
-
-
-@pytest.mark.parametrize("codec", ["raw", "int8-kc64"])
-@pytest.mark.parametrize("is_pooled", [False, True])
-def test_what_was_decoded_is_not_encoded_again(codec: str, is_pooled: bool) -> None:
-    """Six blocks are restored and go meanwhile; two are computed behind them. With an inexact codec the six are not
-    offered, so the two cannot be stored; with an exact one all are."""
-    parts = bench()
-    namespace = parts.namespace(codec=codec)
-    tokens, pages = list(range(8 * 64 + 1)), plausible_pages(small_layout(), 8)
-    request_on(namespace, 385).save(tokens[:384], Pages(pages.planes, range(6), 64))
-    pool = HbmBlocks(small_layout(), 100 * small_layout().raw_bytes) if is_pooled else None
-    request = request_on(namespace, len(tokens), pool=pool)
-    assert request.matched_tokens(tokens) == 384 == request.load(pages)
-    parts.store.evict(6)
-    request.save(tokens[:512], pages)
-    if codec == "raw":
-        assert (request.report.saved_blocks, request.report.put_reasons) == (8, {})
-    else:
-        assert (request.report.saved_blocks, request.report.put_reasons) == (0, {MissReason.EVICTED: 1})
-    if pool is not None:  # the next request finds them there, and must not offer them either
-        other = request_on(namespace, len(tokens), pool=pool)
-        assert other.matched_tokens(tokens) == 512 == other.load(pages)
-        assert other.report.account.hits == {HitTier.HBM: 512}
-        parts.store.evict(8)
-        other.save(tokens[:512], pages)
-        assert other.report.saved_blocks == (8 if codec == "raw" else 0)
-    parts.store.check()
-
-
-def test_what_the_pool_has_as_it_was_computed_is_offered_again() -> None:
-    """Two blocks are computed here, two more come from the store, two are computed behind them."""
-    parts = bench()
-    namespace = parts.namespace(codec="int8-kc64")
-    tokens, pages = list(range(6 * 64 + 1)), plausible_pages(small_layout(), 6)
-    pool = HbmBlocks(small_layout(), 100 * small_layout().raw_bytes)
-    request_on(namespace, 257).save(tokens[:256], Pages(pages.planes, range(4), 64))
-    request_on(namespace, 129, pool=pool).save(tokens[:128], Pages(pages.planes, range(2), 64))
-    request = request_on(namespace, len(tokens), pool=pool)
-    assert request.matched_tokens(tokens) == 256 == request.load(pages)
-    assert request.report.account.hits == {HitTier.HBM: 128, HitTier.DRAM: 128}
-    parts.store.evict(4)
-    request.save(tokens[:384], pages)
-    assert (request.report.saved_blocks, request.report.put_reasons) == (2, {MissReason.EVICTED: 1})
-    assert namespace.match(tokens).blocks == 2
-    request_on(namespace, 257).save(tokens[:256], Pages(pages.planes, range(4), 64))
-    request.save(tokens[:384], pages)
-    assert namespace.match(tokens).blocks == 6
-
-
-def test_what_the_pool_gets_between_look_up_and_load_is_not_what_was_restored() -> None:
-    """Another request computes the same blocks, while this one has a lease on those of the store."""
-    parts = bench()
-    namespace = parts.namespace(codec="int8-kc64")
-    tokens, pages = list(range(4 * 64 + 1)), plausible_pages(small_layout(), 4)
-    request_on(namespace, 257).save(tokens[:256], pages)
-    pool = HbmBlocks(small_layout(), 100 * small_layout().raw_bytes)
-    request = request_on(namespace, len(tokens), pool=pool)
-    assert request.matched_tokens(tokens) == 256
-    request_on(namespace, 257, pool=pool).save(tokens[:256], pages)
-    restored = blank_pages(small_layout(), 4)
-    assert request.load(restored) == 256
-    assert request.report.account.hits == {HitTier.DRAM: 256}
-    parts.store.evict(4)
-    request.save(tokens[:256], restored)
-    assert request.report.saved_blocks == 0, "it would be encoded a second time"
 
 
 def test_the_codec_that_an_adapter_takes(caplog: pytest.LogCaptureFixture) -> None:

@@ -25,7 +25,7 @@ def some_pages(blocks: int) -> Pages:
 def test_what_comes_out_is_what_went_in(blocks: int) -> None:
     pool, source = pool_of(80), some_pages(blocks + 3)
     target = Pages(blank_planes(LAYOUT, blocks + 3, 64), range(blocks + 3), 64)
-    pool.save(KEYS[:blocks], source, range(0))
+    pool.save(KEYS[:blocks], source)
     assert pool.leading(KEYS) == blocks
     pool.load(KEYS[:blocks], target)
     assert same_tokens(source, target, range(64 * blocks))
@@ -35,24 +35,24 @@ def test_what_comes_out_is_what_went_in(blocks: int) -> None:
 def test_a_prompt_larger_than_the_pool_keeps_its_beginning() -> None:
     pool, pages = pool_of(4), some_pages(10)
     for blocks in (2, 6, 10):
-        pool.save(KEYS[:blocks], pages, range(0))
+        pool.save(KEYS[:blocks], pages)
         assert pool.leading(KEYS) == min(blocks, 4)
     assert len(pool) == 4
 
 
 def test_the_ends_of_old_prompts_make_room_first() -> None:
     pool, pages = pool_of(6), some_pages(10)
-    pool.save(KEYS[:4], pages, range(0))
-    pool.save(KEYS[40:44], pages, range(0))
+    pool.save(KEYS[:4], pages)
+    pool.save(KEYS[40:44], pages)
     assert pool.leading(KEYS[40:]) == 4 and pool.leading(KEYS) == 2
     pool.load(KEYS[:2], some_pages(2))
-    pool.save(KEYS[50:54], pages, range(0))
+    pool.save(KEYS[50:54], pages)
     assert pool.leading(KEYS) == 2 and pool.leading(KEYS[40:]) == 0, "what was used last stays"
 
 
 def test_a_pool_that_is_too_small_for_one_block_holds_nothing() -> None:
     pool = pool_of(0)
-    pool.save(KEYS[:3], some_pages(3), range(0))
+    pool.save(KEYS[:3], some_pages(3))
     assert pool.leading(KEYS) == 0
 
 
@@ -69,14 +69,6 @@ def test_a_block_whose_copy_failed_is_not_found(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(torch.Tensor, "clone", failing)
     with pytest.raises(KeyboardInterrupt):
-        pool.save(KEYS[:4], pages, range(0))
+        pool.save(KEYS[:4], pages)
     monkeypatch.undo()
     assert pool.leading(KEYS) == 2
-
-
-def test_what_was_decoded_is_found_but_is_not_as_computed() -> None:
-    pool, pages = pool_of(6), some_pages(6)
-    pool.save(KEYS[:5], pages, range(2, 4))
-    assert (pool.leading(KEYS), pool.computed(KEYS)) == (5, 2)
-    pool.save(KEYS[:5], pages, range(0))
-    assert len(pool) == 5 and (pool.leading(KEYS), pool.computed(KEYS)) == (5, 2), "it stays what it was"

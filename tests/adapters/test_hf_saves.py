@@ -69,6 +69,19 @@ def test_in_a_batch_what_a_prompt_shares_is_saved_before_it_is_looked_up_and_not
     assert cache.reports[1].saved_blocks == 10
 
 
+@pytest.mark.parametrize("codec", ["raw", "int8-kc64"])
+def test_what_was_decoded_is_not_encoded_again(llama: Any, store: EmbeddedStore, codec: str) -> None:
+    """Blocks are restored, and go meanwhile. With an inexact codec they are not offered, so what is computed behind
+    them cannot be stored; with an exact one all are."""
+    cache, prompt = cache_of(llama, store, codec=codec), prompt_of(700)
+    ask(cache, prompt[:450], 1)
+    leaves = Each(lambda count: store.drop(cache.namespace) if count == 1 else None)  # type: ignore[arg-type]
+    answer = ask(cache, prompt, 2, stopping_criteria=[leaves])
+    assert answer.report.restored_tokens == 448
+    assert answer.report.saved_blocks == (10 if codec == "raw" else 0)
+    assert (MissReason.EVICTED in answer.report.put_reasons) == (codec != "raw")
+
+
 @pytest.mark.slow
 def test_a_sidecar_that_hangs_costs_no_token(llama: Any, tmp_path: Path) -> None:
     prompt = prompt_of(1300)
