@@ -25,6 +25,7 @@ import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -35,26 +36,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
+from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
+from vllm.v1.core.sched import output
 from vllm.v1.engine.core import EngineCore
 
-try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults  # from 0.31 on
-except ImportError:
-    KVConnectorTransferResults = None
-try:
-    from vllm.v1.core.sched.output import KVConnectorBlockState  # likewise
-except ImportError:
-    KVConnectorBlockState = None
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource  # from 0.32 on
 except ImportError:
     CacheHitSource = None
-try:
-    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
-except ImportError:
-    get_kv_cache_spec_kind = get_kv_cache_spec_sliding_window = None
 
 import kvstore
 from engine_adapter.adapter import chosen_codec
@@ -88,6 +79,10 @@ from kvstore.block.errors import BadInput
 from kvstore.client.edge import in_one_line
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
+
+KVConnectorTransferResults: Any = getattr(base, "KVConnectorTransferResults", None)  # these are from 0.31 on
+KVConnectorBlockState: Any = getattr(output, "KVConnectorBlockState", None)
+get_kv_cache_spec_kind: Any = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
 
 READ_SECONDS = 5.0
 """How long a request waits at most for its images to be read, while others run."""
@@ -693,7 +688,8 @@ def _kinds(groups: Any) -> list[tuple[str | None, int | None]]:
     if get_kv_cache_spec_kind is None:
         return [(None, None)]
     specs = [group.kv_cache_spec for group in groups.kv_cache_groups]
-    return [(str(get_kv_cache_spec_kind(one).value), get_kv_cache_spec_sliding_window(one)) for one in specs]
+    window_of = kv_cache_interface.get_kv_cache_spec_sliding_window
+    return [(str(get_kv_cache_spec_kind(one).value), window_of(one)) for one in specs]
 
 
 def _extra_keys(request: Any, first: int, stop: int) -> Any:

@@ -161,7 +161,7 @@ def test_no_number_makes_it_fail(
 def test_what_was_never_learned_is_loaded_and_counted() -> None:
     model = model_of({**PRIORS, HitTier.DRAM: TierPrior(10.0, 1.0)}, PrefillSpeed())
     decision = Case(0, [(HitTier.DRAM, 1000)], 1200, 64, 0.0, False).choose(model)
-    assert decision.load_tokens == 960 and not decision.is_learned and decision.predicted_compute_ms is None
+    assert decision.load_tokens == 960 and not decision.is_learned
     model.finished(decision, 10.0, 1.0)
     counts = model.counts
     assert (counts.decisions, counts.unlearned, counts.finished, counts.judged) == (1, 1, 1, 0)
