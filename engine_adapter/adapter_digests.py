@@ -19,6 +19,9 @@ MAX_ADAPTERS = 4096
 Signature = tuple[tuple[str, int, int, int], ...]
 
 
+UNREADABLE = "the adapter's files cannot be read"
+
+
 @dataclass(slots=True)
 class _Known:
     signature: Signature
@@ -36,26 +39,24 @@ class AdapterDigests:
 
     def of(self, number: int, path: str, *, reads_anew: bool) -> tuple[str, str]:
         """An adapter's digest, or why there is none: ("", detail). reads_anew: the engine loads it for this request."""
-        signature = _signature(Path(path))
-        known = self._known.get(number)
-        if known is not None and known.signature != signature and not reads_anew:
-            known.digest = ""
-            known.detail = "the adapter's files have changed since the engine read them"
-            return "", known.detail
-        if known is None or known.signature != signature:
+        signature, known = _signature(Path(path)), self._known.get(number)
+        if known is None or (known.signature != signature and reads_anew):
             known = self._known[number] = _Known(signature)
             if len(self._known) > MAX_ADAPTERS:
                 del self._known[next(iter(self._known))]
-            if not signature:
-                known.detail = "the adapter's files cannot be read"
-                return "", known.detail
-            threading.Thread(target=self._read, args=(known, Path(path)), name="kv-adapter", daemon=True).start()
+            if signature:
+                threading.Thread(target=self._read, args=(known, Path(path)), name="kv-adapter", daemon=True).start()
+            else:
+                known.detail = UNREADABLE
+        elif known.signature != signature:
+            known.digest, known.detail = "", "the adapter's files have changed since the engine read them"
+            return "", known.detail
         return known.digest, known.detail
 
     def _read(self, known: _Known, path: Path) -> None:
         digest = self._digest(path)
         if digest is None:
-            known.detail = "the adapter's files cannot be read"
+            known.detail = UNREADABLE
         elif _signature(path) != known.signature:
             known.detail = "the adapter's files changed while they were read"
         else:

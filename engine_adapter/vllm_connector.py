@@ -25,6 +25,7 @@ import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -35,26 +36,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
+from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
+from vllm.v1.core.sched import output
 from vllm.v1.engine.core import EngineCore
 
-try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults  # from 0.31 on
-except ImportError:
-    KVConnectorTransferResults = None
-try:
-    from vllm.v1.core.sched.output import KVConnectorBlockState  # likewise
-except ImportError:
-    KVConnectorBlockState = None
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource  # from 0.32 on
 except ImportError:
     CacheHitSource = None
-try:
-    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
-except ImportError:
-    get_kv_cache_spec_kind = get_kv_cache_spec_sliding_window = None
 
 import kvstore
 from engine_adapter.adapter import chosen_codec
@@ -88,6 +79,10 @@ from kvstore.block.errors import BadInput
 from kvstore.client.edge import in_one_line
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
+
+KVConnectorTransferResults: Any = getattr(base, "KVConnectorTransferResults", None)  # these are from 0.31 on
+KVConnectorBlockState: Any = getattr(output, "KVConnectorBlockState", None)
+get_kv_cache_spec_kind: Any = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
 
 READ_SECONDS = 5.0
 """How long a request waits at most for its images to be read, while others run."""
@@ -168,22 +163,15 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
     @in_one_line("KvStoreConnector")
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self._config = vllm_config
-        self._groups_config = kv_cache_config
+        self._config, self._groups = vllm_config, kv_cache_config
         self._settings = ConnectorSettings.of(self._kv_transfer_config.kv_connector_extra_config)
         self._session = blake2b(str(self._kv_transfer_config.engine_id).encode(), digest_size=32).hexdigest()
-        self._scheduler: _SchedulerSide | None = None
         self._worker: PagedWorker | None = None
         self._invalid: set[int] = set()
         self._is_told = False
         self._is_told_by_page = kv_cache_config is None or is_told_by_page(kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            self._settings, overruled = with_load_mode(self._settings, unwaitable(vllm_config))
-            if overruled:
-                logger.warning("kvstore: %s", overruled)
-            if has_draft_layers(vllm_config) and self._settings.audit < 1:
-                self._settings = replace(self._settings, audit=0.0)
-            self._scheduler = _SchedulerSide(vllm_config, kv_cache_config, self._settings, self._session)
+            self._plan_for(kv_cache_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -194,7 +182,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Find out how KV lies in the pages, and start the worker's half."""
-        pages = registered_pages(self._config, self._groups_config, kv_caches)
+        pages = registered_pages(self._config, self._groups, kv_caches)
         if pages.facts.refused:
             logger.warning("nothing is stored by this worker: %s", pages.facts.refused)
         elif not self._settings.without_prefix_caching:
@@ -297,136 +285,31 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Scheduler -------------------------------------------------------------------------------------------------------
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Begin, now that every worker has described its pages."""
-        facts = [one.facts for _, one in sorted(metadata.items()) if isinstance(one, Handshake)]
-        if self._scheduler is not None and facts:
-            self._scheduler.is_alone = True
-            self._scheduler.begin(facts)
-
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
-    ) -> None:
-        """The same by (pipeline, tensor) rank: of each stage with other layers."""
-        self.set_xfer_handshake_metadata({at: one for at, (_, one) in enumerate(sorted(metadata.items()))})
-
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Keep the engine's own cache, to evict invalid pages from it."""
-        if self._scheduler is not None:
-            self._scheduler.pool = gpu_block_pool
-
-    def on_new_request(self, request: Any) -> None:
-        if self._scheduler is not None:
-            self._scheduler.added(request)
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens are promised behind the engine's own (None: ask again), and whether they are loaded beside
-        its steps."""
-        if self._scheduler is None:
-            return 0, False
-        return self._scheduler.matched(request.request_id, num_computed_tokens)
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """vLLM has given the request pages."""
-        if self._scheduler is not None:
-            self._scheduler.half.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
-
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """This step's orders to the workers."""
-        assert self._scheduler is not None
-        return StepPlanMetadata(self._scheduler.step(scheduler_output))
-
-    def update_connector_output(self, connector_output: Any) -> None:
-        reports = getattr(connector_output, "kv_connector_worker_meta", None)
-        if self._scheduler is not None:
-            self._scheduler.reported(reports.step if isinstance(reports, StepReportsMetadata) else None)
-
-    def request_finished(self, request: Any, *args: Any, **kwargs: Any) -> tuple[bool, dict[str, Any] | None]:
-        """vLLM may free its pages at once: saves that still read them end before the pages are written to again."""
-        return False, self._scheduler.finished(request) if self._scheduler is not None else None
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """The same with several KV groups."""
-        return self.request_finished(request)
-
-    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """Which tiers the tokens come from, in vLLM's words."""
-        sources: dict[Any, int] = {}
-        tiers = self._scheduler.half.hit_tiers(request.request_id, num_external_tokens) if self._scheduler else {}
-        for tier, tokens in (tiers or {HitTier.DRAM: num_external_tokens}).items():
-            source = CacheHitSource.P2P if tier in (HitTier.PEER, HitTier.REMOTE) else CacheHitSource.HOST
-            if tier is HitTier.NVME:
-                source = CacheHitSource.DISK
-            sources[source] = sources.get(source, 0) + tokens
-        return {source: tokens for source, tokens in sources.items() if tokens}
-
-    def take_events(self) -> Iterable[Any]:
-        """KV events about blocks that the store has got, and that it then moved or evicted."""
-        return self._scheduler.events() if self._scheduler is not None else ()
-
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Counts since the last step. None beside other connectors: a `MultiConnector` looks for the class of a child's
-        counts among vLLM's own, and ends the engine if it is not one of them."""
-        if self._scheduler is None or not self._scheduler.is_alone:
-            return None
-        counted = self._scheduler.half.take_counts().to_dict()
-        return ConnectorCounts(data=counted) if counted else None
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """The counts again, in the process that logs them."""
-        return ConnectorCounts(data=data or {})
-
-    @classmethod
-    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics | None:
-        return ConnectorMetrics(*args, **kwargs)
-
-    def reset_cache(self) -> bool | None:
-        """The engine's weights may have changed: nothing that was stored before is found from here on."""
-        if self._scheduler is not None:
-            self._scheduler.reset()
-        return True
-
-    def weights_may_have_changed(self, how: str) -> None:
-        """A client had the workers do that: nothing is looked up or saved until `reset_cache`."""
-        if self._scheduler is not None:
-            self._scheduler.weights_may_have_changed(how)
-
-    def shutdown(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-        if self._scheduler is not None:
-            self._scheduler.half.close()
-            self._scheduler.reader.close()
-
-
-class _SchedulerSide:
-    """Translates vLLM's scheduler for `PagedScheduler`."""
-
-    def __init__(self, config: VllmConfig, groups: Any, settings: ConnectorSettings, session: str) -> None:
+    def _plan_for(self, groups: Any) -> None:
+        config = self._config
+        self._settings, overruled = with_load_mode(self._settings, unwaitable(config))
+        if overruled:
+            logger.warning("kvstore: %s", overruled)
+        if has_draft_layers(config) and self._settings.audit < 1:
+            self._settings = replace(self._settings, audit=0.0)
+        settings, session = self._settings, self._session
         self.half = PagedScheduler(
             settings, lambda: _open_store(settings.url, session), time.monotonic, random.Random().random, time.sleep
         )
-        traced = config.model_config if settings.traces else None
-        self.reader = RequestReader(
+        self._reader = RequestReader(
             AdapterDigests(adapter_digest),
             str(config.kv_transfer_config.kv_role),
-            traced,
+            config.model_config if settings.traces else None,
             is_encoded_here=getattr(config, "ec_transfer_config", None) is None,
         )
-        self._config, self._groups = config, groups
-        self._settings = settings
-        self._session = session
         self._page_tokens = groups.kv_cache_groups[0].kv_cache_spec.block_size
         self._requests: dict[str, EngineView] = {}
         self._tables: dict[str, list[list[int]]] = {}
         self._facts: list[WorkerSpec] = []
-        self.is_alone = False
+        self._is_alone = False
         self._has_run_since_reset = True
         follow_rpcs()
-        self.pool: Any = None
+        self._pool: Any = None
         self._block_events: BlockEvents | None = None
         if (events := config.kv_events_config) is not None and events.enable_kv_cache_events:
             self._block_events = BlockEvents(
@@ -434,7 +317,20 @@ class _SchedulerSide:
             )
             self.half.announce(self._described)
 
-    def begin(self, facts: Sequence[WorkerSpec], wait_seconds: float = START_SECONDS) -> None:
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """Begin, now that every worker has described its pages."""
+        facts = [one.facts for _, one in sorted(metadata.items()) if isinstance(one, Handshake)]
+        if facts:
+            self._is_alone = True
+            self._begin(facts)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """The same by (pipeline, tensor) rank: of each stage with other layers."""
+        self.set_xfer_handshake_metadata({at: one for at, (_, one) in enumerate(sorted(metadata.items()))})
+
+    def _begin(self, facts: Sequence[WorkerSpec], wait_seconds: float = START_SECONDS) -> None:
         """The pages are known: open the namespace. If the KV cannot be stored, log why, and run without the store."""
         refused = unsupported(
             self._config,
@@ -497,33 +393,41 @@ class _SchedulerSide:
         if not is_there:
             self.half.opener.tell_when_open(lambda: logger.info("kvstore: ready at %s", self._settings.url))
         # Beside other connectors, a child does not see the settings that hold for all of them.
-        if self.is_alone and self._config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        if self._is_alone and self._config.kv_transfer_config.kv_load_failure_policy != "recompute":
             logger.warning(
                 "kvstore: a request whose load fails ends with an error; set "
                 '"kv_load_failure_policy": "recompute" beside kv_connector to have it computed instead'
             )
 
-    def reported(self, reports: StepReports | None) -> None:
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Keep the engine's own cache, to evict invalid pages from it."""
+        self._pool = gpu_block_pool
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        metadata = getattr(connector_output, "kv_connector_worker_meta", None)
+        reports = metadata.step if isinstance(metadata, StepReportsMetadata) else None
         if reports is not None and reports.facts:
             self._facts += reports.facts
             if len(self._facts) == self._config.parallel_config.world_size:
-                self.begin(sorted(self._facts, key=lambda one: one.rank), wait_seconds=0.0)
+                self._begin(sorted(self._facts, key=lambda one: one.rank), wait_seconds=0.0)
         self.half.reported(reports)
         invalid_pages = self.half.take_invalid_pages()
         if invalid_pages:
-            self.pool.evict_blocks(invalid_pages)
+            self._pool.evict_blocks(invalid_pages)
 
-    def added(self, request: Any) -> None:
+    def on_new_request(self, request: Any) -> None:
         """A new request: read its spec, and look it up. One with images or the like is looked up once they are read."""
         mine = self._requests[request.request_id] = EngineView(request)
-        mine.read = self.reader.reading(request)
+        mine.read = self._reader.reading(request)
         if mine.read is None:
             self._look_up(mine)
         else:
             mine.unread_since = time.monotonic()
 
-    def matched(self, request_id: str, local_tokens: int) -> tuple[int | None, bool]:
-        """As `PagedScheduler.matched`; None, too, while a request's images are being read."""
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens are promised behind the engine's own (None: ask again, also while a request's images are
+        being read), and whether they are loaded beside its steps."""
+        request_id = request.request_id
         mine = self._requests[request_id]
         if mine.read is not None and mine.unread_since:
             wait([mine.read], 0.0 if self.half.is_busy else IDLE_WAIT_SECONDS)
@@ -531,7 +435,7 @@ class _SchedulerSide:
                 return None, False
             mine.unread_since = 0.0
             self._look_up(mine)
-        answer = self.half.matched(request_id, local_tokens)
+        answer = self.half.matched(request_id, num_computed_tokens)
         parted_at = self.half.parted_at(request_id)
         if parted_at > getattr(mine.request, "shared_prefix_boundary", parted_at):
             # vLLM ends a step there and keeps its states, as where it sees itself that prompts part.
@@ -539,18 +443,23 @@ class _SchedulerSide:
         return answer
 
     def _look_up(self, mine: EngineView) -> None:
-        facts = self.reader.facts(mine.request, mine.read)
+        facts = self._reader.facts(mine.request, mine.read)
         mine.extra_keys = facts.extra_keys
         self.half.added(mine, facts)
 
-    def step(self, output: Any) -> StepPlan:
-        """The plan for a step of the scheduler's. In most steps nothing is due, and no request has new pages."""
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """vLLM has given the request pages."""
+        self.half.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """This step's orders to the workers. In most steps nothing is due, and no request has new pages."""
+        output = scheduler_output
         scheduled = output.num_scheduled_tokens
         self._has_run_since_reset |= bool(scheduled)
         resolve = getattr(getattr(output, "kv_connector_block_state", None), "get_block_ids", None)
         cached = output.scheduled_cached_reqs
         resumed = cached.resumed_req_ids  # whose pages are known from their admission
-        if not self.is_alone:
+        if not self._is_alone:
             self._begin_with(output, cached, resumed)
         grown = [
             page
@@ -572,7 +481,8 @@ class _SchedulerSide:
                 computed = mine.request.num_computed_tokens + tokens - len(drafts.get(request_id, ()))
                 final = mine.final(computed, has_drafts=self._config.speculative_config is not None)
                 due.append(Computed(request_id, final, partial(resolve, request_id)))
-        return self.half.step(set(scheduled), due, grown, self._work(output), self._boundaries(output))
+        plan = self.half.step(set(scheduled), due, grown, self._work(output), self._boundaries(output))
+        return StepPlanMetadata(plan)
 
     def _boundaries(self, output: Any) -> list[Boundary]:
         """Where this step computes recurrent states that are whole: vLLM names their pages in this step only. Those of
@@ -600,11 +510,11 @@ class _SchedulerSide:
     def _is_other(self, mine: EngineView) -> bool:
         """Whether its LoRA adapter's files changed since it was added: the engine may have read them anew since. Or
         whether another image came under the name of one of its own."""
-        if mine.read is not None and self.reader.is_in_doubt(mine.request):
+        if mine.read is not None and self._reader.is_in_doubt(mine.request):
             return True
         if mine.request.lora_request is None or not mine.extra_keys:
             return False
-        return self.reader.facts(mine.request, mine.read).extra_keys != mine.extra_keys
+        return self._reader.facts(mine.request, mine.read).extra_keys != mine.extra_keys
 
     def _work(self, output: Any) -> StepWork:
         scheduled = output.num_scheduled_tokens
@@ -630,32 +540,35 @@ class _SchedulerSide:
                     group += pages
         return lambda request_id: self._tables.get(request_id, [])
 
-    def finished(self, request: Any) -> dict[str, Any] | None:
-        """A request is over. Returns what its user sees as `kv_transfer_params`."""
+    def request_finished(self, request: Any, *args: Any, **kwargs: Any) -> tuple[bool, dict[str, Any] | None]:
+        """A request is over. vLLM may free its pages at once: saves that still read them end before the pages are
+        written to again. Returns what its user sees as `kv_transfer_params`."""
         self._requests.pop(request.request_id, None)
         self._tables.pop(request.request_id, None)
         told = self.half.finished(request.request_id)
-        return {"kvstore": told} if told is not None else None
+        return False, {"kvstore": told} if told is not None else None
 
-    def reset(self) -> None:
-        """Rename the weights to a unique name: only this run of the engine knows them."""
-        self.half.renamed(time.time_ns())
-        self._has_run_since_reset = False
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same with several KV groups."""
+        return self.request_finished(request)
 
-    def weights_may_have_changed(self, how: str) -> None:
-        """Look up and save nothing until a reset; one right before, under whose name nothing has run, will do."""
-        if self.half.block_tokens and self._has_run_since_reset:
-            detail = (
-                f"the weights may have changed in place (collective_rpc {how}); call "
-                "reset_prefix_cache(reset_connector=True) to have the store used again"
-            )
-            logger.warning("kvstore: %s", detail)
-            self.half.refuse(MissReason.DISABLED, detail)
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """Which tiers the tokens come from, in vLLM's words."""
+        sources: dict[Any, int] = {}
+        tiers = self.half.hit_tiers(request.request_id, num_external_tokens)
+        for tier, tokens in (tiers or {HitTier.DRAM: num_external_tokens}).items():
+            source = CacheHitSource.P2P if tier in (HitTier.PEER, HitTier.REMOTE) else CacheHitSource.HOST
+            if tier is HitTier.NVME:
+                source = CacheHitSource.DISK
+            sources[source] = sources.get(source, 0) + tokens
+        return {source: tokens for source, tokens in sources.items() if tokens}
 
-    def events(self) -> list[Any]:
-        """News of blocks that this engine stored, by the engine's own hashes."""
+    def take_events(self) -> Iterable[Any]:
+        """KV events about blocks that the store has got, and that it then moved or evicted, by the engine's hashes."""
         if self._block_events is None:
-            return []
+            return ()
         return self._block_events.of(self.half.announced.take(), self._hash_tokens)
 
     def _described(self, view: Any, number: int) -> EventBlock | None:
@@ -666,6 +579,48 @@ class _SchedulerSide:
     @property
     def _hash_tokens(self) -> int:
         return int(getattr(self._groups, "hash_block_size", None) or self._page_tokens)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Counts since the last step. None beside other connectors: a `MultiConnector` looks for the class of a child's
+        counts among vLLM's own, and ends the engine if it is not one of them."""
+        if self.role is not KVConnectorRole.SCHEDULER or not self._is_alone:
+            return None
+        counted = self.half.take_counts().to_dict()
+        return ConnectorCounts(data=counted) if counted else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """The counts again, in the process that logs them."""
+        return ConnectorCounts(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics | None:
+        return ConnectorMetrics(*args, **kwargs)
+
+    def reset_cache(self) -> bool | None:
+        """The engine's weights may have changed: nothing that was stored before is found from here on. They get a
+        unique name, which only this run of the engine knows."""
+        self.half.renamed(time.time_ns())
+        self._has_run_since_reset = False
+        return True
+
+    def weights_may_have_changed(self, how: str) -> None:
+        """A client had the workers do that: nothing is looked up or saved until `reset_cache`; one right before, under
+        whose name nothing has run, will do."""
+        if self.half.block_tokens and self._has_run_since_reset:
+            detail = (
+                f"the weights may have changed in place (collective_rpc {how}); call "
+                "reset_prefix_cache(reset_connector=True) to have the store used again"
+            )
+            logger.warning("kvstore: %s", detail)
+            self.half.refuse(MissReason.DISABLED, detail)
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        if self.role is KVConnectorRole.SCHEDULER:
+            self.half.close()
+            self._reader.close()
 
 
 def follow_rpcs() -> None:
@@ -693,7 +648,8 @@ def _kinds(groups: Any) -> list[tuple[str | None, int | None]]:
     if get_kv_cache_spec_kind is None:
         return [(None, None)]
     specs = [group.kv_cache_spec for group in groups.kv_cache_groups]
-    return [(str(get_kv_cache_spec_kind(one).value), get_kv_cache_spec_sliding_window(one)) for one in specs]
+    window_of = kv_cache_interface.get_kv_cache_spec_sliding_window
+    return [(str(get_kv_cache_spec_kind(one).value), window_of(one)) for one in specs]
 
 
 def _extra_keys(request: Any, first: int, stop: int) -> Any:

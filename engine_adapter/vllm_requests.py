@@ -64,15 +64,10 @@ class RequestReader:
 
     def facts(self, request: Any, read: Future[list[bytes]] | None = None) -> RequestSpec:
         """The spec of a new request. One that this version cannot read is refused. read: as `reading` returned it."""
-        facts = _refused("")
-
-        def failed(error: Exception) -> None:
-            nonlocal facts
-            facts = _refused(f"{type(error).__name__}: {error}"[:200])
-
-        with contained(failed):
-            facts = self._facts(request, read)
-        return facts
+        found: list[RequestSpec] = []
+        with contained(lambda error: found.append(_refused(f"{type(error).__name__}: {error}"[:200]))):
+            found.append(self._facts(request, read))
+        return found[0]
 
     def _facts(self, request: Any, read: Future[list[bytes]] | None) -> RequestSpec:
         if request.prompt_embeds is not None:

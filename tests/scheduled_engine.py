@@ -201,7 +201,7 @@ class ScheduledEngine:
                 told[divmod(rank, shards // stages)] = worker.get_handshake_metadata()
         self.connector: Any = self.scheduler.get_kv_connector()
         self.connector.set_xfer_handshake_metadata_pp_aware(told)
-        self.half = self.connector._scheduler.half
+        self.half = self.connector.half
         assert self.half._refused is None, self.half._refused
         self.offered: list[tuple[str, int, int]] = []
         """By request: the engine's own tokens, and those that were promised behind them."""

@@ -200,9 +200,8 @@ class Driver:
 
     def _saved_ms(self) -> float:
         for half in self._halves[:1]:
-            choice = half._scheduler.half.choice
-            if choice is not None:
-                return float(choice.costs.counts.saved_ms - choice.costs.counts.regret_ms)
+            counts = half.half.choice.costs.counts
+            return float(counts.saved_ms - counts.regret_ms)
         return 0.0
 
 

@@ -35,8 +35,8 @@ class Decision:
     """What to do with one found prefix. Times in milliseconds.
 
     load_tokens: from `local_tokens` on, and up to a block's boundary (0: compute everything). declined_tokens: of
-    whole blocks that were found behind. predicted_load_ms: with all waiting. predicted_compute_ms: of computing what is
-    loaded; None before speeds were learned. is_explored: whether more is loaded than is believed to be best. parts:
+    whole blocks that were found behind. predicted_load_ms: with all waiting. is_learned: whether learned speeds
+    decided, and not the default. is_explored: whether more is loaded than is believed to be best. parts:
     bytes by tier. waiting_seconds: the part of the load's time that is expected to be waiting.
     """
 
@@ -44,15 +44,10 @@ class Decision:
     load_tokens: int
     declined_tokens: int
     predicted_load_ms: float
-    predicted_compute_ms: float | None
+    is_learned: bool
     is_explored: bool
     parts: tuple[tuple[HitTier, float], ...]
     waiting_seconds: float
-
-    @property
-    def is_learned(self) -> bool:
-        """Whether learned speeds decided, and not the default."""
-        return self.predicted_compute_ms is not None
 
     def remaining_seconds(self, elapsed_seconds: float) -> float:
         """How long loads queued behind this one still wait for it, without this one's own waiting. A load that is late
@@ -134,7 +129,7 @@ class CostModel:
         local, prompt, block = as_tokens(local_tokens), as_tokens(prompt_tokens), max(1, as_tokens(block_tokens))
         found = self._found(local, runs, prompt, block, lambda tier: self.loads.of_tier(tier, now_seconds))
         if not found.stops:
-            return Decision(found.local, 0, 0, 0.0, self.prefill.more_seconds(0, 0), False, (), 0.0)
+            return Decision(found.local, 0, 0, 0.0, self.prefill.is_learned, False, (), 0.0)
         waiting = min(queued_seconds, LONGEST_SECONDS) if queued_seconds > 0 else 0.0
         if others_running and 1e3 * (waiting + found.stops[-1].load_seconds) > SYNCHRONOUS_MS:
             waiting += self.prefill.typical_step_seconds / 2
@@ -153,13 +148,12 @@ class CostModel:
                     chosen = min(self._probe(doubted, certain, block), last if is_due else chosen)
         parts, load_seconds = found.cut(chosen, self.bytes_per_token)
         load_tokens = chosen - found.local
-        compute_seconds = self.prefill.more_seconds(found.local, chosen)
         decision = Decision(
             found.local,
             load_tokens,
             last - chosen,
             1e3 * (waiting + load_seconds) if load_tokens else 0.0,
-            1e3 * compute_seconds if compute_seconds is not None else None,
+            self.prefill.is_learned,
             is_explored,
             parts,
             waiting,

@@ -7,7 +7,7 @@ the engine's numbers, and blocks by their prefix keys: no token ids cross.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine_adapter.audit.audits import AuditResult
@@ -107,12 +107,8 @@ class LeaseHere:
     lease: Lease
     namespace: NamespaceHandle
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return _elsewhere, ()
-
-
-def _elsewhere() -> None:
-    return None
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,7 +181,7 @@ def served(
             f"{' and '.join(KIND_WORDS[kind] for kind in absent)}",
             f"allowed with {engine}: {', '.join(KIND_WORDS[kind] for kind in since)}",
         )
-    needs = {since[kind] for kind in kinds} | ({"0.31"} if given.get("kv_groups", 1) > 1 else set())
+    needs = [since[kind] for kind in kinds] + ["0.31"] * (given.get("kv_groups", 1) > 1)
     least_version = max(needs, key=_numbers, default="")
     if version and _numbers(version) < _numbers(least_version):
         reason = _TOO_OLD.get(least_version, f"{engine} {version}")

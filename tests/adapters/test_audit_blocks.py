@@ -14,19 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvstore
 from engine_adapter.audit.audits import UNLIKE_ANYTHING, AuditResult, AuditVerdict
 from engine_adapter.audit.blocks import allowed_error, compare_block, compare_opaque, compare_states
 from kv_kernels import int8
 from kv_kernels.int8 import Axis
 from kvstore.block.errors import BadInput
-from kvstore.block.pages import Pages
 
 transformers = pytest.importorskip("transformers")
 
 from engine_adapter.hf.layers import ModelCall  # noqa: E402
-from engine_adapter.hf.watch import ModelWatch  # noqa: E402
-from engine_adapter.hf_cache import PrefixCache  # noqa: E402
 from kvstore.demo.model import load_trained  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -99,8 +95,8 @@ def decoded(block: Block, codec: str) -> Block:
     }
 
 
-def compare(stored: list[Block], now: list[Block], codec: str) -> list[AuditResult]:
-    return [compare_block(decoded(old, codec), new, codec) for old, new in zip(stored, now, strict=True)]
+def compare(stored: list[Block], now: list[Block], codec: str, **more: bool) -> list[AuditResult]:
+    return [compare_block(decoded(old, codec), new, codec, **more) for old, new in zip(stored, now, strict=True)]
 
 
 # The same weights and tokens --------------------------------------------------------------------------------------
@@ -183,13 +179,18 @@ OTHERS: dict[str, Callable[[torch.dtype], list[Block]]] = {
 }
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    ("codec", "is_first", "beyond"), [*((codec, True, 2) for codec in CODECS), (int8.KC64, False, 1)]
+)
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_was_computed_otherwise_has_drifted(dtype: torch.dtype, other: str, codec: str) -> None:
-    results = compare(OTHERS[other](dtype), reference(dtype), codec)
+def test_what_was_computed_otherwise_has_drifted(
+    dtype: torch.dtype, other: str, codec: str, is_first: bool, beyond: float
+) -> None:
+    """Also with the larger allowance of a block behind others that the codec restored."""
+    results = compare(OTHERS[other](dtype), reference(dtype), codec, is_first=is_first)
     assert {result.verdict for result in results} == {AuditVerdict.DRIFTED}
-    assert min(result.of_allowed for result in results) > 2
+    assert min(result.of_allowed for result in results) > beyond
 
 
 def _transposed(plane: torch.Tensor) -> torch.Tensor:
@@ -298,17 +299,6 @@ def test_what_was_computed_behind_restored_blocks_is_close(dtype: torch.dtype, n
         assert as_if_first.verdict is AuditVerdict.DRIFTED
 
 
-@pytest.mark.parametrize("codec", [int8.KC64])
-@pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_was_computed_otherwise_has_drifted_also_behind_restored_blocks(
-    dtype: torch.dtype, other: str, codec: str
-) -> None:
-    for old, new in zip(OTHERS[other](dtype), reference(dtype), strict=True):
-        result = compare_block(decoded(old, codec), new, codec, is_first=False)
-        assert result.verdict is AuditVerdict.DRIFTED
-
-
 # Numbers ----------------------------------------------------------------------------------------------------------
 
 
@@ -380,32 +370,6 @@ def test_what_cannot_be_compared_is_said() -> None:
 
 
 # Through a store --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_blocks_of_a_store_beside_computed_ones(codec: str, tmp_path: Path) -> None:
-    prompt, model = prompt_of(), model_of(torch.bfloat16)
-    with kvstore.open(f"embedded:{tmp_path}", dram="64MiB") as store:
-        engine = PrefixCache(model, store, codec=codec, chunk_tokens=256)
-        engine.generate(prompt, max_new_tokens=1)
-        handle = engine.namespace
-        assert handle is not None
-        _, pages = ModelWatch(model).kinds.blank(TOKENS, torch.device("cpu"))
-        with handle.lease(handle.match(prompt), first_token=0, deadline_ms=1000) as lease:
-            assert handle.get(lease, into=pages, first_token=0).tokens == TOKENS
-        stored = [_block(pages, at) for at in range(TOKENS // BLOCK)]
-    alike = computed(model, prompt, 256)
-    assert {compare_block(*pair, codec).verdict for pair in zip(stored, alike, strict=True)} == {AuditVerdict.EXACT}
-    other_chunks = computed(model, prompt, 100)
-    verdicts = {compare_block(*pair, codec).verdict for pair in zip(stored, other_chunks, strict=True)}
-    assert verdicts <= {AuditVerdict.EXACT, AuditVerdict.CLOSE}
-    changed = computed(with_adapter(model, 0.1), prompt, 256)
-    assert {compare_block(*pair, codec).verdict for pair in zip(stored, changed, strict=True)} == {AuditVerdict.DRIFTED}
-
-
-def _block(pages: Pages, at: int) -> Block:
-    """One block of pages that are blocks: [page, token, kv_head, width]."""
-    return {layer: [plane[at].permute(1, 0, 2) for plane in planes] for layer, planes in pages.planes.items()}
 
 
 # Pages that nobody can read as K and V --------------------------------------------------------------------------------

@@ -99,6 +99,15 @@ def test_all_ranks_have_to_compare_and_the_worst_counts(store: EmbeddedStore) ->
     assert held.reported(orders, 2, DRIFTED) is None, "it is over"
 
 
+def test_where_one_rank_has_nothing_to_say_nothing_was_compared(store: EmbeddedStore) -> None:
+    """It alone knows that its step was computed behind a load that failed."""
+    held = Held(store, (0, 1))
+    assert held.begins()
+    orders = held.computed()
+    assert held.reported(orders, 0, DRIFTED) is None and held.reported(orders, 1) is None
+    assert held.plan.take_outcomes() == {"given_up": 1}
+
+
 @pytest.mark.parametrize("page", [1, 9, 10])
 def test_what_was_computed_behind_decoded_numbers_is_not_compared(store: EmbeddedStore, page: int) -> None:
     """They are another block's, or less exact than what the stored block was computed from."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,40 +161,6 @@ def test_a_fault_is_caught_and_counted(engine: Engine, monkeypatch: pytest.Monke
     assert engine.space.found(NAMES[:2]) == engine.load(NAMES[:2], [0, 1]) == 0
     assert engine.store(NAMES[:2], [0, 1]) == [False, False]
     assert engine.outcomes.take() == {"missing": 2, "failed_loads": 2, "failed_stores": 2, "faults": 3}
-
-
-def test_threads_at_the_same_time(engine: Engine) -> None:
-    """As SGLang's: one looks up and loads, another stores."""
-    errors: list[BaseException] = []
-
-    def run(work: Callable[[], None]) -> threading.Thread:
-        def guarded() -> None:
-            try:
-                work()
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=guarded)
-        thread.start()
-        return thread
-
-    def store() -> None:
-        for first in range(0, 100, 10):
-            before, some = NAMES[:first], NAMES[first : first + 10]
-            assert engine.store(some, range(first, first + 10), before) == [True] * 10
-
-    def load() -> None:
-        for _ in range(30):
-            found = engine.space.found(NAMES[:50])
-            assert engine.load(NAMES[:50], range(120, 170)) >= found
-            assert [engine.chunk(slot) for slot in range(120, 120 + found)] == [
-                engine.chunk(slot) for slot in range(found)
-            ]
-
-    for thread in [run(store), run(load)]:
-        thread.join(SECONDS)
-        assert not thread.is_alive()
-    assert not errors
 
 
 def test_engines_that_store_one_beginning_at_once_store_every_end(sidecar: Sidecar) -> None:

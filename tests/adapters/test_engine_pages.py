@@ -282,26 +282,6 @@ def test_no_error_of_the_proof_ends_an_engines_start(monkeypatch: pytest.MonkeyP
     assert facts.refused == "its pages cannot be read: CUDA error: out of memory"
 
 
-def test_groups_of_windows_have_layers_of_their_own() -> None:
-    one, other = Pool("planes-0-tokens"), Pool("planes-0-tokens", layers=3)
-    names = {f"w.{number}": tensor for number, tensor in enumerate(other.layers.values())}
-
-    def write(name: str, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-        (one if name in one.layers else other).write(name.replace("w", "layer"), key, value, slots)
-
-    sliding = other.group(name="b", layers=names, window=40, attention=Attention.SLIDING, table=1)
-    pages = register([one.group(), sliding], 0, "", write)
-    assert [(group.layers, group.window) for group in pages.facts.groups] == [((0, 1), 0), ((2, 3, 4), 40)]
-    assert pages.facts.page_bytes == sum(t.nbytes for t in [*one.layers.values(), *names.values()]) // PAGES
-    layout = layout_of([pages.facts], HEADS, 128)
-    assert layout.block_tokens == 128 and layout.groups[1].attention is Attention.SLIDING
-    given = pages.pages([PageRun(2, [3, 4, 5]), PageRun(4, [6])], layout, 64, is_exact=False)
-    assert list(given.table) == [3, 4, 5]
-    assert (list(given.of_group("b").table), given.of_group("b").first_page) == ([6], 2)
-    first = pages.pages([PageRun(4, [6]), PageRun(2, [3, 4, 5])], layout, 64, is_exact=False)
-    assert list(first.table) == [3, 4, 5] and first.of_group("a").first_page == 2
-
-
 # Layouts of several ranks --------------------------------------------------------------------------------------------
 
 

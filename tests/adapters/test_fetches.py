@@ -128,21 +128,6 @@ def test_what_is_here_and_what_is_elsewhere_are_one_prefix(tmp_path: Path) -> No
         assert two.ask("long", prompt)["hits"] == {"dram": 256, "peer": 384}
 
 
-def test_where_no_courier_is_no_look_up_sends_a_message_more(tmp_path: Path) -> None:
-    with hosts(tmp_path) as two:
-        prompt = two.prompt(500)
-        two.courier.is_there = False
-        two.courier.asked.clear()
-        account = two.ask("a", prompt)
-        assert account["misses"]["absent"] == 448 and "detail" in account
-        assert two.courier.asked["MatchPrefix"] == 1 and not two.courier.asked["Locate"] + two.courier.asked["Await"]
-        two.two.settle()
-        two.courier.asked.clear()
-        assert two.ask("b", prompt)["hits"] == {"dram": 448}
-        assert (two.courier.asked["MatchPrefix"], two.courier.asked["LeasePrefix"]) == (1, 1)
-        assert not two.courier.asked["Locate"] + two.courier.asked["Await"]
-
-
 def test_a_prefix_that_is_here_as_a_whole_is_asked_of_nobody(tmp_path: Path) -> None:
     with hosts(tmp_path) as two:
         prompt = two.prompt(500)

@@ -304,21 +304,6 @@ def hits(request: Request) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("load", MODES)
-def test_another_engine_loads_what_one_has_saved(store: EmbeddedStore, load: str) -> None:
-    prompt = ids(300)
-    with engine_at(store, Shape(), Random(1), load=load) as one:
-        first = finished(one, "a", prompt, 40)
-        one.settle()
-        handle = handle_of(store, one.half._facts)  # type: ignore[arg-type]
-        assert hits(first) == {} and handle.match(first.stream).blocks == 5
-    with engine_at(store, Shape(), Random(2), load=load) as other:
-        second = finished(other, "b", prompt)
-        third = finished(other, "c", [*first.stream[:339], 5])
-    assert hits(second) == {"dram": 256}
-    assert hits(third) == {"engine": 288, "dram": 32}, "what was generated is stored too"
-
-
 def test_a_page_that_is_given_away_while_its_save_waits_is_not_read(store: EmbeddedStore) -> None:
     with engine_at(store, Shape(pages=14), Random(1)) as engine:
         engine.gate.shut()
@@ -332,45 +317,6 @@ def test_a_page_that_is_given_away_while_its_save_waits_is_not_read(store: Embed
             4,
             [],
         )
-
-
-def test_two_saves_that_read_the_same_pages_are_both_fenced(store: EmbeddedStore) -> None:
-    """A prompt's pages are the next one's, in the engine's own cache, before the first save of them has begun."""
-    with engine_at(store, Shape(pages=14), Random(1)) as engine:
-        engine.gate.shut()
-        finished(engine, "a", ids(300))
-        finished(engine, "b", ids(330))
-        assert hits(engine.over[1]) == {"engine": 288}
-        finished(engine, "c", ids(400, 500))
-        engine.gate.open()
-        engine.settle()
-        assert engine.half.take_counts().dropped_saves == 2
-        assert wrong_blocks(handle_of(store, engine.half._facts), ids(330), 0, 0.0)[1] == []  # type: ignore[arg-type]
-
-
-def test_a_save_that_is_dropped_does_not_end_the_watch_over_anothers_pages(store: EmbeddedStore) -> None:
-    with engine_at(store, Shape(pages=30), Random(1)) as engine:
-        engine.gate.shut()
-        finished(engine, "a", ids(300))
-        second = engine.add("b", ids(460), 1)
-        engine.run()
-        behind = [run.pages[-1] for run in engine.half._plan._offers[max(engine.half._plan._offers)].order.tables]
-        engine.pool.free.remove(behind[0])
-        engine.pool.free.append(behind[0])
-        engine.random = engine.pool._random = AlwaysLast()
-        finished(engine, "c", [7])  # takes the second save's last page
-        assert engine.half.take_counts().dropped_saves == 1 and second.told is not None
-        finished(engine, "d", ids(700, 3000))
-        engine.gate.open()
-        engine.settle()
-        assert wrong_blocks(handle_of(store, engine.half._facts), ids(460), 0, 0.0)[1] == []  # type: ignore[arg-type]
-
-
-class AlwaysLast(Random):
-    """The page that was freed last is given away first."""
-
-    def random(self) -> float:
-        return 0.0
 
 
 def test_a_decoded_block_is_not_put_again(store: EmbeddedStore) -> None:
@@ -419,26 +365,6 @@ def test_what_was_evicted_meanwhile_is_offered_again_with_the_next_block(store: 
             engine.step()
             wait_until(lambda: not engine.workers[0]._saves and not engine.workers[0]._saving)
         assert handle.match(request.stream).blocks == len(request.stream) // 64
-
-
-def test_other_weights_find_nothing_and_saves_of_the_old_ones_go_on(store: EmbeddedStore) -> None:
-    with engine_at(store, Shape(pages=60), Random(1)) as engine:
-        old = engine.half._facts
-        assert old is not None
-        finished(engine, "a", ids(300))
-        engine.settle()
-        engine.gate.shut()
-        finished(engine, "b", ids(300, 500))
-        engine.change_weights()
-        assert engine.half.wait_open(30)
-        engine.gate.open()
-        mine = finished(engine, "c", ids(300))
-        engine.settle()
-        new = engine.half._facts
-        assert new is not None and hits(mine) == {}
-        assert wrong_blocks(handle_of(store, old), ids(300), 0, 0.0) == (4, [])
-        assert wrong_blocks(handle_of(store, new), ids(300), 1, 0.0) == (4, [])
-        assert wrong_blocks(handle_of(store, new), ids(300), 0, 0.0) == (4, [0, 64, 128, 192]), "it looks at numbers"
 
 
 @pytest.mark.parametrize("windows", [(20,), (100,), (0, 100), (100, 40)])

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-import kvstore
 from engine_adapter.audit.audits import AuditResult, AuditVerdict
 from engine_adapter.cost.load_choice import LoadChoice, StepWork
 from engine_adapter.paged.requests import NEVER, Computed, RequestNews, RequestSpec, RequestState
@@ -55,13 +54,11 @@ class Late:
     store: EmbeddedStore
     is_late: bool = False
     asked: int = 0
-    handles: list[NamespaceHandle] = field(default_factory=list)
     leases: list[LeasePrefix] = field(default_factory=list)
 
     def namespace(self, **given: Any) -> NamespaceHandle:
         handle = self.store.namespace(**given)
         handle.door = _LateDoor(handle.door, self)  # type: ignore[assignment]
-        self.handles.append(handle)
         return handle
 
     def close(self) -> None:
@@ -179,6 +176,12 @@ class Half:
         return self.half.finished(request.request_id)
 
 
+def stored_half(store: EmbeddedStore, stored: int = 320, **settings: Any) -> Half:
+    """At a store that has the blocks of so many tokens."""
+    put(store, ids(stored))
+    return Half(SharedStore(store), **settings)
+
+
 # The look-up ---------------------------------------------------------------------------------------------------------
 
 
@@ -202,8 +205,7 @@ def test_no_answer_in_time_is_a_miss_and_a_late_question_is_not_a_late_answer(st
 
 
 def test_one_token_is_computed_at_least(store: EmbeddedStore) -> None:
-    put(store, ids(320))
-    half = Half(SharedStore(store))
+    half = stored_half(store)
     request = half.add("a", ids(320))
     assert half.matched(request) == (256, True)
     told = half.told(request)
@@ -211,8 +213,7 @@ def test_one_token_is_computed_at_least(store: EmbeddedStore) -> None:
 
 
 def test_what_the_engine_has_itself_is_its_own(store: EmbeddedStore) -> None:
-    put(store, ids(320))
-    half = Half(SharedStore(store))
+    half = stored_half(store)
     request = half.add("a", ids(330))
     assert half.admit(request, local=96) == 224
     assert half.half.hit_tiers("a", 224) == {HitTier.DRAM: 224} and half.half.hit_tiers("a", 223) == {}
@@ -242,24 +243,8 @@ def test_a_lease_that_was_asked_for_behind_more_of_the_engines_own_is_asked_for_
     assert half.told(request)["hits"] == {"dram": 320}
 
 
-def test_requests_that_are_given_up_hold_nothing(store: EmbeddedStore) -> None:
-    put(store, ids(320))
-    half = Half(SharedStore(store))
-    for local in (0, 64):
-        request = half.add("a", ids(330))
-        half.half.matched("a", local)
-        half.told(request)
-    request = half.add("b", ids(330))
-    half.matched(request)
-    half.told(request)
-    wait_until(lambda: not store.usage().leases)
-    assert half.told(request) is None and half.half.matched("b", 0) == (0, False), "it is not there any more"
-    half.half.allocated("b", [[1, 2]], 0)
-
-
 def test_a_store_that_comes_later_is_used_from_then_on(store: EmbeddedStore) -> None:
-    put(store, ids(320))
-    half = Half(SharedStore(store))
+    half = stored_half(store)
     half.half.opener._handle, handle = None, half.half.opener._handle
     request = half.add("a", ids(330))
     half.half.opener._handle = handle
@@ -389,8 +374,7 @@ def test_a_request_that_is_alone_and_comes_to_nothing_is_accounted_for(store: Em
 
 
 def test_a_request_that_is_held_out_stays_so_and_is_asked_about_once(store: EmbeddedStore) -> None:
-    put(store, ids(320))
-    half = Half(SharedStore(store), audit=0.5)
+    half = stored_half(store, audit=0.5)
     request = half.add("a", ids(330))
     assert half.half.choice is not None
     for local in (0, 64, 0, 32):
@@ -437,30 +421,12 @@ def test_what_is_compared_is_held_before_its_request_runs(store: EmbeddedStore) 
     wait_until(lambda: not store.usage().leases)
 
 
-@pytest.mark.parametrize("audit", [1.0, 0.5])
-def test_while_one_of_the_first_hits_is_compared_no_other_is_loaded(store: EmbeddedStore, audit: float) -> None:
-    put(store, ids(320))
-    half = Half(SharedStore(store), audit=audit, choose=lambda: 0.99)
-    requests = [half.add(name, ids(330)) for name in "abc"]
-    assert [half.matched(request) for request in requests] == [(0, False)] * 3
-    for request in requests:
-        half.half.allocated(request.request_id, [half.pages(11)], 0)
-        told = half.told(request)
-        assert told["misses"]["audit"] == 320 and "computed all the same" in told["detail"]
-    half.past_first_hits()
-    late = half.add("d", ids(330))
-    assert half.matched(late) == ((0, False) if audit == 1 else (320, True))
-    half.told(late)
-    wait_until(lambda: not store.usage().leases)
-
-
 # Loads ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [320, 128, 0])
 def test_a_load_that_ends_after_its_request_is_over_is_counted(store: EmbeddedStore, tokens: int) -> None:
-    put(store, ids(320))
-    half = Half(SharedStore(store))
+    half = stored_half(store)
     request = half.add("a", ids(330))
     half.admit(request)
     orders = half.step()
@@ -502,8 +468,7 @@ def test_what_decisions_cost_and_what_hits_save_is_counted(store: EmbeddedStore)
 
 def test_who_was_turned_away_lets_those_pass_that_hold_pages(store: EmbeddedStore) -> None:
     """Or, first in the queue and without room, it would keep them from ever beginning."""
-    put(store, ids(320))
-    half = Half(SharedStore(store))
+    half = stored_half(store)
     first, second = half.add("a", ids(330)), half.add("b", [*ids(320), 7])
     for request in (first, second):
         assert half.admit(request) == 320
@@ -524,26 +489,9 @@ def test_who_was_turned_away_lets_those_pass_that_hold_pages(store: EmbeddedStor
     assert half.told(first)["misses"] == {"unreachable": 320, "partial_block": 10}
 
 
-@pytest.mark.parametrize("is_over", [True, False])
-def test_nobody_waits_for_a_request_that_is_over(store: EmbeddedStore, is_over: bool) -> None:
-    put(store, ids(320))
-    half = Half(SharedStore(store))
-    first = half.add("a", ids(330))
-    half.admit(first)
-    half.loaded(half.step(), 0)
-    if is_over:
-        half.told(first)
-    late = half.add("c", [*ids(320), 8])
-    if is_over:
-        assert half.matched(late) == (320, True)
-    else:
-        assert half.matched(first) == (0, False), "nobody else is there"
-
-
 def test_what_is_on_its_way_for_a_step_is_nobody_elses(store: EmbeddedStore) -> None:
     """The engine may take pages for its own into which the step only just loads."""
-    put(store, ids(320))
-    half = Half(SharedStore(store), load="sync")
+    half = stored_half(store, load="sync")
     first = half.add("a", ids(330))
     half.admit(first)
     sharer, other = half.add("b", [*ids(320), 7]), half.add("c", ids(330, 500))
@@ -559,8 +507,7 @@ def test_what_is_on_its_way_for_a_step_is_nobody_elses(store: EmbeddedStore) -> 
 
 
 def test_after_a_fault_of_our_own_nobody_is_held_up_and_nothing_is_shared(store: EmbeddedStore) -> None:
-    put(store, ids(320))
-    half = Half(SharedStore(store), load="sync")
+    half = stored_half(store, load="sync")
     first = half.add("a", ids(330))
     half.admit(first)
     half.step(first)
@@ -570,15 +517,6 @@ def test_after_a_fault_of_our_own_nobody_is_held_up_and_nothing_is_shared(store:
     assert half.half.matched(sharer.request_id, 320) == (0, False)
     half.half.renamed(1)
     assert half.matched(half.add("c", ids(330))) == (0, False), "other weights do not mend it"
-
-
-def test_other_weights_end_a_drift(store: EmbeddedStore) -> None:
-    half = Half(SharedStore(store))
-    half.half.refuse(MissReason.AUDIT, "drifted")
-    assert half.told(half.add("a", ids(330)))["misses"] == {"audit": 330}
-    half.half.renamed(1)
-    assert half.half.wait_open(SECONDS)
-    assert "audit" not in half.told(half.add("b", ids(330)))["misses"]
 
 
 def test_what_another_connector_brings_is_not_saved(store: EmbeddedStore) -> None:
@@ -594,8 +532,7 @@ def test_what_another_connector_brings_is_not_saved(store: EmbeddedStore) -> Non
 
 
 def test_a_comparison_under_way_when_weights_change_reads_pages_until_it_ends(store: EmbeddedStore) -> None:
-    put(store, ids(320))
-    half = Half(SharedStore(store), audit=1.0, ranks=2)
+    half = stored_half(store, audit=1.0, ranks=2)
     held_out = half.add("a", ids(330))
     held_out.tables = [half.pages(11)]
     (audit,) = drifted(half, held_out).saves
@@ -608,19 +545,22 @@ def test_a_comparison_under_way_when_weights_change_reads_pages_until_it_ends(st
     assert half.half.take_counts().audited == {"given_up": 1}
 
 
-@pytest.mark.parametrize(("said", "priority"), [(None, 3), (0, 0), (-2, -2)])
+@pytest.mark.parametrize(
+    ("said", "ttl", "priority"),
+    [({}, 5.0, 3), ({"priority": 0}, 5.0, 0), ({"ttl": 7.0}, 7.0, 3), ({"ttl": 7.0, "priority": -2}, 7.0, -2)],
+)
 def test_what_a_request_says_goes_before_what_the_engine_was_told(
-    store: EmbeddedStore, said: int | None, priority: int
+    store: EmbeddedStore, said: dict[str, Any], ttl: float, priority: int
 ) -> None:
-    half = Half(SharedStore(store), priority=3)
-    request = half.add("a", ids(64), RequestSpec(priority=said))
+    half = Half(SharedStore(store), ttl=5.0, priority=3)
+    request = half.add("a", ids(64), RequestSpec(**said))
     half.admit(request, tokens=64)
-    assert half.step(request).saves[0].priority == priority
+    (save,) = half.step(request).saves
+    assert (save.ttl, save.priority) == (ttl, priority)
 
 
 def test_a_codec_that_is_none_for_these_pages_changes_nothing(store: EmbeddedStore) -> None:
-    put(store, ids(320))
-    half = Half(SharedStore(store))
+    half = stored_half(store)
     group = replace(LAYOUT.groups[0], dtype="float8_e4m3fn")
     layout = Layout((group,), LAYOUT.block_tokens, LAYOUT.page_tokens)
     with pytest.raises(BadInput):
@@ -629,8 +569,7 @@ def test_a_codec_that_is_none_for_these_pages_changes_nothing(store: EmbeddedSto
 
 
 def test_a_load_is_over_when_every_rank_has_reported_and_brings_what_the_worst_did(store: EmbeddedStore) -> None:
-    put(store, ids(320))
-    half = Half(SharedStore(store), ranks=3)
+    half = stored_half(store, ranks=3)
     request = half.add("a", ids(330))
     half.admit(request)
     orders = half.step()
@@ -645,8 +584,7 @@ def test_a_load_is_over_when_every_rank_has_reported_and_brings_what_the_worst_d
 
 
 def test_a_load_that_failed_and_gives_its_pages_back_is_admitted_anew_without_the_store(store: EmbeddedStore) -> None:
-    put(store, ids(320))
-    half = Half(SharedStore(store))
+    half = stored_half(store)
     request = half.add("a", ids(330))
     half.admit(request)
     half.loaded(half.step(), 0)
@@ -671,8 +609,7 @@ def test_a_request_that_comes_again_is_looked_up_with_what_it_generated(store: E
 
 
 def test_a_load_of_the_second_admission_that_fails_is_no_miss_of_the_first(store: EmbeddedStore) -> None:
-    put(store, ids(320))
-    half = Half(SharedStore(store))
+    half = stored_half(store)
     request = half.add("a", ids(330))
     half.admit(request)
     half.loaded(half.step())
@@ -682,8 +619,7 @@ def test_a_load_of_the_second_admission_that_fails_is_no_miss_of_the_first(store
 
 
 def test_an_engine_that_counts_on_tokens_hears_of_a_lease_that_is_gone(store: EmbeddedStore) -> None:
-    put(store, ids(320))
-    half = Half(SharedStore(store))
+    half = stored_half(store)
     request = half.add("a", ids(330))
     assert half.matched(request) == (320, True)
     half.half.refuse(MissReason.AUDIT, "drifted")
@@ -715,8 +651,7 @@ def test_a_load_that_failed_says_nothing_of_pages_that_are_another_loads_by_now(
     [("async", 0, False), ("async", 1, False), ("sync", 1, True), ("layerwise", 1, True), ("auto", 0, True)],
 )
 def test_when_a_load_is_waited_for(store: EmbeddedStore, mode: str, others: int, waits: bool) -> None:
-    put(store, ids(320))
-    half = Half(SharedStore(store), load=mode)
+    half = stored_half(store, load=mode)
     busy = [half.add(f"o{number}", ids(50, 3000)) for number in range(others)]
     for one in busy:
         half.admit(one, tokens=50)
@@ -726,18 +661,6 @@ def test_when_a_load_is_waited_for(store: EmbeddedStore, mode: str, others: int,
     half.half.allocated("a", [half.pages(10)], 320)
     (order,) = half.step(*busy).loads
     assert (order.waits, order.layerwise) == (waits, mode == "layerwise")
-
-
-def test_with_several_groups_no_step_waits(store: EmbeddedStore) -> None:
-    layout = Layout(
-        (LAYOUT.groups[0], kvstore.KvGroup("w", (1,), 1, (8, 8), "float32", kvstore.Attention.SLIDING, 64)), 64, PAGE
-    )
-    half = Half(SharedStore(store), load="sync", facts=named_of(layout))
-    handle = half.half.opener.now()
-    assert handle is not None
-    handle.put(ids(128), plausible_pages(layout, 2))
-    request = half.add("a", ids(130))
-    assert half.matched(request) == (128, True)
 
 
 # Saves ---------------------------------------------------------------------------------------------------------------
@@ -789,15 +712,6 @@ def test_what_is_offered_is_what_was_wanted(
         assert told["misses"] == {"unsupported": 150} and told["detail"] == "no"
 
 
-def test_what_a_user_wants_of_saved_blocks_goes_before_what_the_engine_was_told(store: EmbeddedStore) -> None:
-    half = Half(SharedStore(store), ttl=5.0, priority=3)
-    one, other = half.add("a", ids(64)), half.add("b", ids(64, 500), RequestSpec(ttl=7.0, priority=-2))
-    half.admit(one, tokens=64)
-    half.admit(other, tokens=64)
-    saves = half.step(one, other).saves
-    assert [(order.ttl, order.priority) for order in saves] == [(5.0, 3), (7.0, -2)]
-
-
 def test_what_was_dropped_is_offered_again_and_what_is_held_is_not(store: EmbeddedStore) -> None:
     half = Half(SharedStore(store))
     half.half.announce(lambda request, number: (request.request_id, number))
@@ -838,8 +752,7 @@ def test_a_save_of_several_ranks_holds_what_all_of_them_hold(store: EmbeddedStor
 def test_where_one_worker_may_read_with_the_schedulers_lease(
     store: EmbeddedStore, ranks: int, load: str, is_here: bool
 ) -> None:
-    put(store, ids(320))
-    half = Half(SharedStore(store), ranks=ranks, load=load)
+    half = stored_half(store, ranks=ranks, load=load)
     request = half.add("a", ids(330))
     half.admit(request)
     (order,) = half.step(request).loads
@@ -872,8 +785,7 @@ def compared(order: SaveOrder, result: AuditResult) -> StepReports:
 
 
 def test_after_drift_what_comes_is_a_miss_and_what_runs_goes_on(store: EmbeddedStore) -> None:
-    put(store, ids(320))
-    half = Half(SharedStore(store), audit=1.0)
+    half = stored_half(store, audit=1.0)
     running = half.add("r", ids(200, 1000), more=200)
     half.admit(running, tokens=400)
     (save,) = half.step(running).saves
@@ -893,20 +805,9 @@ def test_after_drift_what_comes_is_a_miss_and_what_runs_goes_on(store: EmbeddedS
     half.saved(StepPlan(saves=[save]), 3, 3)
     assert half.told(running)["saved_blocks"] == 3 and half.told(held_out) is not None
     wait_until(lambda: not store.usage().leases)
-
-
-def test_an_audit_to_which_one_rank_has_nothing_to_say_finds_nothing(store: EmbeddedStore) -> None:
-    """A rank that knows that its step was computed behind a load that failed says nothing; the others do not know."""
-    put(store, ids(320))
-    half = Half(SharedStore(store), audit=1.0, ranks=2)
-    held_out = half.add("a", ids(330))
-    held_out.tables = [half.pages(11)]
-    reports = drifted(half, held_out)
-    half.half.reported(reports)
-    half.half.reported(StepReports(saves=[replace(reports.saves[0], rank=1, results=())]))
-    assert half.half.take_counts().audited == {"given_up": 1}
-    late = half.add("b", ids(330))
-    assert half.told(late)["misses"].get("audit") is None
+    half.half.renamed(1)
+    assert half.half.wait_open(SECONDS)
+    assert "audit" not in half.told(half.add("n", ids(330)))["misses"], "other weights end a drift"
 
 
 class Broken(Request):
@@ -919,8 +820,7 @@ class Broken(Request):
 def test_a_fault_ends_the_stores_use_and_not_the_engine_with_one_line(
     store: EmbeddedStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put(store, ids(320))
-    half = Half(SharedStore(store))
+    half = stored_half(store)
     sound = half.add("s", ids(200, 1000), more=200)
     half.admit(sound, tokens=400)
     (save,) = half.step(sound).saves
@@ -957,8 +857,7 @@ def test_a_fault_while_a_block_is_offered_ends_the_stores_use(store: EmbeddedSto
 
 
 def test_weights_that_were_changed_are_another_namespace(store: EmbeddedStore) -> None:
-    put(store, ids(320))
-    half = Half(SharedStore(store))
+    half = stored_half(store)
     early, waiting = half.add("a", ids(200, 1000), more=100), half.add("w", ids(330))
     half.admit(early, tokens=300)
     first = half.step(early)
@@ -997,6 +896,7 @@ def test_before_a_worker_has_spoken_nothing_is_asked(store: EmbeddedStore) -> No
     half.renamed(3)
     told: Any = half.finished("a")
     assert told["misses"] == {"disabled": 100} and half.block_tokens == 0
+    assert half.finished("a") is None and half.matched("a", 0) == (0, False), "it is not there any more"
     half.close()
 
 

@@ -89,6 +89,14 @@ class Bench:
         self.worker.begin(step)
         return step
 
+    def step(self, **orders: Any) -> StepPlan:
+        """A whole one, which has computed by the time that its saves begin."""
+        step = self.begin(**orders)
+        if step.loads:
+            self.worker.start_loads()
+        self.worker.start_saves()
+        return step
+
     def fill(self, tokens: list[int], table: list[int]) -> None:
         """As a forward does."""
         numbers = kv_numbers(tokens, len(self.layout.layers), 0)
@@ -125,8 +133,7 @@ class Bench:
         """These blocks, from the first pages on."""
         table = list(range(1, 1 + -(-len(tokens) // self.shape.page_tokens)))
         self.fill(tokens, table)
-        self.begin(saves=[self.save(tokens, table)])
-        self.worker.start_saves()
+        self.step(saves=[self.save(tokens, table)])
         assert self.reports(saves=1).saves[0].reason is None
 
     def reports(self, **counts: int) -> Reports:
@@ -161,8 +168,7 @@ def test_a_fence_does_not_wait_for_a_save_of_other_pages(store: EmbeddedStore) -
         bench.fill(ids(64), [1, 2])
         bench.worker.in_read.clear()
         first, other = bench.save(ids(64), [1, 2]), bench.save(ids(64, 100), [3, 4])
-        bench.begin(saves=[first, other])
-        bench.worker.start_saves()
+        bench.step(saves=[first, other])
         assert bench.worker.reads.wait(SECONDS)
         fence = threading.Thread(target=lambda: bench.begin(cancelled_saves=[other.number, 99]), daemon=True)
         fence.start()
@@ -178,8 +184,7 @@ def test_of_two_saves_that_read_a_fence_waits_for_its_own(store: EmbeddedStore) 
     with Bench(store, save_threads=2) as bench:
         orders = [bench.save(ids(64, 100 * number), [2 * number + 1, 2 * number + 2]) for number in range(2)]
         bench.worker.in_read.clear()
-        bench.begin(saves=orders)
-        bench.worker.start_saves()
+        bench.step(saves=orders)
         wait_until(lambda: sum(reader.is_reading for reader in bench.worker._saving) == 2)
         fence = blocks_for(0.1, lambda: bench.begin(cancelled_saves=[orders[0].number]))
         bench.worker.in_read.set()
@@ -193,9 +198,7 @@ def test_a_save_waits_for_loads_and_goes_when_they_are_over(store: EmbeddedStore
         bench.stored(ids(64))
         load, lease = bench.load(ids(64), [11, 12], waits=False)
         bench.worker.load_gate.clear()
-        bench.begin(loads=[load], saves=[bench.save(ids(64, 700), [5, 6])])
-        bench.worker.start_loads()
-        bench.worker.start_saves()
+        bench.step(loads=[load], saves=[bench.save(ids(64, 700), [5, 6])])
         assert not bench.worker.settle(0.1) and not bench.worker._saving
         bench.worker.load_gate.set()
         found = bench.reports(saves=1)
@@ -213,8 +216,7 @@ def test_with_windows_a_fence_waits_a_little_for_saves_that_wait(
         order = bench.save(ids(128), [1, 2, 3, 4])
         order = SaveOrder(order.number, "r", 0, order.keys, 0, (order.tables[0], PageRun(0, [5, 6, 7, 8])), None, 0)
         bench.worker.before_read.clear()
-        bench.begin(saves=[order])
-        bench.worker.start_saves()
+        bench.step(saves=[order])
         fence = blocks_for(0.1, lambda: bench.begin(cancelled_saves=[order.number]))
         bench.worker.before_read.set()
         ends(fence)
@@ -223,8 +225,7 @@ def test_with_windows_a_fence_waits_a_little_for_saves_that_wait(
         monkeypatch.setattr(paged_worker, "WINDOW_FENCE_SECONDS", 0.05)
         bench.worker.before_read.clear()
         last = bench.save(ids(128, 700), [1, 2, 3, 4])
-        bench.begin(saves=[last])
-        bench.worker.start_saves()
+        bench.step(saves=[last])
         bench.begin(cancelled_saves=[last.number])
         bench.worker.before_read.set()
         assert bench.reports(saves=1).saves[0].dropped
@@ -233,8 +234,7 @@ def test_with_windows_a_fence_waits_a_little_for_saves_that_wait(
 def test_a_save_waits_for_the_engine_to_have_nothing_to_do(store: EmbeddedStore) -> None:
     with Bench(store, save_patience=SECONDS) as bench:
         bench.fill(ids(64), [1, 2])
-        bench.begin(number=1, saves=[bench.save(ids(64), [1, 2])])
-        bench.worker.start_saves()
+        bench.step(number=1, saves=[bench.save(ids(64), [1, 2])])
         for number in range(2, 30):
             time.sleep(save_plan.QUIET_SECONDS / 5)
             bench.worker.take_reports()
@@ -261,23 +261,19 @@ def test_where_waiting_loses_something_saves_do_not_wait(store: EmbeddedStore) -
     with Bench(store, save_patience=SECONDS, save_bytes=8 * page) as bench:
         bench.fill(ids(256), [1, 2, 3, 4, 5, 6, 7, 8])
         first = bench.save(ids(128), [1, 2, 3, 4])
-        bench.begin(number=1, saves=[first])
-        bench.worker.start_saves()
+        bench.step(number=1, saves=[first])
         time.sleep(0.1)
         assert len(bench.worker._saves) == 1
-        bench.begin(number=2, saves=[bench.save(ids(64), [1, 2])])
-        bench.worker.start_saves()
+        bench.step(number=2, saves=[bench.save(ids(64), [1, 2])])
         wait_until(lambda: len(bench.worker._save_reports) == 1)
         assert bench.reports(saves=1).saves[0].number == first.number
         bench.begin(number=3, cancelled_saves=[bench.number])
         assert bench.reports(saves=1).saves[0].dropped
-        bench.begin(number=4, saves=[bench.save(ids(192), [1, 2, 3, 4, 5, 6], first=128)])
-        bench.worker.start_saves()
+        bench.step(number=4, saves=[bench.save(ids(192), [1, 2, 3, 4, 5, 6], first=128)])
         assert bench.reports(saves=1).saves[0].stored == 1
     with Bench(store, save_patience=SECONDS) as bench:
         bench.fill(ids(64, 500), [1, 2])
-        bench.begin(number=1, saves=[bench.save(ids(64, 500), [1, 2])])
-        bench.worker.start_saves()
+        bench.step(number=1, saves=[bench.save(ids(64, 500), [1, 2])])
         assert len(bench.worker._saves) == 1
     assert bench.handle.match(ids(64, 500)).blocks == 1
 
@@ -302,8 +298,7 @@ def test_a_save_behind_a_waiting_one_does_not_wake_the_saver(
         ]
         orders[2] = replace(orders[2], is_urgent=True)
         for step, order in enumerate(orders, 1):
-            bench.begin(number=step, saves=[order])
-            bench.worker.start_saves()
+            bench.step(number=step, saves=[order])
         assert woken == [1, 3], "the first, and the one that another engine waits for"
         assert [report.stored for report in bench.reports(saves=3).saves] == [1, 1, 1]
 
@@ -312,8 +307,7 @@ def test_a_save_that_finds_no_room_ends_the_patience(store: EmbeddedStore) -> No
     page = Rank(Shape(pages=30), 0).pages.facts.page_bytes
     with Bench(store, save_patience=SECONDS, save_bytes=8 * page) as bench:
         bench.fill(ids(320), list(range(1, 11)))
-        bench.begin(number=1, saves=[bench.save(ids(128), [1, 2, 3, 4])])
-        bench.worker.start_saves()
+        bench.step(number=1, saves=[bench.save(ids(128), [1, 2, 3, 4])])
         bench.begin(number=2, saves=[bench.save(ids(320), list(range(1, 11)), first=128)])
         bench.worker.start_saves()
         dropped, stored = bench.reports(saves=2).saves
@@ -329,8 +323,7 @@ def test_between_two_pieces_a_save_waits_again(store: EmbeddedStore, monkeypatch
         bench.fill(ids(256), [1, 2, 3, 4, 5, 6, 7, 8])
         order = bench.save(ids(256), [1, 2, 3, 4, 5, 6, 7, 8])
         bench.worker.in_read.clear()
-        bench.begin(number=1, saves=[order])
-        bench.worker.start_saves()
+        bench.step(number=1, saves=[order])
         bench.worker.take_reports()
         assert bench.worker.reads.wait(SECONDS)
         bench.begin(number=2)
@@ -501,22 +494,23 @@ def test_without_a_store_loads_and_saves_end_in_time(store: EmbeddedStore, monke
 # Saves ---------------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_saved_of_a_step_that_waited_for_a_load_that_failed(store: EmbeddedStore) -> None:
+def test_nothing_is_saved_or_compared_of_a_step_that_waited_for_a_load_that_failed(store: EmbeddedStore) -> None:
+    """Its numbers are wrong and are computed again: they say nothing about what is stored."""
     with Bench(store) as bench:
         bench.stored(ids(256))
         order, lease = bench.load(ids(256), list(range(11, 19)))
         lease.release()
         bench.fill(ids(64, 500), [20, 21])
-        bench.begin(loads=[order], saves=[bench.save(ids(64, 500), [20, 21])])
-        bench.worker.start_loads()
-        bench.worker.start_saves()
-        first = bench.reports(saves=1)
-        assert first.saves[0].dropped and first.saves[0].reason is None and first.failures == {0: 1}
-        bench.begin(saves=[bench.save(ids(64, 500), [20, 21])])
-        bench.worker.start_saves()
+        held = bench.handle.lease(bench.handle.match(ids(128)), 64)
+        audit = audit_of(held.ticket(), 64, (PageRun(2, [13, 14]),))
+        bench.step(loads=[order], saves=[audit, bench.save(ids(64, 500), [20, 21])])
+        first = bench.reports(saves=2)
+        assert first.saves[0].results == ()
+        held.release()
+        assert first.saves[1].dropped and first.saves[1].reason is None and first.failures == {0: 1}
+        bench.step(saves=[bench.save(ids(64, 500), [20, 21])])
         assert bench.reports(saves=1).saves[0].dropped, "the scheduler does not know yet"
-        bench.begin(saves=[bench.save(ids(64, 500), [20, 21])], failures_seen={0: 1, 1: 7})
-        bench.worker.start_saves()
+        bench.step(saves=[bench.save(ids(64, 500), [20, 21])], failures_seen={0: 1, 1: 7})
         assert bench.reports(saves=1).saves[0].stored == 1
 
 
@@ -527,15 +521,13 @@ def test_no_more_waits_to_be_saved_than_may(store: EmbeddedStore) -> None:
     with Bench(store, save_bytes=5 * page) as bench:
         bench.worker.before_read.clear()
         orders = [bench.save(ids(64, 100 * number), [2 * number, 2 * number + 1]) for number in range(1, 5)]
-        bench.begin(saves=orders)
-        bench.worker.start_saves()
+        bench.step(saves=orders)
         dropped = bench.reports(saves=2).saves
         assert [report.number for report in dropped] == [order.number for order in orders[2:]]
         assert {(report.dropped, report.reason) for report in dropped} == {(True, MissReason.BUSY)}
         bench.worker.before_read.set()
         assert [report.stored for report in bench.reports(saves=2).saves] == [1, 1]
-        bench.begin(saves=[bench.save(ids(128, 1000), [20, 21, 22, 23])])
-        bench.worker.start_saves()
+        bench.step(saves=[bench.save(ids(128, 1000), [20, 21, 22, 23])])
         assert bench.reports(saves=1).saves[0].stored == 2, "there is room again"
 
 
@@ -557,19 +549,6 @@ def test_close_saves_what_waits_as_far_as_there_is_time(store: EmbeddedStore) ->
     late.worker.before_read.set()
 
 
-def test_the_same_orders_twice_are_once(store: EmbeddedStore) -> None:
-    with Bench(store) as bench:
-        bench.fill(ids(64), [1, 2])
-        orders = bench.begin(saves=[bench.save(ids(64), [1, 2])])
-        bench.worker.begin(orders)
-        bench.worker.start_saves()
-        bench.worker.begin(orders)
-        bench.worker.start_saves()
-        assert len(bench.reports(saves=1).saves) == 1
-        time.sleep(0.05)
-        assert bench.worker.take_reports() is None
-
-
 # Audits --------------------------------------------------------------------------------------------------------------
 
 
@@ -579,8 +558,7 @@ def audit_of(ticket: bytes, first: int, tables: tuple[PageRun, ...]) -> SaveOrde
 
 def audited(bench: Bench, tables: tuple[PageRun, ...], first: int = 64, behind: int = 0, **orders: Any) -> Any:
     lease = bench.handle.lease(bench.handle.match(ids(128)), first)
-    bench.begin(saves=[audit_of(lease.ticket(), first, tables)], **orders)
-    bench.worker.start_saves()
+    bench.step(saves=[audit_of(lease.ticket(), first, tables)], **orders)
     report = bench.reports(saves=1 + behind).saves[behind]
     lease.release()
     return [result.verdict for result in report.results]
@@ -602,8 +580,7 @@ def test_an_audit_says_how_far_the_stored_block_is_from_the_computed_one(
 def two_groups(store: EmbeddedStore, window: int) -> Bench:
     bench = Bench(store, Shape(windows=(0, window)))
     bench.fill(ids(128), [1, 2, 3, 4])
-    bench.begin(saves=[bench.save(ids(128), [1, 2, 3, 4])])
-    bench.worker.start_saves()
+    bench.step(saves=[bench.save(ids(128), [1, 2, 3, 4])])
     assert bench.reports(saves=1).saves[0].stored == 2
     return bench
 
@@ -651,29 +628,13 @@ def test_an_audit_whose_pages_are_somebody_elses_finds_nothing(store: EmbeddedSt
         lease.release()
 
 
-def test_nothing_is_compared_of_a_step_that_waited_for_a_load_that_failed(store: EmbeddedStore) -> None:
-    """Its numbers are wrong and are computed again: they say nothing about what is stored."""
-    with Bench(store) as bench:
-        bench.stored(ids(128))
-        order, lease = bench.load(ids(128), [15, 16, 17, 18])
-        lease.release()
-        held = bench.handle.lease(bench.handle.match(ids(128)), 64)
-        audit = audit_of(held.ticket(), 64, (PageRun(2, [13, 14]),))
-        bench.begin(loads=[order], saves=[audit])
-        bench.worker.start_loads()
-        bench.worker.start_saves()
-        assert bench.reports(saves=1).saves[0].results == ()
-        held.release()
-
-
 def test_an_audit_does_not_wait_for_the_engine(store: EmbeddedStore) -> None:
     """Its lease would run out; what waits before it goes as well."""
     with Bench(store) as bench:
         bench.stored(ids(128))
     with Bench(store, save_patience=SECONDS) as bench:
         bench.fill(ids(128), [11, 12, 13, 14])
-        bench.begin(number=1, saves=[bench.save(ids(64, 500), [1, 2])])
-        bench.worker.start_saves()
+        bench.step(number=1, saves=[bench.save(ids(64, 500), [1, 2])])
         assert audited(bench, (PageRun(2, [13, 14]),), behind=1, number=2) == [AuditVerdict.EXACT]
         assert bench.handle.match(ids(64, 500)).blocks == 1
 

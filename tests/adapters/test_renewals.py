@@ -13,7 +13,7 @@ from kvstore.block.account import HitTier
 from kvstore.block.identity import Prompt
 from kvstore.node import EmbeddedStore
 from paged_engine import PagedEngine, Shape, SharedStore
-from workbench import ids
+from workbench import MODEL, ids, random_pages, small_layout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCKS = 3
@@ -48,21 +48,12 @@ def test_a_wish_holds_for_what_is_stored_already(name: str, forgets: bool, wish:
             assert store.usage().dram_retained_bytes == 2 * renewed, "as much as of one that is stored with it"
 
 
-def test_a_renewal_stores_nothing_and_says_how_much_there_is(tmp_path: Path) -> None:
-    with kvstore.open(f"embedded:{tmp_path}", dram="64MiB") as store:
-        assert isinstance(store, EmbeddedStore)
-        engine = PagedEngine(Shape(), lambda session: SharedStore(store), Random(1), session="5e" * 16)
-        with engine:
-            block = engine.layout.block_tokens
-            engine.add("r", ids(2 * block + 1), 1)
-            engine.run()
-            engine.settle()
-            facts = engine.half._facts
-            assert facts is not None
-            handle = store.namespace(model=facts.model, layout=facts.layout, codec=facts.codec)
-            stored = handle.hashed(ids(3 * block))
-            assert handle.renew(stored, 600.0) == 2
-            assert handle.renew(handle.hashed(ids(block, start=500)), 600.0) == 0
-            assert handle.renew(Prompt(0, []), 600.0) == 0
-            usage = store.usage()
-            assert (usage.blocks, usage.reservations) == (2, 0)
+def test_a_renewal_stores_nothing_and_says_how_much_there_is(store: EmbeddedStore) -> None:
+    layout = small_layout()
+    handle = store.namespace(model=MODEL, layout=layout)
+    handle.put(ids(128), random_pages(layout, 2))
+    assert handle.renew(handle.hashed(ids(192)), 600.0) == 2
+    assert handle.renew(handle.hashed(ids(64, start=500)), 600.0) == 0
+    assert handle.renew(Prompt(0, []), 600.0) == 0
+    usage = store.usage()
+    assert (usage.blocks, usage.reservations) == (2, 0)

@@ -18,7 +18,6 @@ from engine_adapter.paged.lookup import PrefixLookup
 from engine_adapter.paged.settings import ConnectorSettings
 from engine_adapter.vllm_requests import RequestReader
 from kvstore.block.account import MissReason
-from kvstore.block.errors import BadInput
 from kvstore.client.spans import MOST_WAITING, NO_TRACE, SpanQueue
 from service.sidecar import Sidecar
 from service.test_serve import PATHS
@@ -202,9 +201,6 @@ def test_nothing_of_opentelemetry_is_imported_by_the_adapter() -> None:
 
 def test_it_is_off_until_it_is_set() -> None:
     assert ConnectorSettings.of({"url": "unix:x"}).traces is False
-    assert ConnectorSettings.of({"url": "unix:x", "traces": True}).traces is True
-    with pytest.raises(BadInput, match="traces"):
-        ConnectorSettings.of({"url": "unix:x", "traces": "yes"})
     request = SimpleNamespace(
         prompt_embeds=None,
         sampling_params=object(),

@@ -22,7 +22,6 @@ from kvstore.block.errors import BadInput, LayoutMismatch, LeaseExpired, NotRead
 from kvstore.block.identity import Namespace
 from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
-from paged_engine import SharedStore
 from service.sidecar import Sidecar
 from waiting import wait_until
 from workbench import MODEL, FakeClock, bench, blank_pages, ids, random_pages, small_layout
@@ -51,9 +50,9 @@ def scheduler(open_store: Callable[[], Any]) -> PagedScheduler:
     return half
 
 
-def missed(half: PagedScheduler, tokens: int = 330, given: RequestSpec | None = None) -> tuple[Any, Any]:
+def missed(half: PagedScheduler, tokens: int = 330) -> tuple[Any, Any]:
     """What a request is told for which nothing could be asked."""
-    half.added(Request("a", ids(tokens), tokens, None, known=tokens), given or RequestSpec())  # type: ignore[arg-type]
+    half.added(Request("a", ids(tokens), tokens, None, known=tokens), RequestSpec())  # type: ignore[arg-type]
     assert half.matched("a", 0) == (0, False)
     told: Any = half.finished("a")
     return told["misses"], told["detail"]
@@ -100,14 +99,6 @@ def test_while_its_namespace_is_being_opened_a_store_is_warming(store: EmbeddedS
     assert missed(half)[0] == {"warming": 320, "partial_block": 10}
     gated.gate.set()
     assert half.wait_open(SECONDS)
-    half.close()
-
-
-def test_what_a_request_is_refused_for_is_of_all_its_tokens(store: EmbeddedStore) -> None:
-    half = scheduler(lambda: SharedStore(store))
-    assert half.wait_open(SECONDS)
-    refused = RequestSpec(refused=MissReason.UNSUPPORTED, detail="embeddings")
-    assert missed(half, given=refused) == ({"unsupported": 330}, "embeddings")
     half.close()
 
 

@@ -152,37 +152,6 @@ def test_what_an_image_is_called_says_nothing() -> None:
     assert again.extra_keys == keys(mm_features=[feature(item(pixels=spread.reshape(4, 3)), 0, 4, "c")])
 
 
-NAMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    **{
-        modality: (
-            {"mm_features": [feature(1, 0, 4, "x", modality)]},
-            {"mm_features": [feature(2, 0, 4, "x", modality)]},
-        )
-        for modality in ("image", "video", "audio", "vision_chunk")
-    },
-    "image, with an adapter": (
-        {"mm_features": [feature(1, 0, 4, "name:x")]},
-        {"mm_features": [feature(2, 0, 4, "name:x")]},
-    ),
-    "embeddings of an image": (
-        {"mm_features": [feature(item(image_embeds=torch.zeros(4, 8)), 0, 4, "x")]},
-        {"mm_features": [feature(item(image_embeds=torch.ones(4, 8)), 0, 4, "x")]},
-    ),
-    "cache_salt": ({"cache_salt": "a"}, {"cache_salt": "b"}),
-}
-"""Requests of two runs of an engine, equal but for bytes: each extra key is made of these, not of what they are called.
-The content of an adapter's files: below. Embeddings of a prompt have no key: such requests are refused.
-transformers' inputs: test_hf_inputs.py."""
-
-
-@pytest.mark.parametrize("kind", NAMED)
-def test_each_extra_key_is_made_of_the_bytes_that_it_stands_for(kind: str) -> None:
-    one, other = (
-        read(RequestReader(AdapterDigests(lambda _: None)), request(**given)).extra_keys for given in NAMED[kind]
-    )
-    assert one and other and one != other
-
-
 def test_a_name_of_two_images_is_neither_from_then_on() -> None:
     """The engine's own caches go by the name: whose KV it computed under it is not known."""
     reader = RequestReader(AdapterDigests(lambda _: None))

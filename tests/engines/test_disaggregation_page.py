@@ -6,12 +6,9 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +17,10 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
 from engines.conftest import ROOT, WAITS_ASLEEP, Sidecar, sidecar_python
+from engines.serving import serving
 from kv_bench.llamas import save_model
 from kv_bench.process import free_port
 from kv_bench.traffic_engines import SETTINGS
-from waiting import wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -72,32 +69,11 @@ class Walk:
         assert "choices" in answer, answer
         return answer
 
-    @contextmanager
-    def in_background(self, lines: str, *ports: str) -> Iterator[None]:
+    def in_background(self, lines: str, *ports: str) -> AbstractContextManager[None]:
         """Each command that serves. Once those at these ports are healthy."""
         script = re.sub(r"^((vllm|kvstore) .*)$", r"\1 &", lines, flags=re.MULTILINE) + "\nwait"
-        log = self._folder / f"{ports[0]}.log"
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                ["bash", "-c", PROGRAMS + script], cwd=self._folder, env=self._environment, stdout=out, stderr=out,
-                start_new_session=True,
-            )  # fmt: skip
-        try:
-            wait_until(lambda: process.poll() is not None or all(map(self._is_healthy, ports)))
-            assert process.poll() is None, log.read_text(errors="replace")[-5000:]
-            yield
-        finally:
-            for number in (signal.SIGTERM, signal.SIGKILL):  # also to what they have started
-                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                    os.killpg(process.pid, number)
-                    process.wait(30)
-
-    def _is_healthy(self, port: str) -> bool:
-        try:
-            with urllib.request.urlopen(f"http://localhost:{self.ports[port]}/health", timeout=2) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
+        at, log = [int(self.ports[one]) for one in ports], self._folder / f"{ports[0]}.log"
+        return serving(PROGRAMS + script, at, log, self._folder, self._environment)
 
 
 def test_from_two_commands_to_a_decode_hit(sidecar: Sidecar, tmp_path: Path) -> None:

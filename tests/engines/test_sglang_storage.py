@@ -44,7 +44,6 @@ from engines.sglang_cpu import (
 )
 from kvstore.block.errors import BadInput
 from service.sidecar import Sidecar
-from tiering.frame import HEADER_BYTES
 from waiting import wait_until
 
 HiCacheStorage = SGLANG["hicache_storage"].HiCacheStorage
@@ -165,41 +164,6 @@ def test_another_engine_reads_what_one_wrote_and_other_weights_do_not(
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 
-def frame_of(sidecar: Sidecar, engine: HiCache, key: str) -> memoryview:
-    """A page's frame in the sidecar's memory."""
-    space = engine.backend._spaces["kv"]
-    handle = space.handle
-    match = handle.match(space.prompt(handle, [key.encode()]), counts=False)
-    with handle.lease(match) as lease:
-        view: memoryview = sidecar.core.spans([lease.reply.places[0][0]])[0].view
-    return view
-
-
-def test_a_corrupt_frame_is_a_miss_that_is_counted(opened: Callable[..., HiCache], sidecar: Sidecar) -> None:
-    prompt = prompt_of(30, seed=1)
-    with opened().opened() as engine:
-        _, contents = engine.write(prompt)
-        frame_of(sidecar, engine, hashes_of(prompt)[17])[HEADER_BYTES + 12345] ^= 8
-        engine.backend.outcomes.take()
-        found, loaded = engine.read(prompt)
-        assert found == 30, "no engine has read it yet"
-        assert same(loaded, contents[:17]), "all before it, and nothing behind"
-        counts = engine.backend.outcomes.take()
-        assert (counts["loaded"], counts["failed_loads"], counts["corrupt"]) == (17, 13, 1)
-        assert engine.read(prompt)[0] == 17, "it is quarantined"
-        assert engine.write(prompt)[0] == 30, "and stored anew"
-        found, loaded = engine.read(prompt)
-        assert found == 30 and not same(loaded[17:18], contents[17:18]), "the bytes of the second time"
-        assert same(loaded[:17], contents[:17]) and same(loaded[18:], contents[18:])
-
-
-def test_without_a_sidecar_everything_is_a_miss(tmp_path: Path, weights: Path) -> None:
-    with HiCache(f"unix:{tmp_path}/absent.sock", weights, save_deadline_ms=20) as engine:
-        prompt = prompt_of(5, seed=1)
-        assert engine.read(prompt) == (0, []) and engine.write(prompt)[0] == 0
-        assert engine.backend.clear() is False
-
-
 def test_calls_that_make_no_sense_are_false(opened: Callable[..., HiCache]) -> None:
     prompt = prompt_of(4, seed=1)
     hashes = hashes_of(prompt)
@@ -289,17 +253,11 @@ def test_several_pools(opened: Callable[..., HiCache]) -> None:
 # --- SGLang's other calls --------------------------------------------------------------------------------------------
 
 
-def test_figures_and_clearing(opened: Callable[..., HiCache]) -> None:
+def test_clearing_is_for_all_engines(opened: Callable[..., HiCache]) -> None:
     prompt = prompt_of(20, seed=1)
     with opened().opened() as engine, opened(seed=2).opened() as other:
-        engine.backend._config.enable_storage_metrics = True
         engine.write(prompt)
-        engine.read(prompt)
-        told = engine.backend.get_stats()
-        assert (told.backup_pgs, told.prefetch_pgs) == ([20], [20])
-        assert len(told.backup_bandwidth) == len(told.prefetch_bandwidth) == 1 and told.prefetch_bandwidth[0] > 0
-        assert engine.backend.get_stats().prefetch_pgs == []
-        assert engine.backend.clear() is True
+        assert engine.read(prompt)[0] == 20 and engine.backend.clear() is True
         assert engine.read(prompt) == other.read(prompt) == (0, [])
         assert engine.write(prompt)[0] == 20, "and it goes on"
 
@@ -315,7 +273,8 @@ def test_pages_are_counted_once_in_either_interface(interface_v1: int, opened: C
         engine.write(prompt)
         assert engine.read(prompt)[0] == 6
         told = engine.backend.get_stats()
-        assert (told.backup_pgs, sum(told.prefetch_pgs)) == ([2], 6) and len(told.prefetch_bandwidth) > 0
+        assert (told.backup_pgs, sum(told.prefetch_pgs)) == ([2], 6) and min(told.prefetch_bandwidth) > 0
+        assert len(told.backup_bandwidth) == 1 and engine.backend.get_stats().prefetch_pgs == []
         counts = engine.backend.outcomes.take()
         assert (counts["stored"], counts["present"]) == (6, 8)
 

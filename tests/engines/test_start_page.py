@@ -6,12 +6,8 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +15,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
 from engines.conftest import ROOT, Sidecar
+from engines.serving import serving
 from kv_bench.process import free_port
 from kvstore.cli import ask
 from kvstore.node import SystemClock
@@ -52,44 +49,24 @@ def commands(url: str, port: int) -> tuple[str, str]:
     return serves, asks
 
 
-@contextmanager
-def running(script: str, port: int, log: Path) -> Iterator[dict[str, str]]:
-    """With nothing in the environment that would not be a reader's."""
+def readers_environment() -> dict[str, str]:
+    """With nothing in it that would not be a reader's."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM", "KVSTORE"))}
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("ENGINE_PATH", "")])
-    environment |= {"ENGINE_PYTHON": sys.executable, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            ["bash", "-ec", PYTHON + script], cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True
-        )
-
-    def is_healthy() -> bool:
-        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
-            return bool(answer.status == 200)
-        return process.poll() is not None
-
-    try:
-        wait_until(is_healthy)
-        assert process.poll() is None, log.read_text(errors="replace")[-5000:]
-        yield environment
-    finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):  # also to what it has started
-            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, number)
-                process.wait(30)
+    return environment | {"ENGINE_PYTHON": sys.executable, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
 
 
 def test_vllm_on_a_cpu_by_the_pages_commands_hits_after_its_restart(sidecar: Sidecar, tmp_path: Path) -> None:
     port = free_port()
     serves, asks = commands(sidecar.url, port)
-    seen, admin = [], str(sidecar.directory / "admin.sock")
+    seen, admin, environment = [], str(sidecar.directory / "admin.sock"), readers_environment()
     for turn in range(2):
-        with running(serves, port, tmp_path / f"{turn}.log") as environment:
+        with serving(PYTHON + serves, [port], tmp_path / f"{turn}.log", ROOT, environment):
             told = subprocess.run(
                 ["bash", "-ec", asks], env=environment, capture_output=True, text=True, timeout=SECONDS
             )
+            assert told.returncode == 0, told.stderr
             wait_until(lambda: ask.stat(admin, SystemClock()).blocks == TOKENS // 128)
-        assert told.returncode == 0, told.stderr
         account = json.loads(told.stdout)["kvstore"]
         seen.append((account["asked"], account["hits"], account["misses"]))
     cold, warm = seen

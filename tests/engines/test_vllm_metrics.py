@@ -57,23 +57,15 @@ def test_sums_are_added_up_and_what_is_so_now_is_the_last() -> None:
     assert counts.is_empty()
 
 
-def test_prometheus_has_tokens_events_and_what_a_hit_saves() -> None:
+def test_prometheus_has_a_counter_a_gauge_and_a_histogram_by_vllms_own_classes() -> None:
+    """Which there are, by which names: `test_connector_metrics`."""
     config: Any = SimpleNamespace(kv_transfer_config=None)
     kinds: Any = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
     metrics = KvStoreConnector.build_prom_metrics(config, kinds, ["engine"], {0: ["0"]})
     assert metrics is not None
     for step in STEPS:
         metrics.observe(dict(step))
-    assert value("kvstore:prompt_tokens_total", origin="hit_dram") == 64
-    assert value("kvstore:prompt_tokens_total", origin="miss_absent") == 86
-    assert value("kvstore:events_total", event="loads") == 1
     assert value("kvstore:events_total", event="cost_saved_ms") == pytest.approx(13.3456)
     assert value("kvstore:ttft_saved_ms", statistic="mean") == 40.0
-    assert value("kvstore:ttft_saved_ms", statistic="standard_error") == 3.0
-    assert value("kvstore_vllm_prompt_tokens_total", outcome="hit", origin="dram") == 64
     assert value("kvstore_vllm_prompt_tokens_total", outcome="miss", origin="absent") == 86
-    assert value("kvstore_vllm_loads_total", result="begun") == 1
     assert value("kvstore_vllm_load_wait_seconds_count") == 2
-    assert value("kvstore_vllm_prefill_saved_seconds_total") == pytest.approx(0.0133456)
-    assert value("kvstore_vllm_ttft_saved_seconds", statistic="mean") == pytest.approx(0.04)
-    assert value("kvstore_vllm_sidecar_up") == 1

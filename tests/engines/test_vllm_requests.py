@@ -1,4 +1,4 @@
-"""What a user tells a real vLLM's connector about a request and hears of it, KV events, and weights that change."""
+"""What a user tells a real vLLM's connector about a request and hears of it, and KV events."""
 
 from __future__ import annotations
 
@@ -75,11 +75,6 @@ def told(pair: Any) -> dict[str, Any]:
         *wait,
         {"do": "generate", "prompts": [TRACED], "trace_headers": HEADERS, "as": "traced"},
         {"do": "spans", "count": 3, "as": "spans"},
-        {"do": "reset", "connector": True},
-        {"do": "settle"},
-        {"do": "generate", "prompts": [KEPT], "as": "renamed_first"},
-        *wait,
-        {"do": "generate", "prompts": [KEPT], "as": "renamed"},
     ]
     return named(steps, pair.with_store(steps))
 
@@ -209,13 +204,3 @@ def test_a_salted_block_is_told_with_its_salt_and_what_the_store_gives_up_is_tak
             (believed.update if "tokens" in event else believed.difference_update)(event["hashes"])
     assert believed == set(), "nothing is believed to be where it is not any more"
     assert any("tokens" not in event for event in told["removed_events"])
-
-
-def test_what_was_stored_before_the_weights_changed_is_not_found(told: dict[str, Any]) -> None:
-    """`reset_prefix_cache(reset_connector=True)`, as vLLM does it when weights are updated in place."""
-    first, again = one(told["renamed_first"]), one(told["renamed"])
-    assert one(told["kept"])["hits"] == {"dram": 384}
-    assert first["hits"] == {} and set(first["misses"]) <= {"absent", "other_namespace", "partial_block"}
-    assert again["hits"] == {"dram": 384}, "what is computed from then on is stored and found"
-    tokens = {tuple(told[name][0]["tokens"]) for name in ("kept_first", "kept", "renamed_first", "renamed")}
-    assert len(tokens) == 1, "these weights did not change"

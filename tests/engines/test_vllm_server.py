@@ -6,10 +6,8 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,12 +19,13 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
 from engine_adapter.audit.audits import FIRST_HITS
+from engine_adapter.vllm_requests import HINTS
 from engines import models
 from engines.models import ROOT
+from engines.serving import serving
 from kv_bench.process import free_port
 
 pytestmark = pytest.mark.slow
-START_SECONDS = 180
 MOST_ASKED = 10
 """Until the first hits were compared: a verdict comes with a step, and one that is to be compared waits for it."""
 NAME = "small"
@@ -78,7 +77,7 @@ class Server:
 
 
 @contextmanager
-def serving(model: str, url: str, log: Path) -> Iterator[Server]:
+def server_of(model: str, url: str, log: Path) -> Iterator[Server]:
     """The server, once it answers. Its cache can be reset by whoever asks (VLLM_SERVER_DEV_MODE)."""
     port = free_port()
     models.prepare()
@@ -91,33 +90,14 @@ def serving(model: str, url: str, log: Path) -> Iterator[Server]:
     small = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME, "--chat-template", TEMPLATE]
     small += ["--enforce-eager", "--dtype", "float32", "--max-model-len", "4096"]
     small += ["--enable-prompt-tokens-details"]
-    with log.open("wb") as out:
-        command = [*documented(model, url), *small]
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
-    try:
-        server, give_up_at = Server(port), time.monotonic() + START_SECONDS
-        while True:
-            try:
-                server.get("/health")
-                break
-            except (OSError, urllib.error.URLError):
-                is_waiting = process.poll() is None and time.monotonic() < give_up_at
-                assert is_waiting, log.read_text("utf-8", "replace")[-6000:]
-                time.sleep(0.5)
-        yield server
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    with serving(shlex.join([*documented(model, url), *small]), [port], log, ROOT, environment):
+        yield Server(port)
 
 
 def test_a_server_by_the_book_answers_from_the_store_and_says_so(sidecar: Any, saved: Any, tmp_path: Path) -> None:
     """On the model that has learned something, of which a token is a byte: 8 bits do not change what it says."""
     log = tmp_path / "server.log"
-    with serving(saved("trained"), sidecar.url, log) as server:
+    with server_of(saved("trained"), sidecar.url, log) as server:
         chat = {
             "model": NAME,
             "messages": [{"role": "user", "content": " ".join(f"w{byte}" for byte in TEXT)}],
@@ -128,7 +108,7 @@ def test_a_server_by_the_book_answers_from_the_store_and_says_so(sidecar: Any, s
         }
         first = server.post("/v1/chat/completions", chat)
         compared = []
-        while server.metric("kvstore:events_total", 'event="audited_(exact|close)"') < FIRST_HITS:
+        while server.metric("kvstore:events_total", 'event="audited_(?:exact|close)"') < FIRST_HITS:
             assert len(compared) < MOST_ASKED
             time.sleep(1.0)
             assert server.post("/reset_prefix_cache") == {"success": True}
@@ -143,7 +123,7 @@ def test_a_server_by_the_book_answers_from_the_store_and_says_so(sidecar: Any, s
         told, found = (one["kv_transfer_params"]["kvstore"] for one in (first, again))
         assert told["asked"] == found["asked"] == first["usage"]["prompt_tokens"] >= 300
         assert told["hits"] == {} and found["hits"] == {"dram": 256}
-        assert told["ignored"] == found["ignored"] == ["typo; allowed: store, ttl, priority, conversation"]
+        assert told["ignored"] == found["ignored"] == [f"typo; allowed: {', '.join(HINTS)}"]
         assert whole["kv_transfer_params"]["kvstore"]["misses"]["absent"] == 384
         assert server.metric("kvstore:prompt_tokens_total", 'origin="hit_dram"') == 256
         assert server.metric("kvstore:prompt_tokens_total", 'origin="miss_absent"') == 256 + 384

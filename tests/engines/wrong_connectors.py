@@ -133,11 +133,10 @@ class ChangingConnector(KvStoreConnector):
                     vars(half._worker).pop(name, None)
                 if wrong is not None:
                     globals()[wrong].spoil(half._worker)
-            if half._scheduler is not None:
-                planner = half._scheduler.half
-                planner.settings = replace(planner.settings, load=LoadMode(load))
+            else:
+                half.half.settings = replace(half.half.settings, load=LoadMode(load))
 
     @classmethod
     def wait_open(cls) -> bool:
         """Once it was given another namespace: whether the store has opened that."""
-        return all(half._scheduler.half.wait_open(cls.OPEN_SECONDS) for half in cls.halves if half._scheduler)
+        return all(half.half.wait_open(cls.OPEN_SECONDS) for half in cls.halves if half._worker is None)

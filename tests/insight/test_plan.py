@@ -236,14 +236,12 @@ def test_every_number_has_a_formula_and_goes_into_json(request: PlanRequest) -> 
 
 
 def test_what_an_engine_does_not_serve_is_said() -> None:
-    def said(name: str, **more: Any) -> str:
-        return " ".join(plan(PlanRequest(MODELS[name], **more)).refusals)
+    def said(name: str) -> str:
+        return " ".join(plan(PlanRequest(MODELS[name])).refusals)
 
     assert said("llama-3.1-8b") == ""
     assert "With transformers it is served in part: prompts with videos" in said("gemma-3-4b")
     assert "With SGLang it is served in part: page hashes" in said("qwen3.5-27b") and "vLLM" not in said("qwen3.5-27b")
-    assert "With vLLM it is served in part: vLLM's pages have 5,760 tokens" in said("kimi-k3")
-    assert "--tensor-parallel-size 2 or more" in said("kimi-k3") and "vLLM" not in said("kimi-k3", tensor_parallel=8)
 
 
 def test_an_indexer_has_no_eight_bits() -> None:
@@ -258,7 +256,7 @@ def test_an_indexer_has_no_eight_bits() -> None:
     [
         ({"dtype": "int4"}, "--dtype 'int4'; allowed: float32"),
         ({"codec": "zip"}, "codec 'zip' is not known; allowed: int8-kc64, raw"),
-        ({"block_tokens": 5000}, "block_tokens=5000 does not fit"),
+        ({"block_tokens": 20000}, "block_tokens=20000 does not fit"),
         ({"tensor_parallel": 3}, "--tensor-parallel 3 does not divide the 8 KV heads of llama-3.1-8b"),
         ({"utilisation": 1.5}, "--utilisation 1.5; give a share"),
         ({"utilisation": float("nan")}, "--utilisation nan; give a share"),

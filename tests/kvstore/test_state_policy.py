@@ -60,7 +60,13 @@ def test_steps_ask_for_what_the_whole_asks_for(steps: list[int], prompt: int, pa
 
 @pytest.mark.parametrize(
     ("field", "given"),
-    [("block_tokens", 0), ("block_tokens", 4097), ("state_bytes", 0), ("kv_bytes_per_token", -1), ("state_bytes", 1.5)],
+    [
+        ("block_tokens", 0),
+        ("block_tokens", 16385),
+        ("state_bytes", 0),
+        ("kv_bytes_per_token", -1),
+        ("state_bytes", 1.5),
+    ],
 )
 def test_sizes_that_cannot_be_are_refused(field: str, given: object) -> None:
     fields: dict[str, object] = {"block_tokens": 64, "state_bytes": 1, "kv_bytes_per_token": 1}
