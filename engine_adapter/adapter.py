@@ -349,15 +349,6 @@ def chosen_codec(given: str | None, layout: Layout) -> str:
     return codec
 
 
-# The grid ---------------------------------------------------------------------------------------------------------
-#
-#   positions   0         k         2k        3k     n        k = grid_tokens, n = the prompt's tokens
-#   cold        |--chunk--|--chunk--|--chunk--|-tail-|
-#   found       |===========================|                 blocks that the store holds
-#   warm        |======= restored ==|--chunk--|-tail-|        the same chunks with the same shapes, so the same bits
-#                                   '-- grid -'
-
-
 def reusable_tokens(found: int, asked: int, grid_tokens: int) -> int:
     """How much of a found prefix can be used: whole grid cells, and at least one token is left to compute."""
     return min(found, asked - 1) // grid_tokens * grid_tokens

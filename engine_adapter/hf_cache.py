@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from logging import getLogger
+from math import inf
 from typing import Any, NoReturn, SupportsIndex
 
 import numpy as np
@@ -51,8 +52,8 @@ TICKET_SECONDS = 60.0
 """For how long a ticket of `prefill` is good, and its blocks are retained."""
 MAX_WAITING_TOKENS = 16_384
 """Of a prompt in layers with windows: more of them are saved before the first token, as keeping them takes memory."""
-MAX_PAUSE_SECONDS = 60.0
-"""Longest pause before retrying to open a namespace that a store refused."""
+PAUSE_SECONDS = 10.0
+"""Before a namespace that a store refused is opened again: a request may wait 5 s for a store that does not answer."""
 
 CHANGED = "the model changed during the request"
 _log = getLogger(__name__)
@@ -127,8 +128,7 @@ class PrefixCache:
         self._table = "short"
         self.states: PrefixStates | None = None
         """Of recurrent layers, beside the namespace."""
-        self._is_unopened = False
-        self._open_again_at = 0.0
+        self._open_again_at = inf
         self._pool_bytes = parse_size(hbm, "hbm")
         self.namespace = self._namespace_of(self._identity)
         self.pool = self._new_pool()
@@ -261,21 +261,16 @@ class PrefixCache:
         if table == "long" and shortest <= most:
             raise BadInput(f"{shortest} and {longest} tokens in a batch, and {rope} changes at {most}; ask them apart")
         is_same = (identity, table) == (self._identity, self._table)
-        asked_at = time.monotonic()
-        if is_same and (not self._is_unopened or asked_at < self._open_again_at):
+        if is_same and time.monotonic() < self._open_again_at:
             return
-        self._table = table
+        self._table, self._identity, self._open_again_at = table, identity, inf
         try:
             self.namespace = self._namespace_of(identity)
-            self._is_unopened = False
         except BadInput:
             raise
         except StoreError as error:  # the answer needs no store
-            now = time.monotonic()
-            self._open_again_at = now + min(MAX_PAUSE_SECONDS, max(1.0, 5 * (now - asked_at)))
-            self.namespace, self._is_unopened = None, True
+            self.namespace, self._open_again_at = None, time.monotonic() + PAUSE_SECONDS
             _log.warning("nothing is kept or found of the model as it is now: %s", error)
-        self._identity = identity
         self.pool = self._new_pool()  # a pool's keys do not name the namespace
 
     def _new_pool(self) -> HbmBlocks | None:

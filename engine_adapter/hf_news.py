@@ -64,15 +64,14 @@ def _load_seconds(report: Report) -> float:
 
 
 def _told(report: Report) -> RequestTold:
-    hits = {str(tier): tokens for tier, tokens in report.account.hits.items()}
-    misses = {str(reason): tokens for reason, tokens in report.account.misses.items()}
+    account = report.account
     return RequestTold(
         report.request,
-        report.account.asked,
-        hits,
-        misses,
+        account.asked,
+        {str(tier): tokens for tier, tokens in account.hits.items()},
+        {str(reason): tokens for reason, tokens in account.misses.items()},
         (report.detail or report.fault)[:MAX_TOLD_TEXT],
-        1000 * _load_seconds(report) if report.account.hit_tokens else 0.0,
+        1000 * _load_seconds(report) if account.hit_tokens else 0.0,
         report.saved_blocks,
         {str(reason): times for reason, times in report.put_reasons.items()},
         counts=True,

@@ -56,25 +56,21 @@ def check_model(model: torch.nn.Module) -> None:
 
 def check_not_wrapped(model: torch.nn.Module) -> None:
     """Raise `BadInput` for a wrapper around a model, or a compiled model; the line says what to pass instead."""
-    kind = type(model)
-    config: Any = getattr(model, "config", None)
-    name = getattr(config, "model_type", kind.__name__)
+    kind, reason = type(model), ""
     if hasattr(model, "_orig_mod"):
-        raise refusal(name, "it is compiled by torch.compile; pass the model that was compiled (model._orig_mod)")
-    part = compiled_part(model)
-    if part is not None:
-        raise refusal(
-            name,
-            f"torch.compile works on {part}, for lengths that change with every chunk, so that its "
-            "numbers depend on earlier calls; pass a model that is not compiled",
-        )
-    if kind.__module__.startswith("peft.") and hasattr(model, "get_base_model"):
+        reason = "it is compiled by torch.compile; pass the model that was compiled (model._orig_mod)"
+    elif part := compiled_part(model):
+        reason = f"torch.compile works on {part}, for lengths that change with every chunk, so that its numbers depend "
+        reason += "on earlier calls; pass a model that is not compiled"
+    elif kind.__module__.startswith("peft.") and hasattr(model, "get_base_model"):
+        reason = f"it is wrapped in peft's {kind.__name__}; pass model.get_base_model(), in which the adapter stays as "
+        reason += "active as it is"
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-            raise refusal(name, f"{kind.__name__} puts virtual tokens in front of a prompt, which no prompt names")
-        reason = "pass model.get_base_model(), in which the adapter stays as active as it is"
-        raise refusal(name, f"it is wrapped in peft's {kind.__name__}; {reason}")
-    if isinstance(getattr(model, "module", None), torch.nn.Module):
-        raise refusal(name, f"it is wrapped in {kind.__name__}; pass the model inside (model.module)")
+            reason = f"{kind.__name__} puts virtual tokens in front of a prompt, which no prompt names"
+    elif isinstance(getattr(model, "module", None), torch.nn.Module):
+        reason = f"it is wrapped in {kind.__name__}; pass the model inside (model.module)"
+    if reason:
+        raise refusal(getattr(getattr(model, "config", None), "model_type", kind.__name__), reason)
 
 
 def refusal(model_type: str, reason: str) -> BadInput:
@@ -126,7 +122,7 @@ def namespace_config(model: torch.nn.Module) -> dict[str, str]:
     config: Any = model.config
     return {
         "model_type": str(config.model_type),
-        "rope": json.dumps(_rope(config), sort_keys=True, default=str),
+        "rope": json.dumps(getattr(config, "rope_parameters", None) or {}, sort_keys=True, default=str),
         "dtype": _dtype_name(model),
         "device": next(model.parameters()).device.type,
         "attention": str(config._attn_implementation),
@@ -149,10 +145,6 @@ def _config_text(model: torch.nn.Module) -> str:
     config: Any = model.config
     fields = {name: value for name, value in config.to_dict().items() if name not in _FIELDS_WITHOUT_EFFECT}
     return json.dumps(fields, sort_keys=True, default=str)
-
-
-def _rope(config: Any) -> dict[str, Any]:
-    return dict(getattr(config, "rope_parameters", None) or {})
 
 
 def _dtype_name(model: torch.nn.Module) -> str:

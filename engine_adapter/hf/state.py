@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from types import CodeType, FunctionType, MethodType
@@ -43,29 +44,18 @@ _ATOMS = (str, bool, int, type(None), float)
 
 def described(model: torch.nn.Module) -> str:
     """Canonical text; empty for a model of transformers without adapters, hooks and patches."""
-    found = {}
-    for name, module in model.named_modules():
-        entry = _module_described(module)
-        if entry:
-            found[name] = entry
-    everywhere = [
-        [hook_kind, _value(hook)]
-        for hook_kind in ("_global_forward_pre_hooks", "_global_forward_hooks")
-        for hook in getattr(torch_module, hook_kind, {}).values()
-    ]
-    if not found and not everywhere:
-        return ""
-    return json.dumps([found, everywhere], sort_keys=True)
+    entries = ((name, _module_described(module)) for name, module in model.named_modules())
+    found = {name: entry for name, entry in entries if entry}
+    everywhere = [_value(hook) for hook in _global_hooks()]
+    return json.dumps([found, everywhere], sort_keys=True) if found or everywhere else ""
 
 
 def is_opaque(model: torch.nn.Module) -> bool:
     """Whether code runs in the model that may change what it does without changing anything that can be looked at."""
-    if getattr(torch_module, "_global_forward_pre_hooks", {}) or getattr(torch_module, "_global_forward_hooks", {}):
-        return True
-    for module in model.modules():
-        if _library(type(module)) not in LIBRARIES or "forward" in module.__dict__ or _hooks(module):
-            return True
-    return False
+    return bool(_global_hooks()) or any(
+        _library(type(module)) not in LIBRARIES or "forward" in module.__dict__ or _hooks(module)
+        for module in model.modules()
+    )
 
 
 def compiled_part(model: torch.nn.Module) -> str | None:
@@ -195,21 +185,18 @@ class WeightSampler:
         for module in self._model.modules():
             if switching_rope(module):
                 continue
-            for held in (*module._parameters.values(), *module._buffers.values()):
-                if held is None:
-                    continue
-                for _, tensor in plain_tensors("", held):
-                    size = tensor.element_size()
-                    if tensor.is_contiguous() and tensor.numel() and size in kinds and tensor.device.type != "meta":
-                        flat = tensor.detach().view(-1).view(kinds[size])
-                        step = max(1, len(flat) // SAMPLES_PER_TENSOR)
-                        samples = flat[step // 2 :: step][:SAMPLES_PER_TENSOR]
-                        groups.setdefault((tensor.device, size), []).append(samples)
+            held = [one for one in (*module._parameters.values(), *module._buffers.values()) if one is not None]
+            for tensor in (tensor for one in held for _, tensor in plain_tensors("", one)):
+                size = tensor.element_size()
+                if tensor.is_contiguous() and tensor.numel() and size in kinds and tensor.device.type != "meta":
+                    flat = tensor.detach().view(-1).view(kinds[size])
+                    step = max(1, len(flat) // SAMPLES_PER_TENSOR)
+                    groups.setdefault((tensor.device, size), []).append(flat[step // 2 :: step][:SAMPLES_PER_TENSOR])
         return list(groups.values())
 
 
 def _switches() -> list[object]:
-    found: list[object] = [
+    return [
         torch.get_default_dtype(),
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
@@ -222,10 +209,13 @@ def _switches() -> list[object]:
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
+        *_global_hooks(),
     ]
-    for kind in ("_global_forward_pre_hooks", "_global_forward_hooks"):
-        found += list(getattr(torch_module, kind, {}).values())
-    return found
+
+
+def _global_hooks() -> list[object]:
+    kinds = ("_global_forward_pre_hooks", "_global_forward_hooks")
+    return [hook for kind in kinds for hook in getattr(torch_module, kind, {}).values()]
 
 
 # Text for an identity -----------------------------------------------------------------------------------------------
@@ -241,8 +231,7 @@ def _module_described(module: torch.nn.Module) -> dict[str, object]:
         }
     if "forward" in module.__dict__:
         entry["forward"] = _value(module.__dict__["forward"])
-    hooks = _hooks(module)
-    if hooks:
+    if hooks := _hooks(module):
         entry["hooks"] = [_value(hook) for hook in hooks]
     return entry
 
@@ -279,7 +268,7 @@ def _value(value: Any, depth: int = MAX_DEPTH) -> Any:
     if isinstance(value, Mapping):
         return [[_value(key, depth - 1), _value(value[key], depth - 1)] for key in sorted(value, key=str)][:MAX_ITEMS]
     if isinstance(value, set | frozenset):
-        return [_value(item, depth - 1) for item in sorted(value, key=str)][:MAX_ITEMS]
+        value = sorted(value, key=str)
     if isinstance(value, list | tuple):
         return [_value(item, depth - 1) for item in value[:MAX_ITEMS]]
     return _code(value, depth)
@@ -311,10 +300,9 @@ def _code_pieces(code: CodeType) -> Iterator[bytes]:
 
 
 def _is_filled(cell: Any) -> bool:
-    try:
+    with suppress(ValueError):
         return cell.cell_contents is not None
-    except ValueError:
-        return False
+    return False
 
 
 def _tensor_digest(tensor: torch.Tensor) -> str:

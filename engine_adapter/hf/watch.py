@@ -115,14 +115,9 @@ class ModelWatch:
         return result
 
     def _check_digest(self) -> None:
-        if self._digest is not None:
-            return
-        config: Any = self._model.config
-        if self._text:
-            raise refusal(
-                str(config.model_type),
-                "its KV has other last bits in every run, so what adapters, hooks or patches change cannot be told",
-            )
-        _log.warning(
-            "the model computes other last bits in every run: it is identified by weights and configuration alone"
-        )
+        says = "its KV has other last bits in every run, so"
+        if self._digest is None and self._text:
+            config: Any = self._model.config
+            raise refusal(config.model_type, f"{says} what adapters, hooks or patches change cannot be told")
+        if self._digest is None:
+            _log.warning("of the model: %s it is identified by weights and configuration alone", says)
