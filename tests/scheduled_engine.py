@@ -129,9 +129,10 @@ class ScheduledEngine:
 
     def __init__(self, model: str, specs: dict[str, KVCacheSpec], url: str, random: Random, **options: Any) -> None:
         own = {"pages": 100, "budget": 256, "drafts": 0, "shards": 1, "stages": 1, "proven": False, "state_salt": 0}
+        own["layout"] = "LBNHC"
         given = {name: value for name, value in options.items() if name not in own}
         own.update((name, value) for name, value in options.items() if name in own)
-        self.random, self.drafts, shards, layout = random, own["drafts"], own["shards"], KVCacheLayout.LBNHC
+        self.random, self.drafts, shards, layout = random, own["drafts"], own["shards"], KVCacheLayout[own["layout"]]
         block = max(spec.block_size for spec in specs.values())
         transfer = models.connector(url, model="f0", codec="raw", **{**models.PATIENT, **given})
         speculative = {"method": "ngram", "num_speculative_tokens": self.drafts, "prompt_lookup_max": 2}
@@ -268,6 +269,7 @@ class ScheduledEngine:
             for name in ("hits", "misses", "audited"):
                 for key, count in getattr(one, name).items():
                     getattr(total, name)[key] = getattr(total, name).get(key, 0) + count
+        self.counts = [total]
         return total
 
     # What its users do

@@ -10,8 +10,9 @@ compared byte for byte before anything is stored. Must never import an engine, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from hashlib import blake2b
 from logging import getLogger
 from math import lcm
 from typing import Any
@@ -23,7 +24,7 @@ from engine_adapter.paged.stream import EngineStream
 from kv_kernels.copies import Flaw
 from kvstore.block.codec import codec_named
 from kvstore.block.errors import BadInput, LayoutMismatch
-from kvstore.block.layout import DTYPE_BYTES, Attention, KvGroup, Layout
+from kvstore.block.layout import DTYPE_BYTES, MAX_NAME_CHARACTERS, Attention, KvGroup, Layout
 from kvstore.block.pages import GroupPages, Pages
 from kvstore.client.edge import contained
 from kvstore.client.states import layout_of_states
@@ -169,11 +170,20 @@ def _register(groups: Sequence[RegisteredGroup], rank: int, scales: str, write: 
                 page_bytes += of_pages * page_tokens // (group.num_pages * group.page_tokens)
     except LayoutMismatch as error:
         return _refused(rank, scales, device, str(error))
-    facts = WorkerSpec(rank, page_tokens, tuple(specs), "+".join(sorted(packings)), scales, device, page_bytes)
+    facts = WorkerSpec(rank, page_tokens, tuple(specs), _named(packings), scales, device, page_bytes)
     names = [name for group in groups for name in group.layers]
     pages = EnginePages(facts, planes, {name: number for number, name in enumerate(names)}, as_they_lie)
     refused = _refusal(pages, groups)
     return _refused(rank, scales, device, refused) if refused else pages
+
+
+def _named(packings: Collection[str]) -> str:
+    """All of them, or their kinds and dtypes and a digest where that is too long for a name."""
+    whole = "+".join(sorted(packings))
+    if len(whole) <= MAX_NAME_CHARACTERS:
+        return whole
+    short = {":".join(one.split(":")[:2]) for one in packings}
+    return "+".join([*sorted(short), blake2b(whole.encode(), digest_size=16).hexdigest()])
 
 
 def is_opaque(packing: str) -> bool:

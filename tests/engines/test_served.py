@@ -22,6 +22,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -31,8 +32,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from engine_adapter.paged.pages import layout_of
-from engine_adapter.vllm_config import registered_pages, unsupported
+from engine_adapter.vllm_config import layer_specs, registered_pages, unsupported
 from engines import models
+from engines.test_vllm_kinds import KINDS
 from kvstore.block.errors import BadInput
 from kvstore.insight.models import MODELS, KvKind, KvLayers, ModelKv
 from kvstore.insight.served import Engine, Verdict, served
@@ -96,6 +98,13 @@ def specs_of(model: ModelKv, ranks: int) -> dict[str, KVCacheSpec]:
     return {f"layer{at}": spec for at, (_, spec) in enumerate(sorted(found, key=lambda one: one[0]))}
 
 
+def grouped(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:
+    cache = config.cache_config
+    cache.block_size = max(spec.block_size for spec in specs.values())
+    cache.mamba_cache_mode = "align" if any(isinstance(spec, MambaSpec) for spec in specs.values()) else "none"
+    return kv_cache_utils.get_kv_cache_groups(config, specs)
+
+
 class Writes:
     """vLLM's way to have K and V written into pages [pages, heads, tokens, K and V], as its GPU backends have them."""
 
@@ -107,12 +116,10 @@ class Writes:
 def decided(config: VllmConfig, model: ModelKv, ranks: int) -> tuple[str, int]:
     """Why the connector refuses the engine, and the tokens of its blocks."""
     specs, cache = specs_of(model, ranks), config.cache_config
-    cache.block_size = max(spec.block_size for spec in specs.values())
-    cache.mamba_cache_mode = "align" if model.states else "none"
     cache.num_gpu_blocks_override = 3 if model.states else 9
     modules = {name: SimpleNamespace(impl=Writes()) for name in specs}
     config.compilation_config.static_forward_context = modules
-    made = kv_cache_utils.get_kv_cache_groups(config, specs)
+    made = grouped(config, specs)
     groups = kv_cache_utils.get_kv_cache_config_from_groups(config, made, 1 << 50)
     whole = kv_cache_utils.generate_scheduler_kv_cache_config([groups])
     if refused := unsupported(config, whole, is_failure_told=True):
@@ -136,3 +143,17 @@ def test_vllm_and_the_connector_make_of_it_what_is_said(name: str, config: VllmC
 
 def test_none_of_the_table_is_refused() -> None:
     assert [name for name, model in MODELS.items() if served(model, Engine.VLLM).verdict is not Verdict.SERVED] == []
+
+
+def test_each_grouping_of_the_table_is_one_of_those_that_random_histories_are_run_with(config: VllmConfig) -> None:
+    """By kinds of KV, which of them share a table, and whose pages have more tokens than the others'."""
+
+    def kinds(specs: dict[str, KVCacheSpec]) -> frozenset[tuple[tuple[str, int], ...]]:
+        made = [{*layer_specs(one.kv_cache_spec, one.layer_names).values()} for one in grouped(config, specs)]
+        least = min(spec.block_size for group in made for spec in group)
+        return frozenset(
+            tuple(sorted((type(spec).__name__, spec.block_size // least) for spec in group)) for group in made
+        )
+
+    found = {kinds(specs_of(model, 1)) for model in MODELS.values()}
+    assert len(found) == 9 and found <= {kinds(specs) for specs, more in KINDS.values() if "layout" not in more}

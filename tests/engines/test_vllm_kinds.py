@@ -36,6 +36,8 @@ pytestmark = [
 
 SEED = int(os.environ.get("KINDS_SEED", "0")) or SystemRandom().randrange(1 << 30)
 STEPS = int(os.environ.get("KINDS_STEPS", "150"))
+HISTORIES = int(os.environ.get("KINDS_HISTORIES", "1"))
+"""In which something was loaded, for each case and share of failing loads."""
 
 
 def full(block: int = 16, heads: int = 2, width: int = 64) -> FullAttentionSpec:
@@ -60,18 +62,16 @@ def state(block: int = 16, **more: Any) -> MambaSpec:
     )
 
 
-def latents(width: int, row: int = 1, **more: Any) -> MLAAttentionSpec:
+def latents(width: int, block: int = 64, row: int = 1, **more: Any) -> MLAAttentionSpec:
     return MLAAttentionSpec(
-        block_size=64, num_kv_heads=1, head_size=width, dtype=torch.bfloat16, tokens_per_state=row, **more
+        block_size=block, num_kv_heads=1, head_size=width, dtype=torch.bfloat16, tokens_per_state=row, **more
     )
 
 
-def compressed(row: int, tokens: int) -> dict[str, KVCacheSpec]:
-    """Latents of several tokens each, and a window of plain ones."""
-    sliding = SlidingWindowMLASpec(
-        block_size=16, num_kv_heads=1, head_size=128, dtype=torch.bfloat16, sliding_window=tokens
+def latent_window(tokens: int, block: int, width: int = 64) -> SlidingWindowMLASpec:
+    return SlidingWindowMLASpec(
+        block_size=block, num_kv_heads=1, head_size=width, dtype=torch.bfloat16, sliding_window=tokens, alignment=576
     )
-    return {"a": latents(128, row), "b": latents(128, row), "c": sliding}
 
 
 def chunks(tokens: int) -> ChunkedLocalAttentionSpec:
@@ -88,11 +88,25 @@ KINDS: dict[str, tuple[dict[str, KVCacheSpec], dict[str, Any]]] = {
     "two stages of two ranks": ({"a": full(), "b": state(), "c": full(), "d": state()}, {"shards": 4, "stages": 2}),
     "nothing but states": ({"b": state(), "c": state()}, {}),
     "windows": ({"a": full(), "b": window(64), "c": window(64)}, {}),
-    "pages of two sizes": ({"a": full(32), "b": window(50, 32, 32), "c": window(50, 32, 32)}, {}),
+    "pages of two sizes": ({"a": full(width=32), "b": window(50), "c": window(50)}, {}),
     "chunks": ({"a": full(), "b": chunks(96)}, {}),
+    "full attention": ({"a": full(), "b": full()}, {"proven": True}),
     "heads of two widths": ({"a": full(), "b": full(heads=1, width=32)}, {"proven": True}),
-    "latents and an indexer": ({"a": latents(576), "b": latents(66)}, {}),
-    "compressed latents": (compressed(4, 100), {}),
+    "full attention and an indexer": ({"a": full(), "b": latents(66, 16)}, {}),
+    "latents": ({"a": latents(576), "b": latents(576)}, {"pages": 30}),
+    "latents and an indexer": ({"a": latents(576), "b": latents(66)}, {"pages": 30}),
+    "latents and states": ({"a": latents(256, 16), "b": state(), "c": state()}, {}),
+    "latents of 4 and 128 tokens, windows": (
+        {
+            "every 4": latents(128, 128, 4, alignment=576),
+            "indexer": latents(32, 128, 4, alignment=576),
+            "every 128": latents(128, 128, 128, alignment=576),
+            "window": latent_window(100, 64),
+            "sums of 4": latent_window(8, 4),
+            "sums of 128": latent_window(128, 8),
+        },
+        {"layout": "BLHNC", "pages": 300},
+    ),
 }
 
 
@@ -161,13 +175,17 @@ def test_whatever_is_read_is_right(begin: Begin, name: str, failing: float, monk
         return brought if draw.random() >= failing else (given[-1].first_token, MissReason.CORRUPT)
 
     monkeypatch.setattr(PagedWorker, "_bring", spoilt)
-    for _ in range(10):
+    hits = failed = histories = 0
+    for _ in range(30 * HISTORIES):
         drive(engine, STEPS)
         engine.forget()
         counts = engine.total()
-        if counts.hits.get(HitTier.DRAM, 0) and counts.failed_loads >= (failing > 0):
+        histories += counts.hits.get(HitTier.DRAM, 0) > hits and counts.failed_loads >= failed + (failing > 0)
+        hits, failed = counts.hits.get(HitTier.DRAM, 0), counts.failed_loads
+        if histories == HISTORIES:
             break
-    assert counts.hits[HitTier.DRAM] > 0 and counts.saved_blocks > 0 and counts.failed_loads >= (failing > 0), counts
+    print(f"{histories} histories: {counts}")
+    assert histories == HISTORIES and counts.saved_blocks > 0, counts
     assert sum(counts.hits.values()) + sum(counts.misses.values()) == counts.asked
     assert engine.half._refused is None and not engine.half._is_broken
 
