@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from vllm import EngineArgs, SamplingParams
 from vllm.config import KVTransferConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.forward_context import set_forward_context
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -47,9 +48,9 @@ GARBAGE = 0x5A
 WORDS = 0xD1342543DE82EF95
 
 
-def hashes_of(tokens: Sequence[int]) -> np.ndarray:
-    """Behind each token, of all tokens up to it."""
-    value, found = 0x9E3779B97F4A7C15, np.empty(len(tokens), np.uint64)
+def hashes_of(tokens: Sequence[int], weights: int = 0) -> np.ndarray:
+    """Behind each token, of all tokens up to it and of the weights."""
+    value, found = 0x9E3779B97F4A7C15 + weights, np.empty(len(tokens), np.uint64)
     for at, token in enumerate(tokens):
         value = ((value ^ (token + 1)) * 0x5851F42D4C957F2D + 0x14057B7EF767814F) % (1 << 64)
         found[at] = value = value ^ (value >> 31)
@@ -84,6 +85,8 @@ class Layer:
     table: int
     spec: Any
     pages: torch.Tensor
+    context: tuple[int, int, int]
+    """Which of how many ranks this is, and how many tokens each has in turn."""
     kind: Attention = field(init=False)
     window: int = field(init=False)
 
@@ -99,69 +102,69 @@ class Layer:
             return max(0, first - self.window + 1)
         return first // self.window * self.window if self.kind is Attention.CHUNKED else 0
 
-    def rows(self, table: Sequence[int], rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        each = self.spec.block_size // self.row
-        return torch.tensor(table)[rows // each], torch.from_numpy(rows % each)
+    def rows(
+        self, table: Sequence[int], first: int, stop: int, hashes: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of those of these tokens that this rank has: pages, places in them, and what belongs there."""
+        rank, ranks, turn = self.context
+        each = self.spec.block_size // self.row * ranks
+        rows = np.arange(-(-first // self.row), stop // self.row)
+        rows = rows[rows % each // turn % ranks == rank]
+        at = rows % each // (turn * ranks) * turn + rows % turn
+        right = bytes_of(hashes[(rows + 1) * self.row - 1], self.number, self.pages[0, :, 0].numel())
+        return torch.tensor(table)[rows // each], torch.from_numpy(at), right
 
     def read(self, table: Sequence[int], first: int, hashes: np.ndarray) -> bool:
         """Whether all rows that the query at `first` sees are right."""
-        rows = np.arange(-(-self.seen_from(first) // self.row), first // self.row)
-        if not len(rows):
-            return True
-        pages, at = self.rows(table, rows)
-        held = self.pages[pages, :, at].flatten(1)
-        wanted = bytes_of(hashes[(rows + 1) * self.row - 1], self.number, held.shape[1])
-        return bool((pages != 0).all()) and torch.equal(held, wanted)
+        pages, at, right = self.rows(table, self.seen_from(first), first, hashes)
+        return bool((pages != 0).all()) and torch.equal(self.pages[pages, :, at].flatten(1), right)
 
     def write(self, table: Sequence[int], first: int, stop: int, hashes: np.ndarray) -> None:
-        rows = np.arange(first // self.row, stop // self.row)
-        if len(rows):
-            pages, at = self.rows(table, rows)
-            made = bytes_of(hashes[(rows + 1) * self.row - 1], self.number, self.pages[0, :, 0].numel())
-            self.pages[pages, :, at] = made.view(len(rows), *self.pages[0, :, 0].shape)
+        pages, at, made = self.rows(table, first // self.row * self.row, stop, hashes)
+        self.pages[pages, :, at] = made.view(len(pages), *self.pages[0, :, 0].shape)
 
     def state(self, page: int) -> torch.Tensor:
         return self.pages[page].flatten()
 
 
-class ScheduledEngine:
-    """A vLLM without a model. specs: of its layers. drafts: tokens drafted in each step."""
+class FormulaEngine:
+    """A vLLM without a model. stages: of each pipeline stage the specs of its layers, which `ranks` workers have.
+    proven: K and V of each token in a row, as they are on GPUs. context: how many ranks share a prompt's tokens, and how
+    many in turn (decode context parallelism). options: of vLLM's `EngineArgs`."""
 
-    def __init__(self, model: str, specs: dict[str, KVCacheSpec], url: str, random: Random, **options: Any) -> None:
-        own = {"pages": 100, "budget": 256, "drafts": 0, "shards": 1, "stages": 1, "proven": False, "state_salt": 0}
-        own["layout"] = "LBNHC"
-        given = {name: value for name, value in options.items() if name not in own}
-        own.update((name, value) for name, value in options.items() if name in own)
-        self.random, self.drafts, shards, layout = random, own["drafts"], own["shards"], KVCacheLayout[own["layout"]]
-        block = max(spec.block_size for spec in specs.values())
-        transfer = models.connector(url, model="f0", codec="raw", **{**models.PATIENT, **given})
-        speculative = {"method": "ngram", "num_speculative_tokens": self.drafts, "prompt_lookup_max": 2}
+    layout = KVCacheLayout.LBNHC
+
+    def __init__(
+        self,
+        stages: Sequence[dict[str, KVCacheSpec]],
+        *,
+        ranks: int = 1,
+        proven: bool = False,
+        context: tuple[int, int] = (1, 1),
+        **options: Any,
+    ) -> None:
+        self.of_rank = [stage for stage in stages for _ in range(ranks)]
+        specs, shards = [spec for stage in stages for spec in stage.values()], len(self.of_rank)
+        block = max(spec.block_size for spec in specs)
+        transfer = KVTransferConfig(**options.pop("transfer"))
         args = EngineArgs(
-            model=model,
-            max_model_len=512,
             block_size=block,
-            max_num_batched_tokens=own["budget"],
-            max_num_seqs=6,
-            num_gpu_blocks_override=own["pages"],
             enable_prefix_caching=True,
-            kv_transfer_config=KVTransferConfig(**transfer),
-            speculative_config=speculative if self.drafts else None,
+            kv_transfer_config=transfer,
             async_scheduling=False,
-            **models.ADMITS_BY_THE_CHUNK,
+            **options,
         )
-        self.config = config = args.create_engine_config()
-        cache = config.cache_config
-        cache.block_size, cache.kv_cache_layout = block, layout.name
-        stages = own["stages"]
-        config.parallel_config.tensor_parallel_size, config.parallel_config.world_size = shards // stages, shards
-        config.parallel_config.pipeline_parallel_size = stages
-        each = len(specs) // stages  # layers of a stage
-        of_rank = [dict(list(specs.items())[rank * stages // shards * each :][:each]) for rank in range(shards)]
-        states = [spec for spec in specs.values() if kind_of(spec)[0] is Attention.STATE]
-        cache.mamba_cache_mode = "align" if states else "none"
-        cache.mamba_block_size = states[0].block_size if states else None
+        self.vllm_config = config = args.create_engine_config()
+        self.drafts = config.num_speculative_tokens
+        cache, parallel = config.cache_config, config.parallel_config
+        cache.block_size, cache.kv_cache_layout = block, self.layout.name
+        parallel.tensor_parallel_size, parallel.pipeline_parallel_size = ranks, len(stages)
+        parallel.world_size, parallel.distributed_executor_backend = shards, "mp"
+        parallel.decode_context_parallel_size, parallel.cp_kv_cache_interleave_size = context
+        states = [spec.block_size for spec in specs if kind_of(spec)[0] is Attention.STATE]
+        cache.mamba_cache_mode, cache.mamba_block_size = ("align", states[0]) if states else ("none", None)
         with set_current_vllm_config(config):
-            groups: list[KVCacheConfig] = kv_cache_utils.get_kv_cache_configs(config, of_rank, [1 << 30] * shards)
+            groups: list[KVCacheConfig] = kv_cache_utils.get_kv_cache_configs(config, self.of_rank, [1 << 30] * shards)
         scheduler_groups = kv_cache_utils.generate_scheduler_kv_cache_config(groups)
         cache.num_gpu_blocks = scheduler_groups.num_blocks
         sizes = kv_cache_utils.resolve_kv_cache_block_sizes(scheduler_groups, config)
@@ -169,76 +172,37 @@ class ScheduledEngine:
         hash_function = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
         kv_cache_utils.init_none_hash(hash_function)
         self._hasher = kv_cache_utils.get_request_block_hasher(sizes[1], hash_function)
-        # As vLLM does it: workers are made first.
-        self.workers = [
-            KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, groups[rank]) for rank in range(shards)
-        ]
-        self.layers: list[list[Layer]] = []
-        for rank, worker in enumerate(self.workers):
-            config.parallel_config.rank = rank
-            tensors = allocate_kv_cache(groups[rank], torch.device("cpu"), layout)
-            if own["proven"]:  # K and V of each token in a row, as they are on GPUs
-                modules = {name: SimpleNamespace(impl=_Writes()) for name in specs}
+        self.workers, self.layers = list[Any](), list[list[Layer]]()
+        for rank in range(shards):  # as vLLM does it: workers are made first
+            parallel.rank = rank
+            worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, groups[rank])
+            tensors = allocate_kv_cache(groups[rank], torch.device("cpu"), self.layout)
+            if proven:
+                modules = {name: SimpleNamespace(impl=_Writes()) for name in self.of_rank[rank]}
                 config.compilation_config.static_forward_context.update(modules)
             worker.register_kv_caches(tensors)
-            numbers = {
-                name: 64 * rank + at + 1000 * own["state_salt"] * (kind_of(spec)[0] is Attention.STATE)
-                for at, (name, spec) in enumerate(specs.items())
-            }
+            numbers = {name: 64 * rank + at for at, name in enumerate(self.of_rank[rank])}
+            self.workers.append(worker)
             self.layers.append(
                 [
-                    Layer(numbers[name], table, spec, tensors[name].view(torch.uint8))
+                    Layer(numbers[name], table, spec, tensors[name].view(torch.uint8), (rank % context[0], *context))
                     for table, group in enumerate(groups[rank].kv_cache_groups)
                     for name, spec in layer_specs(group.kv_cache_spec, group.layer_names).items()
                 ]
             )
-        config.parallel_config.rank = 0
+        parallel.rank = 0
         self.scheduler = Scheduler(
             config, scheduler_groups, StructuredOutputManager(config), block_size=sizes[0], hash_block_size=sizes[1]
         )
-        told = {}
-        for rank, worker in enumerate(self.workers):
-            with self._as(worker):
-                told[divmod(rank, shards // stages)] = worker.get_handshake_metadata()
         self.connector: Any = self.scheduler.get_kv_connector()
-        self.connector.set_xfer_handshake_metadata_pp_aware(told)
-        self.half = self.connector.half
-        assert self.half._refused is None, self.half._refused
-        self.offered: list[tuple[str, int, int]] = []
-        """By request: the engine's own tokens, and those that were promised behind them."""
-        self.counts: list[RequestCounts] = []
-        self._watch()
+        self.random = Random(0)
         self.streams: dict[str, tuple[list[int], np.ndarray]] = {}
         self.left: dict[str, tuple[int, int]] = {}
         """Of the last step of each request: the column of its state, and how many tokens were accepted."""
         self.over: list[str] = []
-        self.arrived: dict[str, int] = {}
-        self.evict: Callable[[int], object] = lambda blocks: None
-        self.step()
-        for worker in self.workers:
-            assert worker._worker._opened(0, SECONDS) is not None
-
-    def _watch(self) -> None:
-        ask, block = self.connector.get_num_new_matched_tokens, self.scheduler.block_size
-        has_states = any(layer.kind is Attention.STATE for layer in self.layers[0])
-
-        def watched(request: Request, local: int) -> tuple[int | None, bool]:
-            tokens, is_async = ask(request, local)
-            if tokens:
-                assert (local + tokens) % block == 0 or not has_states, "a boundary without a state"
-                assert local + tokens < request.num_tokens, "one token is computed at least"
-                self.offered.append((request.request_id, local, tokens))
-            return tokens, is_async
-
-        self.connector.get_num_new_matched_tokens = watched
-        take = self.half.take_counts
-
-        def taken() -> RequestCounts:
-            counts = take()
-            self.counts.append(counts)
-            return counts
-
-        self.half.take_counts = taken
+        self._aggregator = KVOutputAggregator(shards)
+        self.brought, self.compared = 0, 0
+        """Tokens that requests began with, the engine's own and loaded ones; and how often what they read was right."""
 
     @contextmanager
     def _as(self, worker: Any) -> Iterator[None]:
@@ -246,7 +210,7 @@ class ScheduledEngine:
         yield
         kv_transfer_state._KV_CONNECTOR_AGENT = None
 
-    def __enter__(self) -> ScheduledEngine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -259,28 +223,15 @@ class ScheduledEngine:
         self.workers = []
         self.connector.shutdown()
 
-    def total(self) -> RequestCounts:
-        """All counts so far."""
-        self.half.take_counts()
-        total = RequestCounts()
-        for one in self.counts:
-            for name in ("requests", "asked", "saved_blocks", "failed_loads", "dropped_saves"):
-                setattr(total, name, getattr(total, name) + getattr(one, name))
-            for name in ("hits", "misses", "audited"):
-                for key, count in getattr(one, name).items():
-                    getattr(total, name)[key] = getattr(total, name).get(key, 0) + count
-        self.counts = [total]
-        return total
-
     # What its users do
 
-    def add(self, name: str, prompt: Sequence[int], outputs: int = 1) -> None:
-        """A request. Its answer is a function of the prompt."""
+    def add(self, name: str, prompt: Sequence[int], outputs: int = 1, *, weights: int = 0, lora: Any = None) -> None:
+        """A request. Its answer is a function of the prompt and of the weights."""
         stream = list(prompt)
-        hashes = hashes_of(stream)
+        hashes = hashes_of(stream, weights)
         for _ in range(outputs + self.drafts + 1):
             stream.append(int(hashes[-1] % VOCAB))
-            hashes = hashes_of(stream)
+            hashes = hashes_of(stream, weights)
         self.streams[name] = (stream, hashes)
         params = SamplingParams(max_tokens=outputs, ignore_eos=True)
         params.update_from_generation_config({}, VOCAB + 1)
@@ -290,6 +241,7 @@ class ScheduledEngine:
                 prompt_token_ids=list(prompt),
                 sampling_params=params,
                 pooling_params=None,
+                lora_request=lora,
                 block_hasher=self._hasher,
             )
         )
@@ -297,37 +249,16 @@ class ScheduledEngine:
     def run(self) -> None:
         """Until nothing is left to do."""
         deadline = time.monotonic() + SECONDS
-        while self.scheduler.has_unfinished_requests():
+        while self.scheduler.has_unfinished_requests() or self.connector.has_pending_push_work():
             assert time.monotonic() < deadline, "requests do not come to an end"
             self.step()
-
-    def settle(self) -> None:
-        """Until nothing waits to be saved, and that is known."""
-        deadline = time.monotonic() + SECONDS
-        plan, audits = self.half._plan, self.half._audits
-        while plan._offers or audits._under_way or any(one._worker._saves for one in self.workers):
-            assert time.monotonic() < deadline, "saves do not come to an end"
-            self.step()
-            time.sleep(0.001)
-
-    def forget(self) -> None:
-        """The engine's own cache is empty from here on."""
-        self.run()
-        assert self.scheduler.reset_prefix_cache()
-
-    def ask(self, name: str, prompt: Sequence[int], outputs: int = 1) -> int:
-        """Alone, to its end. How many tokens the store brought."""
-        before = len(self.offered)
-        self.add(name, prompt, outputs)
-        self.run()
-        self.settle()
-        return sum(tokens for _, _, tokens in self.offered[before:])
 
     # A step
 
     def step(self) -> None:
         """As vLLM's engine core does."""
         output = self.scheduler.schedule()
+        self.brought += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
         for name in output.scheduled_cached_reqs.resumed_req_ids:
             self.left.pop(name, None)
         reports: list[KVConnectorOutput] = []
@@ -339,7 +270,7 @@ class ScheduledEngine:
                 worker.handle_preemptions(output.kv_connector_metadata)
                 self._prepare(output, self.layers[rank])
                 hooks = KVConnectorModelRunnerMixin._get_kv_connector_output(output)
-                with set_forward_context(None, self.config), hooks as report:
+                with set_forward_context(None, self.vllm_config), hooks as report:
                     for name, tokens in output.num_scheduled_tokens.items():
                         self._compute(output, name, tokens, self.layers[rank])
                 reports.append(report)
@@ -347,13 +278,16 @@ class ScheduledEngine:
         for layers in self.layers:
             self._accept(output, sampled, layers)
         names = list(sampled)
-        made = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: at for at, name in enumerate(names)},
-            sampled_token_ids=[sampled[name] for name in names],
-            kv_connector_output=self._merged(reports),
-        )
-        self.scheduler.update_from_output(output, made)
+        made = [
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: at for at, name in enumerate(names)},
+                sampled_token_ids=[sampled[name] for name in names],
+                kv_connector_output=report,
+            )
+            for report in reports
+        ]
+        self.scheduler.update_from_output(output, self._aggregator.aggregate(made))
         drafted = [name for name in names if self.drafts and sampled[name] and name in self.scheduler.requests]
         if drafted:
             self.scheduler.update_draft_token_ids(DraftTokenIds(drafted, [self._drafted(name) for name in drafted]))
@@ -361,23 +295,6 @@ class ScheduledEngine:
             self.over.append(name)
             self.left.pop(name, None)
             del self.streams[name]
-
-    def _merged(self, reports: list[KVConnectorOutput]) -> KVConnectorOutput:
-        merged = reports[0]
-        for other in reports[1:]:
-            assert not merged.invalid_block_ids
-            metas = merged.kv_connector_worker_meta, other.kv_connector_worker_meta
-            merged.kv_connector_worker_meta = metas[0].aggregate(metas[1]) if all(metas) else metas[0] or metas[1]
-            merged.failed_recving = (merged.failed_recving or set()) | (other.failed_recving or set())
-            for name in other.finished_recving or ():
-                self.arrived[name] = self.arrived.get(name, 0) + 1
-        if len(reports) > 1:
-            for name in reports[0].finished_recving or ():
-                self.arrived[name] = self.arrived.get(name, 0) + 1
-            done = {name for name, count in self.arrived.items() if count == len(reports)}
-            self.arrived = {name: count for name, count in self.arrived.items() if name not in done}
-            merged.finished_recving = done
-        return merged
 
     def _prepare(self, output: Any, layers: list[Layer]) -> None:
         for page in output.new_block_ids_to_zero or ():
@@ -409,6 +326,7 @@ class ScheduledEngine:
                 self._advance(layer, table, name, first, tokens, len(drafts), hashes)
                 continue
             assert layer.read(table, first, hashes), f"{name}: layer {layer.number} at {first} is not its prefix's"
+            self.compared += first > 0
             layer.write(table, first, first + tokens, hashes)
 
     def _advance(
@@ -460,3 +378,105 @@ class ScheduledEngine:
         stream, _ = self.streams[name]
         at = self.scheduler.requests[name].num_tokens
         return [token if self.random.random() < 0.7 else (token + 1) % VOCAB for token in stream[at : at + self.drafts]]
+
+
+class ScheduledEngine(FormulaEngine):
+    """With `KvStoreConnector`. specs: of its layers. drafts: tokens drafted in each step."""
+
+    def __init__(self, model: str, specs: dict[str, KVCacheSpec], url: str, random: Random, **options: Any) -> None:
+        own = {"pages": 100, "budget": 256, "drafts": 0, "shards": 1, "stages": 1, "proven": False, "state_salt": 0}
+        own |= {"layout": "LBNHC", "context": (1, 1)}
+        given = {name: value for name, value in options.items() if name not in own}
+        own.update((name, value) for name, value in options.items() if name in own)
+        each, named = len(specs) // own["stages"], list(specs.items())
+        self.layout = KVCacheLayout[own["layout"]]
+        speculative = {"method": "ngram", "num_speculative_tokens": own["drafts"], "prompt_lookup_max": 2}
+        super().__init__(
+            [dict(named[at : at + each]) for at in range(0, len(named), each)],
+            ranks=own["shards"] // own["stages"],
+            proven=own["proven"],
+            context=own["context"],
+            transfer=models.connector(url, model="f0", codec="raw", **{**models.PATIENT, **given}),
+            model=model,
+            max_model_len=512,
+            max_num_batched_tokens=own["budget"],
+            max_num_seqs=6,
+            num_gpu_blocks_override=own["pages"],
+            speculative_config=speculative if own["drafts"] else None,
+            **models.ADMITS_BY_THE_CHUNK,
+        )
+        self.random = random
+        for layer in (layer for layers in self.layers for layer in layers if layer.kind is Attention.STATE):
+            layer.number += 1000 * own["state_salt"]
+        told = {}
+        for rank, worker in enumerate(self.workers):
+            with self._as(worker):
+                told[divmod(rank, own["shards"] // own["stages"])] = worker.get_handshake_metadata()
+        self.connector.set_xfer_handshake_metadata_pp_aware(told)
+        self.half = self.connector.half
+        assert self.half._refused is None, self.half._refused
+        self.offered: list[tuple[str, int, int]] = []
+        """By request: the engine's own tokens, and those that were promised behind them."""
+        self.counts: list[RequestCounts] = []
+        self._watch()
+        self.evict: Callable[[int], object] = lambda blocks: None
+        self.step()
+        for worker in self.workers:
+            assert worker._worker._opened(0, SECONDS) is not None
+
+    def _watch(self) -> None:
+        ask, block = self.connector.get_num_new_matched_tokens, self.scheduler.block_size
+        has_states = any(layer.kind is Attention.STATE for layer in self.layers[0])
+
+        def watched(request: Request, local: int) -> tuple[int | None, bool]:
+            tokens, is_async = ask(request, local)
+            if tokens:
+                assert (local + tokens) % block == 0 or not has_states, "a boundary without a state"
+                assert local + tokens < request.num_tokens, "one token is computed at least"
+                self.offered.append((request.request_id, local, tokens))
+            return tokens, is_async
+
+        self.connector.get_num_new_matched_tokens = watched
+        take = self.half.take_counts
+
+        def taken() -> RequestCounts:
+            counts = take()
+            self.counts.append(counts)
+            return counts
+
+        self.half.take_counts = taken
+
+    def total(self) -> RequestCounts:
+        """All counts so far."""
+        self.half.take_counts()
+        total = RequestCounts()
+        for one in self.counts:
+            for name in ("requests", "asked", "saved_blocks", "failed_loads", "dropped_saves"):
+                setattr(total, name, getattr(total, name) + getattr(one, name))
+            for name in ("hits", "misses", "audited"):
+                for key, count in getattr(one, name).items():
+                    getattr(total, name)[key] = getattr(total, name).get(key, 0) + count
+        self.counts = [total]
+        return total
+
+    def settle(self) -> None:
+        """Until nothing waits to be saved, and that is known."""
+        deadline = time.monotonic() + SECONDS
+        plan, audits = self.half._plan, self.half._audits
+        while plan._offers or audits._under_way or any(one._worker._saves for one in self.workers):
+            assert time.monotonic() < deadline, "saves do not come to an end"
+            self.step()
+            time.sleep(0.001)
+
+    def forget(self) -> None:
+        """The engine's own cache is empty from here on."""
+        self.run()
+        assert self.scheduler.reset_prefix_cache()
+
+    def ask(self, name: str, prompt: Sequence[int], outputs: int = 1) -> int:
+        """Alone, to its end. How many tokens the store brought."""
+        before = len(self.offered)
+        self.add(name, prompt, outputs)
+        self.run()
+        self.settle()
+        return sum(tokens for _, _, tokens in self.offered[before:])

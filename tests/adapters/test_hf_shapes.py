@@ -19,7 +19,7 @@ from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput
 from kvstore.node import EmbeddedStore
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
 from engine_adapter.hf_cache import PrefixCache
 from hf_shapes import SHAPES, VOCABULARY, model_of_shape

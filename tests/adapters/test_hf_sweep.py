@@ -19,7 +19,7 @@ import torch
 
 import kvstore
 
-T = pytest.importorskip("transformers")
+T = pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
