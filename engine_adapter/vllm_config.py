@@ -10,7 +10,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from math import lcm, prod
+from inspect import isfunction, ismethod, signature
+from math import prod
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from engine_adapter.paged.step_plan import WorkerSpec
 from kvstore.block.errors import BadInput
 from kvstore.block.layout import Attention
 from kvstore.insight.models import KvKind
-from kvstore.insight.served import Engine, served
+from kvstore.insight.served import TRIED_VERSIONS, Engine, served, untried
 
 _KINDS = {
     Attention.FULL: KvKind.FULL,
@@ -37,6 +38,31 @@ WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 WITHOUT_PREFIX_CACHING = (
     'where it is known that one may be, set "without_prefix_caching": true in kv_connector_extra_config'
 )
+
+
+def untried_version(version: str, ours: type) -> str:
+    """About a vLLM that was not tried; empty for others. ours: a class of vLLM's interface. Raises `BadInput` if this
+    vLLM calls a hook of it with arguments that it does not take."""
+    text = untried(Engine.VLLM, version)
+    changed = [name for name in vars(ours) if text and not _takes(ours, name)]
+    if changed:
+        allowed = ", ".join(TRIED_VERSIONS[Engine.VLLM])
+        raise BadInput(
+            f"vLLM {version} calls {', '.join(changed)} with arguments that are not known here; use {allowed}"
+        )
+    return text
+
+
+def _takes(ours: type, name: str) -> bool:
+    hook = getattr(super(ours, ours), name, None)
+    if name.startswith("_") or not (isfunction(hook) or ismethod(hook)):
+        return True
+    given = {key: None for key, one in signature(hook).parameters.items() if one.kind not in (2, 4)}  # not *, **
+    try:
+        signature(getattr(ours, name)).bind(**given)
+    except TypeError:
+        return False
+    return True
 
 
 def unsupported(config: Any, groups: Any, *, is_failure_told: bool, are_states_told: bool = True) -> str:
@@ -68,6 +94,17 @@ def layer_specs(spec: Any, names: Sequence[str]) -> dict[str, Any]:
     return nested if nested is not None else dict.fromkeys(names, spec)
 
 
+def page_tokens_of(config: Any, spec: Any) -> int:
+    """Tokens that a page stands for: with decode context parallelism each of so many ranks has a share of them, and its
+    pages of one number are of the same tokens."""
+    return int(spec.block_size) * _token_ranks(config, spec)
+
+
+def _token_ranks(config: Any, spec: Any) -> int:
+    ranks = getattr(config.parallel_config, "decode_context_parallel_size", 1)
+    return ranks if getattr(spec, "dcp_sharded", True) else 1
+
+
 def kind_of(spec: Any) -> tuple[Attention | None, int]:
     """What a hit needs of such layers, and their window or chunk; None for what has no such rule. By what a spec says
     of itself, whatever it is called: one of full attention names windows and chunks that its layers only compute with,
@@ -86,11 +123,11 @@ def kind_of(spec: Any) -> tuple[Attention | None, int]:
 
 def _settings(config: Any, groups: Any) -> dict[str, Any]:
     """By the names of `served`."""
-    parallel = ("decode_context_parallel_size", "prefill_context_parallel_size")
     return {
-        **{name: getattr(config.parallel_config, name, 1) for name in parallel},
+        "prefill_context_parallel_size": getattr(config.parallel_config, "prefill_context_parallel_size", 1),
         "runner_type": config.model_config.runner_type,
         "load_format": config.load_config.load_format,
+        "enable_return_routed_experts": tells_experts(config),
         "calculate_kv_scales": getattr(config.cache_config, "calculate_kv_scales", False),
         "hisparse": getattr(groups, "hisparse_host_num_blocks", None) is not None,
         "prefix_replay_tokens": any(
@@ -110,8 +147,13 @@ def _spec_settings(specs: Sequence[Any]) -> dict[str, Any]:
         "mamba_cache_mode": next(iter(modes), None),
         "extra_retained_tokens": any(getattr(spec, "extra_retained_tokens", 0) for spec in specs),
         "non_causal": any(getattr(spec, "non_causal", False) for spec in specs),
-        "page_tokens": lcm(*(getattr(spec, "block_size", 1) for spec in specs)),
     }
+
+
+def tells_experts(config: Any) -> bool:
+    """Whether vLLM ends where it has a token's KV and not which experts the token had."""
+    place = getattr(config, "aux_output_config", None) or config.model_config  # the latter before 0.32
+    return bool(getattr(place, "enable_return_routed_experts", False))
 
 
 def reuse_refused(config: Any, remedy: str = WITHOUT_PREFIX_CACHING) -> str:
@@ -244,12 +286,13 @@ def _registered(
         value_width = getattr(spec, "head_size_v", width)
         widths = (width, value_width) if value_width else (width,)
         row = row if isinstance(row, int) else 1  # a fraction: several rows for each token
+        row *= _token_ranks(config, spec)
     return RegisteredGroup(
         name,
         layers,
         getattr(spec, "num_kv_heads", 1),
         widths,
-        spec.block_size,
+        page_tokens_of(config, spec),
         num_pages,
         window,
         kind or Attention.FULL,
@@ -312,12 +355,21 @@ def config_fields(config: Any, facts: Sequence[WorkerSpec], version: str) -> Map
         rope=rope,
         device=facts[0].device,
         stages=stages if (stages := stages_of(config)) > 1 else None,  # a rank's numbers are then of other layers
+        context=_context(config.parallel_config),
         # For these a position's K depends on how long a prompt may get.
         max_model_len=model.max_model_len if any(kind in rope for kind in ("longrope", "dynamic")) else None,
         draft=" ".join(filter(None, (getattr(config.speculative_config, "method", None), draft_fingerprint(config)))),
         settings=blake2b(plain(model_settings(config)).encode(), digest_size=16).hexdigest(),
         engine=f"vllm {version}",  # a model's code may be mended from one to the next
     )
+
+
+def _context(parallel: Any) -> str | None:
+    """Which tokens a rank has. Older versions and workers have the second name for how many it has in turn."""
+    if (ranks := getattr(parallel, "decode_context_parallel_size", 1)) == 1:
+        return None
+    names = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
+    return f"{ranks} ranks, {' '.join(str(getattr(parallel, name, 1)) for name in names)} in turn"
 
 
 def _named(**fields: object) -> Mapping[str, str]:

@@ -65,10 +65,12 @@ from engine_adapter.vllm_config import (
     fingerprint,
     has_draft_layers,
     is_told_by_page,
+    page_tokens_of,
     registered_pages,
     reuse_refused,
     stages_of,
     unsupported,
+    untried_version,
     unwaitable,
     with_load_mode,
 )
@@ -197,9 +199,12 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
             save_patience=self._save_patience(pages.facts),
         )
 
-    def _save_patience(self, facts: WorkerSpec) -> float:
+    def _save_patience(self, facts: WorkerSpec) -> float | None:
         """Seconds that a save waits until the engine is idle. 0 if the engine computes on another device, another
-        engine waits for its saves, or several workers save one block."""
+        engine waits for its saves, or several workers save one block. None where a step clears and copies pages before
+        its first hook, as the second model runner does with models that have states."""
+        if any(group.is_state for group in facts.groups) and getattr(self._config, "use_v2_model_runner", False):
+            return None
         is_producer = self._config.kv_transfer_config.kv_role == "kv_producer"
         if facts.device != "cpu" or is_producer or self._config.parallel_config.world_size > 1:
             return 0.0
@@ -302,13 +307,15 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
             config.model_config if settings.traces else None,
             is_encoded_here=getattr(config, "ec_transfer_config", None) is None,
         )
-        self._page_tokens = groups.kv_cache_groups[0].kv_cache_spec.block_size
+        self._table_tokens = tuple(page_tokens_of(config, group.kv_cache_spec) for group in groups.kv_cache_groups)
         self._requests: dict[str, EngineView] = {}
         self._tables: dict[str, list[list[int]]] = {}
         self._facts: list[WorkerSpec] = []
         self._is_alone = False
         self._has_run_since_reset = True
         follow_rpcs()
+        if untried := untried_version(vllm.__version__, KvStoreConnector):
+            logger.warning("kvstore: %s", untried)
         self._pool: Any = None
         self._block_events: BlockEvents | None = None
         if (events := config.kv_events_config) is not None and events.enable_kv_cache_events:
@@ -371,7 +378,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 fields,
                 str(model.model),
                 facts[0].groups,
-                tuple(group.kv_cache_spec.block_size for group in self._groups.kv_cache_groups),
+                self._table_tokens,
                 states,
             )
             self.half.use(named, [one.rank for one in facts])
@@ -468,6 +475,8 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
             for pages in more
             for page in pages
         ]
+        # vLLM's own cache keeps a copy of the state that a running request goes on from, in a page of no request.
+        grown += [page for _, page in getattr(output, "kv_cache_block_copies", None) or ()]
         if resolve is None:
             resolve = self._kept_tables(output)
         drafts = output.scheduled_spec_decode_tokens
@@ -578,7 +587,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _hash_tokens(self) -> int:
-        return int(getattr(self._groups, "hash_block_size", None) or self._page_tokens)
+        return int(getattr(self._groups, "hash_block_size", None) or self._table_tokens[0])
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Counts since the last step. None beside other connectors: a `MultiConnector` looks for the class of a child's

@@ -4,8 +4,8 @@ vLLM copies between the GPU and its primary tier in host memory; this tier copie
 sees slots of bytes and `OffloadKey`s, which are vLLM's block hashes with a group's number: 256 bits of SHA-256 over the
 whole prefix and vLLM's root, so engines with other roots have no chunk in common. A hash has a LoRA adapter's name, so
 a chunk's name has the digest of its files as well. All else that decides a chunk's bytes is in the namespace; a slot
-has those of all ranks. vLLM changes this interface between versions: they are pinned, and only this file knows how they
-differ. Must know nothing of how chunks are kept.
+has those of all ranks. vLLM changes this interface between versions, and only this file knows how they differ. Must
+know nothing of how chunks are kept.
 
 All methods run in vLLM's scheduler, return at once and never raise because of the store; see `chunks.store`.
 """
@@ -48,11 +48,18 @@ from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace, open_twice
 from engine_adapter.chunks.store import ChunkLimits, ChunkState, ChunkStore
 from engine_adapter.model_files import adapter_digest, model_fingerprint
 from engine_adapter.paged.step_plan import NamespaceSpec
-from engine_adapter.vllm_config import draft_fingerprint, fingerprint, model_settings, plain, reuse_refused
+from engine_adapter.vllm_config import (
+    draft_fingerprint,
+    fingerprint,
+    model_settings,
+    plain,
+    reuse_refused,
+    tells_experts,
+    untried_version,
+)
 from kvstore.block.errors import BadInput
 from kvstore.client.edge import in_one_line
 
-PINNED_VERSIONS = ("0.28", "0.31", "0.32")
 HASHES = ("sha256", "sha256_cbor")
 LAYOUTS = ("VLLM_KV_CACHE_LAYOUT", "VLLM_SSM_CONV_STATE_LAYOUT", "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT")
 """Variables of vLLM by which pages are packed in another way."""
@@ -122,6 +129,8 @@ class KvStoreTier(SecondaryTierManager):
         if LOCALITY and (where := given.pop("locality", None)) is not None:
             self.locality = LOCALITY(str(where).upper())
         settings = TierSettings.of(given)
+        if untried := untried_version(vllm.__version__, KvStoreTier):
+            _log.warning("KvStoreTier: %s", untried)
         config, model_dir = engine_config(offloading_spec.config.engine_id), settings.model_dir
         check_engine(config)
         memory = np.asarray(primary_kv_view).view(np.uint8)
@@ -308,12 +317,10 @@ def engine_config(engine_id: str) -> Any:
     return found
 
 
-def check_engine(config: Any, version: str = vllm.__version__) -> None:
+def check_engine(config: Any) -> None:
     """Raise `BadInput`, one line, for an engine whose chunks cannot be told apart by what this tier is given."""
     parallel, hash_name, reason = config.parallel_config, config.cache_config.prefix_caching_hash_algo, ""
-    if not version.startswith(tuple(f"{pinned}." for pinned in PINNED_VERSIONS)):
-        reason = f"vLLM {version} is installed, and this tier is for {', '.join(PINNED_VERSIONS)}; use KvStoreConnector"
-    elif hash_name not in HASHES:
+    if hash_name not in HASHES:
         reason = (
             f"prefix_caching_hash_algo={hash_name} is not cryptographic, and a collision would serve another prompt's "
             f"KV; use {' or '.join(HASHES)}"
@@ -325,6 +332,8 @@ def check_engine(config: Any, version: str = vllm.__version__) -> None:
             "block hashes have what clients call images and the like, and not what they show; use KvStoreConnector, or "
             "start vLLM with --language-model-only"
         )
+    elif tells_experts(config):
+        reason = "enable_return_routed_experts wants which experts a token had, which chunks do not have; leave it out"
     elif config.load_config.load_format == "dummy":
         reason = "load_format=dummy makes weights up, which no file tells"
     elif getattr(config, "weight_transfer_config", None) is not None:

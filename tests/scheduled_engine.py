@@ -20,7 +20,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from vllm import EngineArgs, SamplingParams
-from vllm.config import KVTransferConfig, set_current_vllm_config
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -65,6 +65,12 @@ def bytes_of(hashes: np.ndarray, layer: int, count: int) -> torch.Tensor:
         mixed ^= mixed >> np.uint64(29)
         mixed *= np.uint64(0xBF58476D1CE4E5B9)
     return torch.from_numpy(mixed.view(np.uint8)[:, :count].copy())
+
+
+class _SecondRunner(VllmConfig):
+    """What vLLM makes of VLLM_USE_V2_MODEL_RUNNER=1, where it finds a GPU."""
+
+    use_v2_model_runner = True
 
 
 class _Writes:
@@ -129,8 +135,8 @@ class Layer:
 
 class FormulaEngine:
     """A vLLM without a model. stages: of each pipeline stage the specs of its layers, which `ranks` workers have.
-    proven: K and V of each token in a row, as they are on GPUs. context: how many ranks share a prompt's tokens, and how
-    many in turn (decode context parallelism). options: of vLLM's `EngineArgs`."""
+    proven: K and V of each token in a row, as they are on GPUs. context: how many ranks share a prompt's tokens, and
+    how many in turn (decode context parallelism). options: of vLLM's `EngineArgs`."""
 
     layout = KVCacheLayout.LBNHC
 
@@ -141,6 +147,7 @@ class FormulaEngine:
         ranks: int = 1,
         proven: bool = False,
         context: tuple[int, int] = (1, 1),
+        second_runner: bool = False,
         **options: Any,
     ) -> None:
         self.of_rank = [stage for stage in stages for _ in range(ranks)]
@@ -155,6 +162,8 @@ class FormulaEngine:
             **options,
         )
         self.vllm_config = config = args.create_engine_config()
+        if second_runner:
+            config.__class__ = _SecondRunner
         self.drafts = config.num_speculative_tokens
         cache, parallel = config.cache_config, config.parallel_config
         cache.block_size, cache.kv_cache_layout = block, self.layout.name
@@ -267,8 +276,11 @@ class FormulaEngine:
             if len(self.workers) > 1:  # of a process each
                 output.kv_connector_metadata = pickle.loads(orders)
             with self._as(worker):
+                if self.vllm_config.use_v2_model_runner:
+                    self._prepare(output, self.layers[rank])
                 worker.handle_preemptions(output.kv_connector_metadata)
-                self._prepare(output, self.layers[rank])
+                if not self.vllm_config.use_v2_model_runner:
+                    self._prepare(output, self.layers[rank])
                 hooks = KVConnectorModelRunnerMixin._get_kv_connector_output(output)
                 with set_forward_context(None, self.vllm_config), hooks as report:
                     for name, tokens in output.num_scheduled_tokens.items():
@@ -385,7 +397,7 @@ class ScheduledEngine(FormulaEngine):
 
     def __init__(self, model: str, specs: dict[str, KVCacheSpec], url: str, random: Random, **options: Any) -> None:
         own = {"pages": 100, "budget": 256, "drafts": 0, "shards": 1, "stages": 1, "proven": False, "state_salt": 0}
-        own |= {"layout": "LBNHC", "context": (1, 1)}
+        own |= {"layout": "LBNHC", "context": (1, 1), "second_runner": False}
         given = {name: value for name, value in options.items() if name not in own}
         own.update((name, value) for name, value in options.items() if name in own)
         each, named = len(specs) // own["stages"], list(specs.items())
@@ -396,6 +408,7 @@ class ScheduledEngine(FormulaEngine):
             ranks=own["shards"] // own["stages"],
             proven=own["proven"],
             context=own["context"],
+            second_runner=own["second_runner"],
             transfer=models.connector(url, model="f0", codec="raw", **{**models.PATIENT, **given}),
             model=model,
             max_model_len=512,

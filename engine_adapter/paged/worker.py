@@ -96,11 +96,12 @@ class PagedWorker:
         load_threads: int,
         save_bytes: int,
         save_threads: int = 1,
-        save_patience: float = 0.0,
+        save_patience: float | None = 0.0,
     ) -> None:
         """open_store: of a session. clock: monotonic seconds. save_threads: one where ranks put parts of the same
         blocks, all in one order. save_patience: seconds for which a save waits until the engine is idle; not if pages
-        leave a window while it waits."""
+        leave a window while it waits. None: a save is over before the next step begins, since the engine then writes to
+        pages before it tells which they are."""
         self.pages = pages
         self._rank = pages.facts.rank
         self._clock = clock
@@ -118,8 +119,8 @@ class PagedWorker:
         self._waiting_bytes = 0
         self._frees_early = any(group.attention is not Attention.FULL for group in pages.facts.groups)
         """Whether the engine takes pages back from requests that run."""
-        self._save_patience = SavePatience(0.0 if self._frees_early else save_patience)
-        self._is_hurried = False
+        self._save_patience = SavePatience(0.0 if self._frees_early else save_patience or 0.0)
+        self._is_hurried, self._saves_in_steps = False, save_patience is None
         self._done_loads: list[LoadReport] = []
         self._reports: list[LoadReport] = []
         self._save_reports: list[SaveReport] = []
@@ -210,6 +211,8 @@ class PagedWorker:
                 self._saves.append(_Reader(self, order, after, now, size))
             if is_first or not self._pause_of(self._saves[0]):  # else the saver sleeps, and would take this core
                 self._savers.notify_all()
+        if self._saves_in_steps:
+            self._fence({order.number for order in orders})
 
     def finished(self) -> tuple[set[str], set[str], set[int]]:
         """Requests whose loads are over, those of them that got less, and invalid pages: theirs, and those of loads
@@ -405,7 +408,7 @@ class PagedWorker:
     def _pause(self) -> float | None:
         """Seconds until the first save may go, 0 for now; None: wait for a change. Under the lock."""
         # Requests wait for loads; none waits for a save.
-        if not self._saves or len(self._done_loads) < self._loading:
+        if not self._saves or (len(self._done_loads) < self._loading and not self._saves_in_steps):
             return None
         return self._pause_of(self._saves[0])
 

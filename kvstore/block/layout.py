@@ -29,7 +29,7 @@ LARGEST_DEFAULT_TOKENS = 256
 MAX_BLOCK_TOKENS = 16_384
 
 MAX_GROUPS, MAX_LAYERS, MAX_LAYER_NUMBER = 64, 1024, (1 << 16) - 1
-MAX_KV_HEADS, MAX_PLANE_WIDTH, MAX_WINDOW = 1 << 12, 1 << 24, 1 << 31
+MAX_KV_HEADS, MAX_PLANE_WIDTH, MAX_WINDOW = 1 << 12, 1 << 25, 1 << 31
 MAX_SHARDS, MAX_PARTS = 1 << 12, 512
 """Layouts come from other processes: these bound what is built from one. Parts: groups x layer shards x head shards, as
 many as a slab's header can name."""

