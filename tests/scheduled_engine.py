@@ -32,7 +32,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -210,6 +210,8 @@ class FormulaEngine:
         """Of the last step of each request: the column of its state, and how many tokens were accepted."""
         self.over: list[str] = []
         self._aggregator = KVOutputAggregator(shards)
+        self.wrong: dict[str, str] = {}
+        """Of a step: requests that read what is not theirs."""
         self.brought, self.compared = 0, 0
         """Tokens that requests began with, the engine's own and loaded ones; and how often what they read was right."""
 
@@ -255,6 +257,10 @@ class FormulaEngine:
             )
         )
 
+    def abort(self, name: str) -> None:
+        """A request is given up."""
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
     def run(self) -> None:
         """Until nothing is left to do."""
         deadline = time.monotonic() + SECONDS
@@ -271,6 +277,7 @@ class FormulaEngine:
         for name in output.scheduled_cached_reqs.resumed_req_ids:
             self.left.pop(name, None)
         reports: list[KVConnectorOutput] = []
+        self.wrong = {}
         orders = pickle.dumps(output.kv_connector_metadata)
         for rank, worker in enumerate(self.workers):
             if len(self.workers) > 1:  # of a process each
@@ -290,16 +297,21 @@ class FormulaEngine:
         for layers in self.layers:
             self._accept(output, sampled, layers)
         names = list(sampled)
-        made = [
-            ModelRunnerOutput(
-                req_ids=names,
-                req_id_to_index={name: at for at, name in enumerate(names)},
-                sampled_token_ids=[sampled[name] for name in names],
-                kv_connector_output=report,
-            )
-            for report in reports
-        ]
-        self.scheduler.update_from_output(output, self._aggregator.aggregate(made))
+        made = self._aggregator.aggregate(
+            [
+                ModelRunnerOutput(
+                    req_ids=names,
+                    req_id_to_index={name: at for at, name in enumerate(names)},
+                    sampled_token_ids=[sampled[name] for name in names],
+                    kv_connector_output=report,
+                )
+                for report in reports
+            ]
+        )
+        for name, wrong in self.wrong.items():  # vLLM computes those again whose pages a load that failed left behind
+            tables = self.scheduler.kv_cache_manager.get_block_ids(name)
+            assert made.kv_connector_output.invalid_block_ids & {page for table in tables for page in table}, wrong
+        self.scheduler.update_from_output(output, made)
         drafted = [name for name in names if self.drafts and sampled[name] and name in self.scheduler.requests]
         if drafted:
             self.scheduler.update_draft_token_ids(DraftTokenIds(drafted, [self._drafted(name) for name in drafted]))
@@ -337,9 +349,10 @@ class FormulaEngine:
             if layer.kind is Attention.STATE:
                 self._advance(layer, table, name, first, tokens, len(drafts), hashes)
                 continue
-            assert layer.read(table, first, hashes), f"{name}: layer {layer.number} at {first} is not its prefix's"
+            if not layer.read(table, first, hashes):
+                self.wrong[name] = f"{name}: layer {layer.number} at {first} is not its prefix's"
             self.compared += first > 0
-            layer.write(table, first, first + tokens, hashes)
+            layer.write(table, first, first + tokens, hashes if name not in self.wrong else hashes[::-1])
 
     def _advance(
         self, layer: Layer, table: Sequence[int], name: str, first: int, tokens: int, drafts: int, hashes: np.ndarray
