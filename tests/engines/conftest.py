@@ -99,7 +99,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
             make = {
                 "llama": models.save_llama,
                 "blip": models.save_blip,
-                "gemma": models.save_gemma,
+                "windowed": models.save_windowed,
                 "deepseek": models.save_deepseek,
                 "mistral": partial(models.save_llama, window=192),
                 "trained": models.save_trained,

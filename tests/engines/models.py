@@ -23,10 +23,14 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     OPTConfig,
     PreTrainedTokenizerFast,
 )
@@ -79,10 +83,23 @@ def save_llama(
     return directory
 
 
-def save_gemma(directory: Path, *, window: int = 192, vocab: int = 1000, seed: int = 0, wide: bool = False) -> Path:
-    """Layers that see all, and layers that see a window: two of each three of the latter kind. wide: a Gemma 4: those
-    that see all have heads of twice the width, and vLLM has pages of two sizes."""
+_WINDOWED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "gemma": (Gemma3ForCausalLM, Gemma3TextConfig, dict(query_pre_attn_scalar=64)),
+    # Layers that see all have heads of twice the width, and vLLM has pages of two sizes.
+    "gemma 4": (Gemma4ForCausalLM, Gemma4TextConfig, dict(global_head_dim=128, hidden_size_per_layer_input=32)),
+    "olmo": (Olmo3ForCausalLM, Olmo3Config, {}),
+    "gpt-oss": (GptOssForCausalLM, GptOssConfig, dict(num_local_experts=4, num_experts_per_tok=2)),
+}
+
+
+def save_windowed(
+    directory: Path, *, family: str = "gemma", window: int = 192, vocab: int = 1000, seed: int = 0
+) -> Path:
+    """Layers that see all, and layers that see a window: two of each three of the latter kind."""
     torch.manual_seed(seed)
+    model, config, more = _WINDOWED[family]
+    if family == "gemma 4":
+        more = {**more, "vocab_size_per_layer_input": vocab}
     shape: dict[str, Any] = dict(
         vocab_size=vocab,
         hidden_size=256,
@@ -96,11 +113,7 @@ def save_gemma(directory: Path, *, window: int = 192, vocab: int = 1000, seed: i
         max_position_embeddings=16384,
         initializer_range=0.1,
     )
-    if wide:
-        more = dict(global_head_dim=128, vocab_size_per_layer_input=vocab, hidden_size_per_layer_input=32)
-        Gemma4ForCausalLM(Gemma4TextConfig(**shape, **more)).save_pretrained(directory)
-    else:
-        Gemma3ForCausalLM(Gemma3TextConfig(**shape, query_pre_attn_scalar=64)).save_pretrained(directory)
+    model(config(**shape, **more)).save_pretrained(directory)
     save_tokenizer(directory, vocab)
     return directory
 

@@ -27,10 +27,7 @@ DTYPES = {
     "async": dict(options=dict(dtype="bfloat16"), extra=dict(load="async")),
     "two processes": dict(options=dict(dtype="bfloat16"), multiprocessing=True),
     "two ranks": dict(options=dict(dtype="float32", tensor_parallel_size=2)),
-    "windows": dict(options=dict(dtype="float32", block_size=32), model="gemma"),
-    "windows, pages of two sizes": dict(
-        options=dict(dtype="float32", block_size=32), model="gemma", shape=dict(wide=True)
-    ),
+    "windows": dict(options=dict(dtype="float32", block_size=32), model="windowed"),
     "nothing but windows": dict(options=dict(dtype="float32", block_size=32), model="mistral"),
 }
 
@@ -106,11 +103,16 @@ CROWDS = {
     "half of it, in the steps": dict(connector="FailingConnector", extra=dict(load="sync")),
     "large pages": dict(options=dict(block_size=128, num_gpu_blocks_override=40)),
     "windows, half of it": dict(
-        connector="FailingConnector", model="gemma", options=dict(num_gpu_blocks_override=None)
+        connector="FailingConnector", model="windowed", options=dict(num_gpu_blocks_override=None)
     ),
     "nothing but windows, half of it": dict(
         connector="FailingConnector", model="mistral", options=dict(num_gpu_blocks_override=50)
     ),
+    **{
+        family: dict(model="windowed", shape=dict(family=family), options=dict(num_gpu_blocks_override=None))
+        for family in ("gemma 4", "olmo", "gpt-oss")
+    },
+    "drafts of another width": dict(draft=dict(layers=2, hidden=128, heads=4, kv_heads=2)),
 }
 
 
@@ -146,11 +148,11 @@ def alone(saved: Any, run: Any, pair: Any) -> Any:
     steps = [{"do": "generate", "prompts": asked, "at_once": 8, "max_tokens": TOKENS, "leads": True}]
 
     @cache
-    def answers(kind: str) -> tuple[list[list[int]], list[Any]]:
+    def answers(kind: str, **shape: Any) -> tuple[list[list[int]], list[Any]]:
         if kind == "llama":
             told = pair.alone(steps)[0]
         else:
-            told = run({"model": saved(kind=kind), "options": {"dtype": "float32"}, "steps": steps})[0]
+            told = run({"model": saved(kind=kind, **shape), "options": {"dtype": "float32"}, "steps": steps})[0]
         return clear(CROWD, asked, told)
 
     return answers
@@ -163,7 +165,12 @@ def test_a_crowd_gets_the_tokens_of_an_engine_without_a_store(
     print(f"seed {SEED}")
     case: dict[str, Any] = CROWDS[name]
     kind = case.get("model", "llama")
-    asked, answers = alone(kind)
+    shape, options = case.get("shape", {}), {**CROWDED, **case.get("options", {})}
+    if "draft" in case:
+        options["speculative_config"] = dict(
+            method="draft_model", model=saved(**case["draft"]), num_speculative_tokens=3
+        )
+    asked, answers = alone(kind, **shape)
     steps = [
         {"do": "generate", "prompts": asked, "at_once": 8, "max_tokens": TOKENS},
         {"do": "settle"},
@@ -178,9 +185,9 @@ def test_a_crowd_gets_the_tokens_of_an_engine_without_a_store(
         _, first, _, _, second, _, churned, metrics = pair.with_store([wrong, *steps], CROWDED)
     else:
         plan = {
-            "model": saved(kind=kind),
+            "model": saved(kind=kind, **shape),
             "transfer": transfer(request.getfixturevalue("sidecar").url, case),
-            "options": {**CROWDED, **case.get("options", {})},
+            "options": options,
             "steps": steps,
         }
         first, _, _, second, _, churned, metrics = run(plan)
@@ -193,7 +200,7 @@ def test_a_crowd_gets_the_tokens_of_an_engine_without_a_store(
         sum(one["kvstore"]["hits"].get("dram", 0) for one in told if "kvstore" in one) for told in (second, churned)
     ]
     assert min(external) > 0, external
-    print(f"{metrics['vllm:num_preemptions']:.0f} preempted")
+    print(f"{metrics['vllm:num_preemptions']:.0f} preempted, {external} tokens from the store")
     assert metrics["vllm:num_preemptions"] > 0 or kind != "llama", "with windows pages are free soon"
     for one in (*first, *second):
         account = one["kvstore"]

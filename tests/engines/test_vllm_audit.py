@@ -119,4 +119,4 @@ def test_with_windows_nothing_that_is_right_has_drifted(sidecar: Any, saved: Any
     print(f"seed {SEED}")
     if not models.takes_windows():
         pytest.skip("this vLLM is refused models with windows: nothing is audited")
-    audited(saved, run, sidecar.url, kind="gemma")
+    audited(saved, run, sidecar.url, kind="windowed")

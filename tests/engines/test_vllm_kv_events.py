@@ -268,7 +268,7 @@ def test_what_an_engine_stores_first_is_announced_in_each_group_of_its_layers(
     ]
     transfer = models.connector(sidecar.url, codec="raw", **models.PATIENT)
     options = {"dtype": "float32", "block_size": 32, "max_model_len": 2048, "kv_events_config": publishing}
-    told = named(steps, run({"model": saved("gemma"), "transfer": transfer, "options": options, "steps": steps}))
+    told = named(steps, run({"model": saved("windowed"), "transfer": transfer, "options": options, "steps": steps}))
     own, ours = Counter[Any](), Counter[Any]()
     for event in told["events"]:
         if "tokens" in event:
