@@ -63,9 +63,8 @@ class CacheKinds:
                 dtype, heads = str(value.dtype).removeprefix("torch."), value.shape[1] if value.ndim == 4 else 1
                 is_grown = isinstance(earlier, torch.Tensor) and value.shape[-2] == 2 * earlier.shape[-2] > 0
                 if not is_grown or value.ndim not in (3, 4) or dtype not in DTYPE_BYTES:
-                    where = f"{'.'.join(map(str, path))} of shape {tuple(value.shape)} and {dtype}"
-                    allowed = "allowed: values with a row for each token, and states that keep their size"
-                    raise BadInput(f"its cache holds {where}; {allowed}; call the model's own generate instead")
+                    where = f"its cache holds {'.'.join(map(str, path))} of shape {tuple(value.shape)} and {dtype}"
+                    raise BadInput(f"{where}; allowed: a row for each token, states of one size; call model.generate")
                 name = () if path[-1] in ("keys", "values") else path[2:]
                 grown.setdefault((path[1], name, dtype, heads), []).append(path)
         found: dict[KvGroup, dict[int, list[Path]]] = {}
