@@ -246,10 +246,14 @@ BESIDE = {"OLMo Hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", {**HEADS,
 def model_of_shape(name: str, **changes: Any) -> Any:
     config_name, model_name, fields = {**SHAPES, **BESIDE}[name]
     torch.manual_seed(0)
-    model = getattr(T, model_name)(getattr(T, config_name)(**{**fields, **changes})).eval()
+    return spread(getattr(T, model_name)(getattr(T, config_name)(**{**fields, **changes})))
+
+
+def spread(model: Any) -> Any:
+    """With weights so far apart that no token is repeated for ever, and no settings of its class for `generate`."""
     with torch.no_grad():
         for tensor in model.parameters():
             if tensor.dim() > 1:
                 tensor.normal_(0, 0.2)
     model.generation_config = T.GenerationConfig(pad_token_id=0)
-    return model
+    return model.eval()

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -47,9 +47,9 @@ GARBAGE = 0x5A
 WORDS = 0xD1342543DE82EF95
 
 
-def hashes_of(tokens: Sequence[int]) -> np.ndarray:
-    """Behind each token, of all tokens up to it."""
-    value, found = 0x9E3779B97F4A7C15, np.empty(len(tokens), np.uint64)
+def hashes_of(tokens: Sequence[int], weights: int = 0) -> np.ndarray:
+    """Behind each token, of all tokens up to it and of the weights."""
+    value, found = 0x9E3779B97F4A7C15 + weights, np.empty(len(tokens), np.uint64)
     for at, token in enumerate(tokens):
         value = ((value ^ (token + 1)) * 0x5851F42D4C957F2D + 0x14057B7EF767814F) % (1 << 64)
         found[at] = value = value ^ (value >> 31)
@@ -66,8 +66,8 @@ def bytes_of(hashes: np.ndarray, layer: int, count: int) -> torch.Tensor:
     return torch.from_numpy(mixed.view(np.uint8)[:, :count].copy())
 
 
-class _Writes:
-    """vLLM's way to have K and V written into pages [pages, heads, tokens, K and V]."""
+class Writes:
+    """vLLM's way to have K and V written into pages [pages, heads, tokens, K and V], as its GPU backends have them."""
 
     def do_kv_cache_update(
         self, _: Any, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slots: Any
@@ -124,43 +124,36 @@ class Layer:
         return self.pages[page].flatten()
 
 
-class ScheduledEngine:
-    """A vLLM without a model. specs: of its layers. drafts: tokens drafted in each step."""
+class FormulaEngine:
+    """A vLLM without a model. stages: of each pipeline stage the specs of its layers, which `ranks` workers have.
+    proven: K and V of each token in a row, as they are on GPUs. options: of vLLM's `EngineArgs`."""
 
-    def __init__(self, model: str, specs: dict[str, KVCacheSpec], url: str, random: Random, **options: Any) -> None:
-        own = {"pages": 100, "budget": 256, "drafts": 0, "shards": 1, "stages": 1, "proven": False, "state_salt": 0}
-        given = {name: value for name, value in options.items() if name not in own}
-        own.update((name, value) for name, value in options.items() if name in own)
-        self.random, self.drafts, shards, layout = random, own["drafts"], own["shards"], KVCacheLayout.LBNHC
-        block = max(spec.block_size for spec in specs.values())
-        transfer = models.connector(url, model="f0", codec="raw", **{**models.PATIENT, **given})
-        speculative = {"method": "ngram", "num_speculative_tokens": self.drafts, "prompt_lookup_max": 2}
+    layout = KVCacheLayout.LBNHC
+
+    def __init__(
+        self, stages: Sequence[dict[str, KVCacheSpec]], *, ranks: int = 1, proven: bool = False, **options: Any
+    ) -> None:
+        self.of_rank = [stage for stage in stages for _ in range(ranks)]
+        specs, shards = [spec for stage in stages for spec in stage.values()], len(self.of_rank)
+        block = max(spec.block_size for spec in specs)
+        transfer = KVTransferConfig(**options.pop("transfer"))
         args = EngineArgs(
-            model=model,
-            max_model_len=512,
             block_size=block,
-            max_num_batched_tokens=own["budget"],
-            max_num_seqs=6,
-            num_gpu_blocks_override=own["pages"],
             enable_prefix_caching=True,
-            kv_transfer_config=KVTransferConfig(**transfer),
-            speculative_config=speculative if self.drafts else None,
+            kv_transfer_config=transfer,
             async_scheduling=False,
-            **models.ADMITS_BY_THE_CHUNK,
+            **options,
         )
-        self.config = config = args.create_engine_config()
-        cache = config.cache_config
-        cache.block_size, cache.kv_cache_layout = block, layout.name
-        stages = own["stages"]
-        config.parallel_config.tensor_parallel_size, config.parallel_config.world_size = shards // stages, shards
-        config.parallel_config.pipeline_parallel_size = stages
-        each = len(specs) // stages  # layers of a stage
-        of_rank = [dict(list(specs.items())[rank * stages // shards * each :][:each]) for rank in range(shards)]
-        states = [spec for spec in specs.values() if kind_of(spec)[0] is Attention.STATE]
-        cache.mamba_cache_mode = "align" if states else "none"
-        cache.mamba_block_size = states[0].block_size if states else None
+        self.vllm_config = config = args.create_engine_config()
+        self.drafts = config.num_speculative_tokens
+        cache, parallel = config.cache_config, config.parallel_config
+        cache.block_size, cache.kv_cache_layout = block, self.layout.name
+        parallel.tensor_parallel_size, parallel.pipeline_parallel_size = ranks, len(stages)
+        parallel.world_size, parallel.distributed_executor_backend = shards, "mp"
+        states = [spec.block_size for spec in specs if kind_of(spec)[0] is Attention.STATE]
+        cache.mamba_cache_mode, cache.mamba_block_size = ("align", states[0]) if states else ("none", None)
         with set_current_vllm_config(config):
-            groups: list[KVCacheConfig] = kv_cache_utils.get_kv_cache_configs(config, of_rank, [1 << 30] * shards)
+            groups: list[KVCacheConfig] = kv_cache_utils.get_kv_cache_configs(config, self.of_rank, [1 << 30] * shards)
         scheduler_groups = kv_cache_utils.generate_scheduler_kv_cache_config(groups)
         cache.num_gpu_blocks = scheduler_groups.num_blocks
         sizes = kv_cache_utils.resolve_kv_cache_block_sizes(scheduler_groups, config)
@@ -168,22 +161,17 @@ class ScheduledEngine:
         hash_function = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
         kv_cache_utils.init_none_hash(hash_function)
         self._hasher = kv_cache_utils.get_request_block_hasher(sizes[1], hash_function)
-        # As vLLM does it: workers are made first.
-        self.workers = [
-            KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, groups[rank]) for rank in range(shards)
-        ]
-        self.layers: list[list[Layer]] = []
-        for rank, worker in enumerate(self.workers):
-            config.parallel_config.rank = rank
-            tensors = allocate_kv_cache(groups[rank], torch.device("cpu"), layout)
-            if own["proven"]:  # K and V of each token in a row, as they are on GPUs
-                modules = {name: SimpleNamespace(impl=_Writes()) for name in specs}
+        self.workers, self.layers = list[Any](), list[list[Layer]]()
+        for rank in range(shards):  # as vLLM does it: workers are made first
+            parallel.rank = rank
+            worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, groups[rank])
+            tensors = allocate_kv_cache(groups[rank], torch.device("cpu"), self.layout)
+            if proven:
+                modules = {name: SimpleNamespace(impl=Writes()) for name in self.of_rank[rank]}
                 config.compilation_config.static_forward_context.update(modules)
             worker.register_kv_caches(tensors)
-            numbers = {
-                name: 64 * rank + at + 1000 * own["state_salt"] * (kind_of(spec)[0] is Attention.STATE)
-                for at, (name, spec) in enumerate(specs.items())
-            }
+            numbers = {name: 64 * rank + at for at, name in enumerate(self.of_rank[rank])}
+            self.workers.append(worker)
             self.layers.append(
                 [
                     Layer(numbers[name], table, spec, tensors[name].view(torch.uint8))
@@ -191,53 +179,21 @@ class ScheduledEngine:
                     for name, spec in layer_specs(group.kv_cache_spec, group.layer_names).items()
                 ]
             )
-        config.parallel_config.rank = 0
+        parallel.rank = 0
         self.scheduler = Scheduler(
             config, scheduler_groups, StructuredOutputManager(config), block_size=sizes[0], hash_block_size=sizes[1]
         )
-        told = {}
-        for rank, worker in enumerate(self.workers):
-            with self._as(worker):
-                told[divmod(rank, shards // stages)] = worker.get_handshake_metadata()
         self.connector: Any = self.scheduler.get_kv_connector()
-        self.connector.set_xfer_handshake_metadata_pp_aware(told)
-        self.half = self.connector.half
-        assert self.half._refused is None, self.half._refused
-        self.offered: list[tuple[str, int, int]] = []
-        """By request: the engine's own tokens, and those that were promised behind them."""
-        self.counts: list[RequestCounts] = []
-        self._watch()
+        self.random = Random(0)
         self.streams: dict[str, tuple[list[int], np.ndarray]] = {}
         self.left: dict[str, tuple[int, int]] = {}
         """Of the last step of each request: the column of its state, and how many tokens were accepted."""
         self.over: list[str] = []
         self.arrived: dict[str, int] = {}
-        self.evict: Callable[[int], object] = lambda blocks: None
-        self.step()
-        for worker in self.workers:
-            assert worker._worker._opened(0, SECONDS) is not None
-
-    def _watch(self) -> None:
-        ask, block = self.connector.get_num_new_matched_tokens, self.scheduler.block_size
-        has_states = any(layer.kind is Attention.STATE for layer in self.layers[0])
-
-        def watched(request: Request, local: int) -> tuple[int | None, bool]:
-            tokens, is_async = ask(request, local)
-            if tokens:
-                assert (local + tokens) % block == 0 or not has_states, "a boundary without a state"
-                assert local + tokens < request.num_tokens, "one token is computed at least"
-                self.offered.append((request.request_id, local, tokens))
-            return tokens, is_async
-
-        self.connector.get_num_new_matched_tokens = watched
-        take = self.half.take_counts
-
-        def taken() -> RequestCounts:
-            counts = take()
-            self.counts.append(counts)
-            return counts
-
-        self.half.take_counts = taken
+        self.wrong: dict[str, str] = {}
+        """Of a step: requests that read what is not theirs."""
+        self.brought, self.compared = 0, 0
+        """Tokens that requests began with, the engine's own and loaded ones; and how often what they read was right."""
 
     @contextmanager
     def _as(self, worker: Any) -> Iterator[None]:
@@ -245,7 +201,7 @@ class ScheduledEngine:
         yield
         kv_transfer_state._KV_CONNECTOR_AGENT = None
 
-    def __enter__(self) -> ScheduledEngine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -258,27 +214,15 @@ class ScheduledEngine:
         self.workers = []
         self.connector.shutdown()
 
-    def total(self) -> RequestCounts:
-        """All counts so far."""
-        self.half.take_counts()
-        total = RequestCounts()
-        for one in self.counts:
-            for name in ("requests", "asked", "saved_blocks", "failed_loads", "dropped_saves"):
-                setattr(total, name, getattr(total, name) + getattr(one, name))
-            for name in ("hits", "misses", "audited"):
-                for key, count in getattr(one, name).items():
-                    getattr(total, name)[key] = getattr(total, name).get(key, 0) + count
-        return total
-
     # What its users do
 
-    def add(self, name: str, prompt: Sequence[int], outputs: int = 1) -> None:
-        """A request. Its answer is a function of the prompt."""
+    def add(self, name: str, prompt: Sequence[int], outputs: int = 1, *, weights: int = 0, lora: Any = None) -> None:
+        """A request. Its answer is a function of the prompt and of the weights."""
         stream = list(prompt)
-        hashes = hashes_of(stream)
+        hashes = hashes_of(stream, weights)
         for _ in range(outputs + self.drafts + 1):
             stream.append(int(hashes[-1] % VOCAB))
-            hashes = hashes_of(stream)
+            hashes = hashes_of(stream, weights)
         self.streams[name] = (stream, hashes)
         params = SamplingParams(max_tokens=outputs, ignore_eos=True)
         params.update_from_generation_config({}, VOCAB + 1)
@@ -288,47 +232,32 @@ class ScheduledEngine:
                 prompt_token_ids=list(prompt),
                 sampling_params=params,
                 pooling_params=None,
+                lora_request=lora,
                 block_hasher=self._hasher,
             )
         )
 
+    def abort(self, name: str) -> None:
+        """A request is given up."""
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
     def run(self) -> None:
         """Until nothing is left to do."""
         deadline = time.monotonic() + SECONDS
-        while self.scheduler.has_unfinished_requests():
+        while self.scheduler.has_unfinished_requests() or self.connector.has_pending_push_work():
             assert time.monotonic() < deadline, "requests do not come to an end"
             self.step()
-
-    def settle(self) -> None:
-        """Until nothing waits to be saved, and that is known."""
-        deadline = time.monotonic() + SECONDS
-        plan, audits = self.half._plan, self.half._audits
-        while plan._offers or audits._under_way or any(one._worker._saves for one in self.workers):
-            assert time.monotonic() < deadline, "saves do not come to an end"
-            self.step()
-            time.sleep(0.001)
-
-    def forget(self) -> None:
-        """The engine's own cache is empty from here on."""
-        self.run()
-        assert self.scheduler.reset_prefix_cache()
-
-    def ask(self, name: str, prompt: Sequence[int], outputs: int = 1) -> int:
-        """Alone, to its end. How many tokens the store brought."""
-        before = len(self.offered)
-        self.add(name, prompt, outputs)
-        self.run()
-        self.settle()
-        return sum(tokens for _, _, tokens in self.offered[before:])
 
     # A step
 
     def step(self) -> None:
         """As vLLM's engine core does."""
         output = self.scheduler.schedule()
+        self.brought += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
         for name in output.scheduled_cached_reqs.resumed_req_ids:
             self.left.pop(name, None)
         reports: list[KVConnectorOutput] = []
+        self.wrong = {}
         orders = pickle.dumps(output.kv_connector_metadata)
         for rank, worker in enumerate(self.workers):
             if len(self.workers) > 1:  # of a process each
@@ -337,10 +266,14 @@ class ScheduledEngine:
                 worker.handle_preemptions(output.kv_connector_metadata)
                 self._prepare(output, self.layers[rank])
                 hooks = KVConnectorModelRunnerMixin._get_kv_connector_output(output)
-                with set_forward_context(None, self.config), hooks as report:
+                with set_forward_context(None, self.vllm_config), hooks as report:
                     for name, tokens in output.num_scheduled_tokens.items():
                         self._compute(output, name, tokens, self.layers[rank])
                 reports.append(report)
+        merged = self._merged(reports)
+        for name, wrong in self.wrong.items():  # vLLM computes those again whose pages a load that failed left behind
+            tables = self.scheduler.kv_cache_manager.get_block_ids(name)
+            assert merged.invalid_block_ids & {page for table in tables for page in table}, wrong
         sampled = {name: self._sampled(output, name) for name in output.num_scheduled_tokens}
         for layers in self.layers:
             self._accept(output, sampled, layers)
@@ -349,7 +282,7 @@ class ScheduledEngine:
             req_ids=names,
             req_id_to_index={name: at for at, name in enumerate(names)},
             sampled_token_ids=[sampled[name] for name in names],
-            kv_connector_output=self._merged(reports),
+            kv_connector_output=merged,
         )
         self.scheduler.update_from_output(output, made)
         drafted = [name for name in names if self.drafts and sampled[name] and name in self.scheduler.requests]
@@ -406,8 +339,10 @@ class ScheduledEngine:
             if layer.kind is Attention.STATE:
                 self._advance(layer, table, name, first, tokens, len(drafts), hashes)
                 continue
-            assert layer.read(table, first, hashes), f"{name}: layer {layer.number} at {first} is not its prefix's"
-            layer.write(table, first, first + tokens, hashes)
+            if not layer.read(table, first, hashes):
+                self.wrong[name] = f"{name}: layer {layer.number} at {first} is not its prefix's"
+            self.compared += first > 0
+            layer.write(table, first, first + tokens, hashes if name not in self.wrong else hashes[::-1])
 
     def _advance(
         self, layer: Layer, table: Sequence[int], name: str, first: int, tokens: int, drafts: int, hashes: np.ndarray
@@ -458,3 +393,101 @@ class ScheduledEngine:
         stream, _ = self.streams[name]
         at = self.scheduler.requests[name].num_tokens
         return [token if self.random.random() < 0.7 else (token + 1) % VOCAB for token in stream[at : at + self.drafts]]
+
+
+class ScheduledEngine(FormulaEngine):
+    """With `KvStoreConnector`. specs: of its layers. drafts: tokens drafted in each step."""
+
+    def __init__(self, model: str, specs: dict[str, KVCacheSpec], url: str, random: Random, **options: Any) -> None:
+        own = {"pages": 100, "budget": 256, "drafts": 0, "shards": 1, "stages": 1, "proven": False, "state_salt": 0}
+        given = {name: value for name, value in options.items() if name not in own}
+        own.update((name, value) for name, value in options.items() if name in own)
+        each, named = len(specs) // own["stages"], list(specs.items())
+        speculative = {"method": "ngram", "num_speculative_tokens": own["drafts"], "prompt_lookup_max": 2}
+        super().__init__(
+            [dict(named[at : at + each]) for at in range(0, len(named), each)],
+            ranks=own["shards"] // own["stages"],
+            proven=own["proven"],
+            transfer=models.connector(url, model="f0", codec="raw", **{**models.PATIENT, **given}),
+            model=model,
+            max_model_len=512,
+            max_num_batched_tokens=own["budget"],
+            max_num_seqs=6,
+            num_gpu_blocks_override=own["pages"],
+            speculative_config=speculative if own["drafts"] else None,
+            **models.ADMITS_BY_THE_CHUNK,
+        )
+        self.random = random
+        for layer in (layer for layers in self.layers for layer in layers if layer.kind is Attention.STATE):
+            layer.number += 1000 * own["state_salt"]
+        told = {}
+        for rank, worker in enumerate(self.workers):
+            with self._as(worker):
+                told[divmod(rank, own["shards"] // own["stages"])] = worker.get_handshake_metadata()
+        self.connector.set_xfer_handshake_metadata_pp_aware(told)
+        self.half = self.connector.half
+        assert self.half._refused is None, self.half._refused
+        self.offered: list[tuple[str, int, int]] = []
+        """By request: the engine's own tokens, and those that were promised behind them."""
+        self.counts: list[RequestCounts] = []
+        self._watch()
+        self.evict: Callable[[int], object] = lambda blocks: None
+        self.step()
+        for worker in self.workers:
+            assert worker._worker._opened(0, SECONDS) is not None
+
+    def _watch(self) -> None:
+        ask, block = self.connector.get_num_new_matched_tokens, self.scheduler.block_size
+        has_states = any(layer.kind is Attention.STATE for layer in self.layers[0])
+
+        def watched(request: Request, local: int) -> tuple[int | None, bool]:
+            tokens, is_async = ask(request, local)
+            if tokens:
+                assert (local + tokens) % block == 0 or not has_states, "a boundary without a state"
+                assert local + tokens < request.num_tokens, "one token is computed at least"
+                self.offered.append((request.request_id, local, tokens))
+            return tokens, is_async
+
+        self.connector.get_num_new_matched_tokens = watched
+        take = self.half.take_counts
+
+        def taken() -> RequestCounts:
+            counts = take()
+            self.counts.append(counts)
+            return counts
+
+        self.half.take_counts = taken
+
+    def total(self) -> RequestCounts:
+        """All counts so far."""
+        self.half.take_counts()
+        total = RequestCounts()
+        for one in self.counts:
+            for name in ("requests", "asked", "saved_blocks", "failed_loads", "dropped_saves"):
+                setattr(total, name, getattr(total, name) + getattr(one, name))
+            for name in ("hits", "misses", "audited"):
+                for key, count in getattr(one, name).items():
+                    getattr(total, name)[key] = getattr(total, name).get(key, 0) + count
+        return total
+
+    def settle(self) -> None:
+        """Until nothing waits to be saved, and that is known."""
+        deadline = time.monotonic() + SECONDS
+        plan, audits = self.half._plan, self.half._audits
+        while plan._offers or audits._under_way or any(one._worker._saves for one in self.workers):
+            assert time.monotonic() < deadline, "saves do not come to an end"
+            self.step()
+            time.sleep(0.001)
+
+    def forget(self) -> None:
+        """The engine's own cache is empty from here on."""
+        self.run()
+        assert self.scheduler.reset_prefix_cache()
+
+    def ask(self, name: str, prompt: Sequence[int], outputs: int = 1) -> int:
+        """Alone, to its end. How many tokens the store brought."""
+        before = len(self.offered)
+        self.add(name, prompt, outputs)
+        self.run()
+        self.settle()
+        return sum(tokens for _, _, tokens in self.offered[before:])

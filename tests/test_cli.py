@@ -16,7 +16,7 @@ import pytest
 import kvstore
 from workbench import MODEL, ids, random_pages, small_layout
 
-pytest.importorskip("typer")
+pytest.importorskip("typer", reason="typer is not installed (extra: server)")
 
 import benches
 from kvstore.cli import main as cli
@@ -182,7 +182,7 @@ def test_bash_completes_the_commands(tmp_path: Path) -> None:
 def test_unusable_options_of_a_bench_are_one_line(
     arguments: tuple[str, ...], hints: tuple[str, ...], here: Here
 ) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
     assert benches.bench is bench, "it adds the words that only a checkout has"
     line = error_line(here("bench", *arguments))
     assert all(hint in line for hint in hints), line
@@ -217,7 +217,7 @@ NO_TORCH = "sys.modules['torch'] = sys.modules['transformers'] = None"
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """A store's directory with eight blocks on disk, in one slab of twenty slots."""
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="torch is not installed (extra: hf)")
     with kvstore.open(f"embedded:{tmp_path / 'kv'}", dram="1MiB", nvme="1MiB") as store:
         handle = store.namespace(model=MODEL, layout=small_layout())
         assert handle.put(ids(512), random_pages(handle.layout, 8), durability="disk").stored == 8
@@ -274,8 +274,8 @@ def test_fsck_names_the_extra_that_it_needs() -> None:
 
 @pytest.fixture(scope="module")
 def needs_engine() -> None:
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
+    pytest.importorskip("torch", reason="torch is not installed (extra: hf)")
+    pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
 
 @pytest.mark.parametrize(

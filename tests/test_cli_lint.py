@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("typer")
+pytest.importorskip("typer", reason="typer is not installed (extra: server)")
 
 from test_cli import NO_TORCH, Here, error_line, run_cli
 
@@ -50,7 +50,7 @@ def test_the_status_of_a_check(prompts: Path, here: Here) -> None:
 
 
 def test_a_models_own_tokenizer(prompts: Path, here: Here) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed (extra: hf)")
     words = dict.fromkeys(f"Today is Monday Friday Sunday . , : {RULES}".split())
     model = tokenizers.models.WordLevel({word: at for at, word in enumerate(words)} | {"?": len(words)}, unk_token="?")
     known = tokenizers.Tokenizer(model)

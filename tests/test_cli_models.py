@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("typer")
+pytest.importorskip("typer", reason="typer is not installed (extra: server)")
 
 from kvstore.insight.models import MODELS
 from kvstore.insight.served import Engine, Verdict, shapes

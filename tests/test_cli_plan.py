@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("typer")
+pytest.importorskip("typer", reason="typer is not installed (extra: server)")
 
 from recorded import line
 from test_cli import NO_TORCH, Here, error_line, run_cli

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("typer")
+pytest.importorskip("typer", reason="typer is not installed (extra: server)")
 
 from recorded import line
 from test_cli import NO_TORCH, Here, error_line, run_cli
@@ -61,7 +61,7 @@ def test_the_first_line_is_one_line_and_says_what_was_put_in_order(tmp_path: Pat
 
 @pytest.mark.slow
 def test_curves_are_drawn(trace: Path, here: Here) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
     picture = trace.with_name("curves.png")
     given = ("--blocks", "2,4,8", "--block-tokens", "16", "--plot", str(picture))
     done = here("replay", str(trace), *given)
@@ -75,7 +75,7 @@ def test_curves_are_drawn(trace: Path, here: Here) -> None:
 
 
 def test_with_a_tier_below_a_row_for_each_admission(trace: Path, here: Here) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
     picture = trace.with_name("curves.png")
     given = ("--dram-blocks", "3", "--nvme-blocks", "8", "--block-tokens", "16", "--admission", "learned,oracle")
     shown = here("replay", str(trace), *given, "--plot", str(picture))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("typer")
+pytest.importorskip("typer", reason="typer is not installed (extra: server)")
 
 from recorded import line
 from test_cli import Here, error_line
@@ -49,7 +49,7 @@ def test_without_sizes_it_takes_some_and_compares_with_nothing(trace: Path, here
 
 @pytest.mark.slow
 def test_a_curve_is_drawn(trace: Path, here: Here) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
     picture = trace.with_name("curve.svg")
     given = ("--block-tokens", "16", "--svg", str(picture))
     for more in ((), ("--exact",), ("--sizes", "4")):

@@ -380,7 +380,7 @@ def a_reader_of(page: str, folder: Path) -> None:
         ]
         (folder / "traffic.jsonl").write_text("\n".join(requests))
     elif page == "docs/prompts.md":
-        tokenizers = pytest.importorskip("tokenizers")
+        tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed (extra: hf)")
         model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0}, unk_token="?"))
         model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
         (folder / "path" / "to" / "model").mkdir(parents=True)

@@ -13,11 +13,11 @@ SOON_SECONDS = float(os.environ.get(VARIABLE, "240"))
 T = TypeVar("T")
 
 
-def wait_until(is_so: Callable[[], T | None]) -> T:
+def wait_until(is_so: Callable[[], T | None], step: Callable[[], object] = lambda: time.sleep(0.002)) -> T:
     """Looks again and again, and returns what is so at last. Fails after `SOON_SECONDS`, before the limit of a test
-    ends the whole run."""
+    ends the whole run. step: what is done in between."""
     deadline = time.monotonic() + SOON_SECONDS
     while not (found := is_so()):
         assert time.monotonic() < deadline
-        time.sleep(0.002)
+        step()
     return found

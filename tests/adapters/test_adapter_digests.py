@@ -11,6 +11,7 @@ import pytest
 
 from engine_adapter import adapter_digests
 from engine_adapter.adapter_digests import AdapterDigests
+from waiting import wait_until
 
 SECONDS = 30
 READING = ("", "the adapter's files are being read")
@@ -31,13 +32,9 @@ def content_digest(path: Path) -> str | None:
 
 def known(digests: AdapterDigests, number: int, path: str, *, anew: bool = False) -> tuple[str, str]:
     """Once its files are read."""
-    deadline = time.monotonic() + SECONDS
-    found = digests.of(number, path, reads_anew=anew)
-    while found == READING:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-        found = digests.of(number, path, reads_anew=False)
-    return found
+    if (found := digests.of(number, path, reads_anew=anew)) != READING:
+        return found
+    return wait_until(lambda: found if (found := digests.of(number, path, reads_anew=False)) != READING else None)
 
 
 def test_files_are_read_in_the_background_and_nobody_waits(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from kv_kernels import int8
 from kv_kernels.int8 import Axis
 from kvstore.block.errors import BadInput
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
 from engine_adapter.hf.layers import ModelCall  # noqa: E402
 from kvstore.demo.model import load_trained  # noqa: E402

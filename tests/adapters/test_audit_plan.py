@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
@@ -22,7 +21,6 @@ from paged_engine import Request
 from waiting import wait_until
 from workbench import ids
 
-SECONDS = 30
 EXACT = AuditResult(AuditVerdict.EXACT, 0.0, 0.1, 0)
 CLOSE = AuditResult(AuditVerdict.CLOSE, 0.01, 0.1, 0)
 DRIFTED = AuditResult(AuditVerdict.DRIFTED, 1.0, 0.1, 0)
@@ -57,15 +55,14 @@ class Held:
 
     def computed(self, stop: int = 330) -> StepPlan:
         """Steps until the lease is there; where it cannot be needed yet, one."""
-        deadline = time.monotonic() + SECONDS
-        orders = StepPlan()
-        one = Computed("a", stop, lambda: [TABLE])
-        while True:
+        orders, one = StepPlan(), Computed("a", stop, lambda: [TABLE])
+
+        def is_over() -> bool:
             self.plan.computed(self.state, one, orders)
-            if orders.saves or stop < 320 or self.state.audit is None or not self.state.audit.pending:
-                return orders
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+            return bool(orders.saves) or stop < 320 or self.state.audit is None or not self.state.audit.pending
+
+        wait_until(is_over)
+        return orders
 
     def reported(self, orders: StepPlan, rank: int, *results: AuditResult) -> AuditVerdict | None:
         (order,) = orders.saves

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -72,11 +71,11 @@ class Engine:
         return self
 
     def ask(self, names: Sequence[bytes], owner: str = "a") -> list[ChunkState]:
-        deadline = time.monotonic() + SECONDS
-        while ChunkState.PENDING in (verdicts := [self.chunks.ask(owner, name) for name in names]):
-            assert time.monotonic() < deadline
-            self.chunks.proceed(0.001)
-        return verdicts
+        def verdicts() -> list[ChunkState] | None:
+            found = [self.chunks.ask(owner, name) for name in names]
+            return found if ChunkState.PENDING not in found else None
+
+        return wait_until(verdicts, lambda: self.chunks.proceed(0.001))
 
     def begin_store(self, names: Sequence[bytes], slots: Sequence[int]) -> int:
         self.jobs += 1

@@ -217,7 +217,7 @@ def test_a_courier_that_brings_nothing_is_waited_for_no_longer_than_chosen(tmp_p
         account = two.ask("a", prompt)
         assert account["misses"]["deadline"] == 448 and account["hits"] == {}
         assert time.monotonic() - began >= fetches.LEAST_WAIT_SECONDS
-        counts = two.two.half.choice.costs.counts  # type: ignore[union-attr]
+        counts = two.two.half.choice.costs.counts
         assert (counts.locates, counts.fetches, counts.short_fetches) == (1, 1, 1) and counts.regret_ms >= 50
 
 

@@ -30,7 +30,6 @@ from waiting import wait_until
 from workbench import FakeClock
 
 SEED = 20261126
-SECONDS = 30.0
 HANDS_OVER = RequestSpec(hands_over=True)
 
 
@@ -361,10 +360,7 @@ def test_asking_two_hundred_waiting_requests_touches_no_socket_lock_or_hash(tmp_
             prompts = [[random.randrange(1000) for _ in range(300)] for _ in range(WAITING)]
             for at, prompt in enumerate(prompts):
                 engine.add(f"r{at}", prompt, 1, RequestSpec(awaits=True))
-            deadline = time.monotonic() + SECONDS
-            while sidecar.core.awaits.counts().parked < WAITING:
-                engine.step()
-                assert time.monotonic() < deadline
+            wait_until(lambda: sidecar.core.awaits.counts().parked >= WAITING, engine.step)
             engine.half._idle_seconds = 0.0  # as while others run
             called: Counter[str] = Counter()
 

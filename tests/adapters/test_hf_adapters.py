@@ -11,7 +11,7 @@ import torch
 from kvstore.block.errors import BadInput
 from kvstore.node import EmbeddedStore
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
 from engine_adapter.hf.model import fingerprint
 from engine_adapter.hf_cache import PrefixCache

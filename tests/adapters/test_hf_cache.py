@@ -18,7 +18,7 @@ from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedDoor, EmbeddedStore
 from workbench import bench
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
 from engine_adapter.hf_cache import PrefixCache, SavedBlocks  # noqa: E402
 from hf_models import Each, ask, ask_all  # noqa: E402

@@ -12,7 +12,7 @@ import torch
 
 from kvstore.node import EmbeddedStore
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 from engine_adapter.hf_cache import PrefixCache
 from hf_models import ask, plain_answer, small_model, some_prompt
 

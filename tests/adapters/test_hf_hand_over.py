@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
 from engine_adapter.handoff import block_wait
 from engine_adapter.hf_cache import PrefixCache, SavedBlocks

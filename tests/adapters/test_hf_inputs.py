@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import kvstore
 from kvstore.block.errors import BadInput
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
@@ -168,7 +168,7 @@ def test_one_prompt_in_any_form() -> None:
 
 def a_tokenizer(side: str) -> Any:
     """Of whole words, one for each token, padding with the first."""
-    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed (extra: hf)")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({word_of(n): n for n in range(512)}, unk_token="<unk>"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     made = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", padding_side=side)

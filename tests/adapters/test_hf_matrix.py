@@ -18,7 +18,7 @@ import torch
 import kvstore
 from kvstore.block.errors import BadInput
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
 from engine_adapter.hf_cache import PrefixCache
 from hf_models import MODELS, Adapted, ask, plain_answer, projections, replace_linear, small_model, some_prompt

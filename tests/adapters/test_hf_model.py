@@ -11,7 +11,7 @@ from engine_adapter.hf import model as hf_model
 from engine_adapter.hf.model import HASH_WHOLE_BYTES, _pieces, fingerprint, namespace_config
 from kvstore.block.errors import BadInput
 
-transformers = T = pytest.importorskip("transformers")
+transformers = T = pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
 from engine_adapter.hf_cache import PrefixCache  # noqa: E402
 from hf_models import small_model  # noqa: E402

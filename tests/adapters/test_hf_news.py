@@ -18,7 +18,7 @@ from kvstore.node import SystemClock
 from service.sidecar import Sidecar
 from waiting import wait_until
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
 from engine_adapter.adapter import Report  # noqa: E402
 from engine_adapter.hf_cache import PrefixCache  # noqa: E402

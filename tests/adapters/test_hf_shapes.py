@@ -24,7 +24,7 @@ from kvstore.block.errors import BadInput
 from kvstore.block.states import DEFAULT_SHARE, StatePolicy
 from kvstore.node import EmbeddedStore
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
 from engine_adapter.hf_cache import PrefixCache
 from hf_shapes import BESIDE, SHAPES, VOCABULARY, model_of_shape

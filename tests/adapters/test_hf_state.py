@@ -17,7 +17,7 @@ from kvstore.block.errors import BadInput
 from kvstore.node import EmbeddedStore
 from service.test_serve import PATHS
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
 from transformers.models.llama import modeling_llama  # noqa: E402
 

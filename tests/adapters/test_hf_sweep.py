@@ -19,13 +19,14 @@ import torch
 
 import kvstore
 
-T = pytest.importorskip("transformers")
+T = pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
 from adapters.test_hf_shapes import prompt_of  # noqa: E402
 from engine_adapter.hf_cache import PrefixCache  # noqa: E402
+from hf_shapes import spread  # noqa: E402
 
 SMALL = {
     64: "hidden_size d_model n_embd dim word_embed_proj_dim embedding_size dim_model",
@@ -113,15 +114,10 @@ def small_ones(kind: str) -> Iterator[Any]:
                 size = sum(one.numel() for one in made(config_class(**fields)).parameters())
             if size > LARGEST:
                 raise ValueError(f"{size} parameters")
-            model = made(config_class(**fields)).eval()
+            model = spread(made(config_class(**fields)))
         except Exception as error:  # of foreign code, which raises whatever it likes
             yield error
             continue
-        with torch.no_grad():
-            for tensor in model.parameters():
-                if tensor.dim() > 1:
-                    tensor.normal_(0, 0.2)
-        model.generation_config = T.GenerationConfig(pad_token_id=0)
         yield model
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -127,13 +126,9 @@ class Half:
 
     def matched(self, request: Request, local: int = 0) -> tuple[int, bool]:
         """Asked until there is an answer."""
-        deadline = time.monotonic() + SECONDS
-        while True:
-            tokens, is_async = self.half.matched(request.request_id, local)
-            if tokens is not None:
-                return tokens, is_async
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        return wait_until(
+            lambda: found if (found := self.half.matched(request.request_id, local))[0] is not None else None
+        )
 
     def admit(self, request: Request, local: int = 0, tokens: int | None = None) -> int:
         """With pages for what is promised, or for so many tokens."""

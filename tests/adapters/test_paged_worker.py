@@ -138,11 +138,13 @@ class Bench:
 
     def reports(self, **counts: int) -> Reports:
         """Once so many of each kind are there."""
-        deadline, found = time.monotonic() + SECONDS, Reports()
-        while any(len(getattr(found, kind)) < count for kind, count in counts.items()):
-            assert time.monotonic() < deadline, found
+        found = Reports()
+
+        def are_there() -> bool:
             found.merge(self.worker.take_reports() or Reports())
-            time.sleep(0.001)
+            return all(len(getattr(found, kind)) >= count for kind, count in counts.items())
+
+        wait_until(are_there)
         return found
 
 
@@ -480,13 +482,11 @@ def test_without_a_store_loads_and_saves_end_in_time(store: EmbeddedStore, monke
     worker.begin(StepPlan([load], [save], namespace=NamespaceSpec(0, "", "m", layout, "raw", 0, {})))
     worker.start_loads()
     worker.start_saves()
-    received: set[str] = set()
-    reports = Reports()
-    deadline = time.monotonic() + SECONDS
-    while not received or not reports.saves:
-        received |= worker.finished()[0]
-        reports.merge(worker.take_reports() or Reports())
-        assert time.monotonic() < deadline
+    received, reports = set[str](), Reports()
+    wait_until(
+        lambda: received and reports.saves,
+        lambda: (received.update(worker.finished()[0]), reports.merge(worker.take_reports() or Reports())),
+    )
     assert reports.loads[0].reason is reports.saves[0].reason is MissReason.UNREACHABLE
     worker.close(1.0)
 

@@ -34,12 +34,14 @@ class Exported:
     """A queue whose spans end in memory."""
 
     def __init__(self) -> None:
-        sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="opentelemetry-sdk is not installed (extra: dev)")
-        export = pytest.importorskip("opentelemetry.sdk.trace.export")
-        memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
-        self.exporter = memory.InMemorySpanExporter()
-        provider = sdk.TracerProvider()
-        provider.add_span_processor(export.SimpleSpanProcessor(self.exporter))
+        pytest.importorskip("opentelemetry.sdk.trace", reason="opentelemetry-sdk is not installed (extra: dev)")
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+        self.exporter = InMemorySpanExporter()
+        provider = TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
         self.queue = SpanQueue("small model", time.time_ns, lambda: provider.get_tracer("kvstore"))
 
     def spans(self, count: int) -> list[Any]:
@@ -150,7 +152,7 @@ def test_what_cannot_be_exported_in_time_is_dropped_and_counted() -> None:
             is_open.wait()
             return SimpleNamespace(end=lambda _: None)
 
-    pytest.importorskip("opentelemetry.trace")
+    pytest.importorskip("opentelemetry.trace", reason="opentelemetry-api is not installed (extra: otel)")
     queue = SpanQueue("m", time.time_ns, Tracer)
     trace = queue.trace(HEADERS)
     for _ in range(MOST_WAITING + 500):
@@ -165,7 +167,7 @@ def test_what_cannot_be_exported_in_time_is_dropped_and_counted() -> None:
 
 
 def test_an_exporter_that_fails_costs_its_span_alone() -> None:
-    pytest.importorskip("opentelemetry.trace")
+    pytest.importorskip("opentelemetry.trace", reason="opentelemetry-api is not installed (extra: otel)")
 
     class Tracer:
         def start_span(self, *_: Any, **__: Any) -> Any:

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
+pytest.importorskip("torch", reason="torch is not installed (extra: hf)")
+pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
 import torch
 from rich.console import Console

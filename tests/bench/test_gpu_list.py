@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-jsonschema = pytest.importorskip("jsonschema")
-pytest.importorskip("transformers")
+jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed (extra: test)")
+pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"

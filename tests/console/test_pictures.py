@@ -24,8 +24,8 @@ from service.sidecar import Sidecar, patient
 from tiering.nvme.lmdb_index import LmdbMaker
 from waiting import wait_until
 
-pytest.importorskip("transformers")
-image = pytest.importorskip("PIL.Image")
+pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
+image = pytest.importorskip("PIL.Image", reason="Pillow is not installed (extra: plot)")
 
 from engine_adapter.hf_cache import PrefixCache  # noqa: E402
 

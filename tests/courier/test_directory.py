@@ -38,7 +38,7 @@ from tiering.clock import SystemClock
 from valkey_server import ValkeyServer, valkey_server
 from waiting import wait_until
 
-valkey = pytest.importorskip("valkey")
+valkey = pytest.importorskip("valkey", reason="valkey is not installed (extra: test)")
 
 DRAM = HitTier.DRAM
 HEADS = chunk_heads(b"n" * 16, [index.to_bytes(32, "big") for index in range(80)])

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-pytest.importorskip("fastapi")
+pytest.importorskip("torch", reason="torch is not installed (extra: hf)")
+pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
+pytest.importorskip("fastapi", reason="fastapi is not installed (extra: server)")
 
 from service.test_serve import PATHS
 from waiting import wait_until

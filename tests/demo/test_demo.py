@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-pytest.importorskip("rich")
+pytest.importorskip("torch", reason="torch is not installed (extra: hf)")
+pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
+pytest.importorskip("rich", reason="rich is not installed (extra: server)")
 
 from rich.console import Console
 

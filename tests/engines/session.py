@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import patience
-from engine_adapter.paged.settings import LoadMode
 from engines import models
 from engines.nursery import wanted_version
 from waiting import wait_until
 
+SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
+"""Of what tests draw."""
 SAVE_SECONDS = 60.0
 OURS = "kvstore:"
 """Begins the names of what the connector counted, among the engine's counters."""
@@ -42,6 +43,12 @@ def prompts(count: int, seed: int, *, vocab: int = 999, page: int = 64, longest:
         whole = (len(shared) + len(tail)) // page * page
         made.append(((shared + tail)[:whole] + tail)[: whole + rng.randrange(1, 32)])
     return made
+
+
+def apart(count: int, tokens: int) -> list[list[int]]:
+    """Prompts of which none begins as another one does."""
+    rng = random.Random(f"{SEED} {count} {tokens}")
+    return [[rng.randrange(999) for _ in range(tokens)] for _ in range(count)]
 
 
 def named(steps: list[dict[str, Any]], outcome: list[Any]) -> dict[str, Any]:
@@ -81,7 +88,7 @@ class Session:
         from engines.wrong_connectors import ChangingConnector
 
         self.asked = {}
-        ChangingConnector.become(None, LoadMode.AUTO)
+        ChangingConnector.become(None)
         self.settle({})
         assert self.reset({"connector": bool(ChangingConnector.halves)}) and ChangingConnector.wait_open()
         self.generate({"prompts": [[1, 2, 3]], "max_tokens": 1})  # brings the last reports
@@ -264,22 +271,6 @@ class Session:
         self.asked[step["as"]] = [step["prompt"] + made]
         return made
 
-    def given_up(self, step: dict[str, Any]) -> dict[str, Any]:
-        """A prompt that is given up when its load has failed, and another one that comes with it, or right after."""
-        engine, params = self.llm.llm_engine, self._params(step)
-        engine.add_request("given up", {"prompt_token_ids": step["prompt"]}, params)
-        if step["together"]:
-            engine.add_request("other", {"prompt_token_ids": step["other"]}, params)
-        while not self.counted({}).get("failed_loads"):
-            assert not engine.step(), "over before its load has failed"
-        engine.abort_request(["given up"])
-        if not step["together"]:
-            engine.add_request("other", {"prompt_token_ids": step["other"]}, params)
-        answers: list[Any] = []
-        while engine.has_unfinished_requests():
-            answers += engine.step()
-        return {"tokens": list(answers[-1].outputs[0].token_ids)}
-
     def about(self, step: dict[str, Any]) -> dict[str, Any]:
         """How this vLLM runs: what it chose where nothing was asked for."""
         import torch
@@ -345,7 +336,7 @@ class Session:
         """A `ChangingConnector`: do this wrong from here on."""
         from engines.wrong_connectors import ChangingConnector
 
-        ChangingConnector.become(step.get("wrong"), step.get("load", LoadMode.AUTO))
+        ChangingConnector.become(step.get("wrong"))
         return bool(ChangingConnector.halves)
 
     def metrics(self, step: dict[str, Any]) -> dict[str, float]:

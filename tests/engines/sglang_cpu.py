@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +22,7 @@ from safetensors.torch import save_file
 
 from engines.sglang_whole import StandIns
 from kvstore.client.socket_door import CallLimits
+from waiting import wait_until
 
 SECONDS = 60
 BLANK = "torchvision"
@@ -173,10 +173,7 @@ class HiCache:
 
     def opened(self) -> HiCache:
         """Return once the store's namespace is open."""
-        deadline = time.monotonic() + SECONDS
-        while self.backend._spaces["kv"].handle is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        wait_until(lambda: self.backend._spaces["kv"].handle is not None)
         return self
 
     def write(self, tokens: list[int], first: int = 0, *, tells_prefix: bool = True) -> tuple[int, list[torch.Tensor]]:

@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -270,12 +271,29 @@ def test_each_task_is_answered_whatever_happens(tmp_path: Path, monkeypatch: pyt
         assert len(events) == 3 and not l1.store(keys) and l1.look(keys) == l1.load(keys) == []
         monkeypatch.setattr(KvStoreL2, "_rows", lambda *_: 1 // 0)
         assert not l1.store(keys) and l1.look(keys) == l1.load(keys) == []
-    lane, begun = _Lane[str]("t", 1, 200.0), list[int]()
-    slow, late = (lane.begin(lambda _: begun.append(1) or time.sleep(0.3) or "done", "late") for _ in range(2))
-    wait_until(lambda: (time.sleep(0.1), len(lane._tasks) == 2 and lane._tasks[late][0].done())[1])
-    assert lane.take_all() == {slow: "done", late: "late"} and begun == [1]
-    running = lane.begin(lambda _: begun.append(2) or time.sleep(0.1) or "done", "closed")
-    waiting = lane.begin(lambda _: "done", "closed")
-    wait_until(lambda: begun == [1, 2])
+
+
+def test_a_task_that_does_not_begin_in_time_is_answered_and_one_that_waits_at_the_end() -> None:
+    lane, begins, goes_on = _Lane[str]("t", 1, 5000.0), Event(), Event()
+
+    def work(_: float) -> str:
+        begins.set()
+        return "done" if goes_on.wait(ANSWER_SECONDS) else "left alone"
+
+    running = lane.begin(work, "late")
+    assert begins.wait(ANSWER_SECONDS)
+    lane._seconds = 0.0
+    late, answers = lane.begin(work, "late"), dict[int, str]()
+    goes_on.set()
+    while len(answers) < 2:
+        answered(lane.fd)
+        answers |= lane.take_all()
+    assert answers == {running: "done", late: "late"}
+    lane._seconds = 5.0
+    for event in (begins, goes_on):
+        event.clear()
+    running, waiting = lane.begin(work, "closed"), lane.begin(work, "closed")
+    assert begins.wait(ANSWER_SECONDS)
+    lane._tasks[waiting][0].add_done_callback(lambda _: goes_on.set())
     lane.close()
     assert lane.take_all() == {running: "done", waiting: "closed"}

@@ -36,6 +36,7 @@ from engines import models
 from kvstore.block.errors import BadInput
 from kvstore.insight.models import MODELS, KvKind, KvLayers, ModelKv
 from kvstore.insight.served import Engine, Verdict, served
+from scheduled_engine import Writes
 
 pytestmark = pytest.mark.skipif(not models.tells_states(), reason="this vLLM does not tell where states are whole")
 
@@ -94,14 +95,6 @@ def specs_of(model: ModelKv, ranks: int) -> dict[str, KVCacheSpec]:
     counted += [(one.layers, spec) for one, spec in zip(model.states, states, strict=True)]
     found = [((at + 1) / layers, spec) for layers, spec in counted for at in range(layers)]
     return {f"layer{at}": spec for at, (_, spec) in enumerate(sorted(found, key=lambda one: one[0]))}
-
-
-class Writes:
-    """vLLM's way to have K and V written into pages [pages, heads, tokens, K and V], as its GPU backends have them."""
-
-    def do_kv_cache_update(self, _: Any, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, at: Any) -> None:
-        size = pages.shape[2]
-        pages[at // size, :, at % size] = torch.cat([key, value], dim=2)
 
 
 def decided(config: VllmConfig, model: ModelKv, ranks: int) -> tuple[str, int]:

@@ -129,7 +129,7 @@ def begin(llama: str, tmp_path: Path) -> Iterator[Begin]:
 
 
 def drive(engine: ScheduledEngine, steps: int) -> None:
-    """Prompts that share prefixes, conversations that go on, evictions, and an engine that forgets."""
+    """Prompts that share prefixes, conversations that go on, some given up, evictions, and an engine that forgets."""
     random = engine.random
     stems = [[random.randrange(VOCAB) for _ in range(300)] for _ in range(3)]
     asked: list[list[int]] = []
@@ -144,21 +144,24 @@ def drive(engine: ScheduledEngine, steps: int) -> None:
             engine.evict(random.randrange(1, 6))
         elif chance < 0.04:
             engine.forget()
+        elif chance < 0.3 and (given_up := [*engine.wrong] or [*engine.streams][: chance < 0.08]):
+            engine.abort(random.choice(given_up))  # best before it has computed what did not come
         engine.step()
     engine.run()
     engine.settle()
 
 
-@pytest.mark.parametrize("failing", [0.0, 0.3])
+@pytest.mark.parametrize(("load", "failing"), [("auto", 0.0), ("auto", 0.3), ("sync", 0.3)])
 @pytest.mark.parametrize("name", KINDS)
-def test_whatever_is_read_is_right(begin: Begin, name: str, failing: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_is_read_is_right(
+    begin: Begin, name: str, load: str, failing: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where loads fail half-way: their pages are then somebody else's, or computed."""
-    engine = begin(name, failing)
+    engine = begin(name, failing, load=load, save_patience_ms=0)  # else saves wait for steps that never end
     bring, draw = PagedWorker._bring, Random(SEED)
 
     def spoilt(self: PagedWorker, *given: Any) -> Any:
-        brought = bring(self, *given)
-        return brought if draw.random() >= failing else (given[-1].first_token, MissReason.CORRUPT)
+        return bring(self, *given) if draw.random() >= failing else (given[-1].first_token, MissReason.CORRUPT)
 
     monkeypatch.setattr(PagedWorker, "_bring", spoilt)
     for _ in range(10):
@@ -201,6 +204,27 @@ def test_a_load_that_failed_is_not_promised_again(begin: Begin, monkeypatch: pyt
     monkeypatch.setattr(PagedWorker, "_bring", without_states)
     assert engine.ask("b", [*prompt, 1]) == 288, "it was promised, once"
     assert engine.total().misses[MissReason.CORRUPT] == 288 and "b" in engine.over
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_nobody_shares_pages_that_a_failed_load_left_behind(
+    begin: Begin, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM names them before the step that loads them; the request that would compute them again is given up."""
+    engine = begin("heads of two widths", load="sync")
+    prompt = [(7 * at) % 900 for at in range(300)]
+    engine.ask("a", prompt)
+    engine.forget()
+    monkeypatch.setattr(PagedWorker, "_bring", lambda self, *given: (given[-1].first_token, MissReason.CORRUPT))
+    for name in ("given up", "other")[: 1 + together]:
+        engine.add(name, [*prompt, len(name)])
+    while "given up" not in engine.wrong:
+        engine.step()
+    engine.abort("given up")
+    if not together:
+        engine.add("other", [*prompt, 5])
+    engine.run()
+    assert engine.over[-1] == "other"
 
 
 def test_another_state_is_found_by_the_first_hit(begin: Begin) -> None:

@@ -7,7 +7,6 @@ import ast
 import copy
 import inspect
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -341,11 +340,11 @@ def finished(tier: KvStoreTier) -> list[JobResult]:
 
 
 def answer(tier: KvStoreTier, key: Any, request: str = "r") -> LookupResult:
-    deadline = time.monotonic() + SECONDS
-    while (found := tier.lookup(key, Request(request))) is LookupResult.RETRY:
-        assert time.monotonic() < deadline
-        list(tier.get_finished_jobs())
-    return found
+    asked = Request(request)
+    return wait_until(
+        lambda: found if (found := tier.lookup(key, asked)) is not LookupResult.RETRY else None,
+        lambda: list(tier.get_finished_jobs()),
+    )
 
 
 KEYS = [make_offload_key(bytes([n]) * 32, 0) for n in range(4)]

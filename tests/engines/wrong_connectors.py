@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 
 from engine_adapter.paged import worker as paged_worker
-from engine_adapter.paged.settings import LoadMode
 from engine_adapter.paged.step_plan import LoadOrder, LoadReport
 from engine_adapter.vllm_connector import KvStoreConnector
 from kvstore.block.account import MissReason
@@ -86,15 +85,13 @@ class ReversingConnector(WrongConnector):
 class FailingConnector(WrongConnector):
     """Every third load brings half of its blocks, and leaves numbers in the pages of the others that mean nothing."""
 
-    FIRST, EVERY = 1, 3
-
     @classmethod
     def spoil(cls, worker: paged_worker.PagedWorker) -> None:
         load, loads = worker._load, iter(range(1 << 30))
 
         def fails(order: LoadOrder, *args: Any) -> LoadReport:
             report: LoadReport = load(order, *args)
-            if next(loads) % cls.EVERY != cls.FIRST or report.tokens < order.stop_token:
+            if next(loads) % 3 != 1 or report.tokens < order.stop_token:
                 return report
             page = worker.pages.facts.page_tokens
             tokens = (order.first_token + order.stop_token) // 2 // page * page
@@ -105,12 +102,6 @@ class FailingConnector(WrongConnector):
             return replace(report, tokens=tokens, reason=MissReason.CORRUPT)
 
         worker._load = fails  # type: ignore[method-assign]
-
-
-class HalvingConnector(FailingConnector):
-    """Every load does."""
-
-    FIRST, EVERY = 0, 1
 
 
 class ChangingConnector(KvStoreConnector):
@@ -125,16 +116,14 @@ class ChangingConnector(KvStoreConnector):
         self.halves.append(self)
 
     @classmethod
-    def become(cls, wrong: str | None, load: str) -> None:
-        """wrong: the connector whose fault it has from here on. load: when loads are done, as in the settings."""
+    def become(cls, wrong: str | None) -> None:
+        """wrong: the connector whose fault it has from here on."""
         for half in cls.halves:
             if half._worker is not None:
                 for name in ("_load", "_save", "begin_reading", "end_reading"):
                     vars(half._worker).pop(name, None)
                 if wrong is not None:
                     globals()[wrong].spoil(half._worker)
-            else:
-                half.half.settings = replace(half.half.settings, load=LoadMode(load))
 
     @classmethod
     def wait_open(cls) -> bool:
