@@ -239,10 +239,12 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 """Configuration, class and fields, by the name of the model."""
+BESIDE = {"OLMo Hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", {**HEADS, **DELTA})}
+"""Of whose kind another one is in the table."""
 
 
 def model_of_shape(name: str, **changes: Any) -> Any:
-    config_name, model_name, fields = SHAPES[name]
+    config_name, model_name, fields = {**SHAPES, **BESIDE}[name]
     torch.manual_seed(0)
     return spread(getattr(T, model_name)(getattr(T, config_name)(**{**fields, **changes})))
 

@@ -73,8 +73,8 @@ class _SecondRunner(VllmConfig):
     use_v2_model_runner = True
 
 
-class _Writes:
-    """vLLM's way to have K and V written into pages [pages, heads, tokens, K and V]."""
+class Writes:
+    """vLLM's way to have K and V written into pages [pages, heads, tokens, K and V], as its GPU backends have them."""
 
     def do_kv_cache_update(
         self, _: Any, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slots: Any
@@ -187,7 +187,7 @@ class FormulaEngine:
             worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, groups[rank])
             tensors = allocate_kv_cache(groups[rank], torch.device("cpu"), self.layout)
             if proven:
-                modules = {name: SimpleNamespace(impl=_Writes()) for name in self.of_rank[rank]}
+                modules = {name: SimpleNamespace(impl=Writes()) for name in self.of_rank[rank]}
                 config.compilation_config.static_forward_context.update(modules)
             worker.register_kv_caches(tensors)
             numbers = {name: 64 * rank + at for at, name in enumerate(self.of_rank[rank])}

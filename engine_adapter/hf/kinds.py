@@ -55,16 +55,16 @@ class CacheKinds:
             earlier = before.get(path)
             if isinstance(value, int):
                 self._counters += [path] if value != earlier else []
-            elif isinstance(earlier, torch.Tensor) and earlier.shape == value.shape:
+            elif isinstance(earlier, torch.Tensor) and earlier.shape == value.shape and value.numel():
                 self.states |= {path: value} if value.ndim else {}
             elif isinstance(earlier, torch.Tensor) and not value.is_floating_point() and value.shape[-2] == 1:
                 self.positions[path] = value[..., :1]
             else:
                 dtype, heads = str(value.dtype).removeprefix("torch."), value.shape[1] if value.ndim == 4 else 1
-                is_grown = isinstance(earlier, torch.Tensor) and value.shape[-2] == 2 * earlier.shape[-2]
+                is_grown = isinstance(earlier, torch.Tensor) and value.shape[-2] == 2 * earlier.shape[-2] > 0
                 if not is_grown or value.ndim not in (3, 4) or dtype not in DTYPE_BYTES:
-                    where = ".".join(map(str, path))
-                    raise BadInput(f"its cache has {where} of shape {tuple(value.shape)} and {dtype}")
+                    where = f"its cache holds {'.'.join(map(str, path))} of shape {tuple(value.shape)} and {dtype}"
+                    raise BadInput(f"{where}; allowed: a row for each token, states of one size; call model.generate")
                 name = () if path[-1] in ("keys", "values") else path[2:]
                 grown.setdefault((path[1], name, dtype, heads), []).append(path)
         found: dict[KvGroup, dict[int, list[Path]]] = {}

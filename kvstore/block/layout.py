@@ -154,14 +154,12 @@ class Part:
     block_tokens: int
     kv_heads: int = field(init=False)
     """Heads of this shard."""
+    rows: int = field(init=False)
+    """Of each plane of a block."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.head_stop - self.head_start)
-
-    @property
-    def rows(self) -> int:
-        """Rows of each plane of a block."""
-        return self.block_tokens // self.group.row_tokens
+        object.__setattr__(self, "rows", self.block_tokens // self.group.row_tokens)
 
     @property
     def plane_bytes(self) -> tuple[int, ...]:

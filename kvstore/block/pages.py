@@ -55,11 +55,6 @@ class GroupPages:
         """The logical page that they end before."""
         return self.first_page + len(self.table)
 
-    @property
-    def first_token(self) -> int:
-        """The token that they begin with, counted as `Pages` does."""
-        return self.first_page * self.page_tokens
-
 
 @dataclass(frozen=True)
 class Pages:
@@ -124,18 +119,22 @@ class Pages:
             groups[name] = replace(group, table=table, first_page=first - start)
         return Pages(self.planes, self.table[first_page:stop_page], self.page_tokens, groups)
 
-    def check_first_token(self, first_token: int) -> None:
-        """Raise `BadInput` unless pages of all groups can begin with this token of a prompt."""
-        for page in {self.page_tokens, *(self.of_group(name).page_tokens for name in self.groups)}:
-            if first_token < 0 or first_token % page:
-                raise BadInput(f"first_token={first_token} is not a page boundary; give a multiple of {page}")
-
-    def check_groups(self, layout: Layout) -> None:
-        """Raise `LayoutMismatch` where a group is named that the layout does not have."""
-        names = [group.name for group in layout.groups]
+    def first_tokens(self, layout: Layout, first_token: int) -> dict[str, int]:
+        """By group of the layout, the first token of a prompt that has a page, where these pages begin with
+        `first_token`. Raises `BadInput` where that splits a page, and `LayoutMismatch` where a group is named that the
+        layout does not have."""
+        found = {}
+        for one in layout.groups:
+            group = self.of_group(one.name)
+            if first_token < 0 or first_token % group.page_tokens:
+                raise BadInput(
+                    f"first_token={first_token} is not a page boundary; give a multiple of {group.page_tokens}"
+                )
+            found[one.name] = first_token + group.first_page * group.page_tokens
         for name in self.groups:
-            if name not in names:
-                raise LayoutMismatch(f"pages of group {name!r}; the layout has {', '.join(map(repr, names))}")
+            if name not in found:
+                raise LayoutMismatch(f"pages of group {name!r}; the layout has {', '.join(map(repr, found))}")
+        return found
 
     def check_once(self, layout: Layout) -> None:
         """Raise `LayoutMismatch` where a table names a page twice: it would be loaded twice."""

@@ -112,6 +112,9 @@ def demo(
     seed: Annotated[
         int | None, option("N", "Draw random weights from this instead of taking the trained ones.")
     ] = None,
+    hybrid: Annotated[
+        bool, typer.Option("--hybrid", help="Ask a model with recurrent layers, whose weights are random.")
+    ] = False,
     dashboard: Annotated[
         bool,
         typer.Option(
@@ -129,7 +132,7 @@ def demo(
     """
     from kvstore.demo.options import DemoOptions
 
-    options = DemoOptions(dram, data, requests, tokens, threads, seed, nvme)
+    options = DemoOptions(dram, data, requests, tokens, threads, seed, nvme, hybrid)
     with ExitStack() as stack:
         sidecar = _demo_sidecar(options, stack) if dashboard else None
         with shown_progress() as show:

@@ -107,11 +107,7 @@ class GetOperation:
         self._account = lease.account
         self._reason: MissReason | None = None
         self._columns: list[_Column] = []
-        pages.check_groups(source.layout)
-        # By group, the first token that has a page.
-        self._given = {
-            group.name: first_token + pages.of_group(group.name).first_token for group in source.layout.groups
-        }
+        self._given = pages.first_tokens(source.layout, first_token)
         self._check_windows()
 
     def whole(self) -> Loaded:

@@ -315,7 +315,6 @@ class NamespaceHandle(HandOffVerbs):
         _check_kind("into", into, Pages, "kvstore.Pages(planes=..., table=..., page_tokens=...)")
         if lease.released and not lease.ended:
             raise LeaseExpired("the lease was released; take a new one")
-        into.check_first_token(first_token)
         if first_token < lease.first_token:
             raise BadInput(f"first_token={first_token}; give at least the lease's first token, {lease.first_token}")
         return GetOperation(self._source, lease, into, first_token)
@@ -356,7 +355,8 @@ class NamespaceHandle(HandOffVerbs):
         readable once the last one has filled them, and never if one gives up, ends, or takes longer than the store
         allows (30 s).
         """
-        self._check_put(pages, first_token, durability, ttl, priority)
+        self._check_put(pages, durability, ttl, priority)
+        begins = pages.first_tokens(self.layout, first_token)
         if collective != "":
             check_collective(collective)
         wait = DoorTime(self.door, deadline_ms)
@@ -374,10 +374,9 @@ class NamespaceHandle(HandOffVerbs):
                 f"{len(keys) * self.block_tokens}; give more pages or fewer token ids"
             )
         # Unusable pages must be found before anything is evicted for them.
-        pages.check_groups(self.layout)
         coders = [self._codec.bind(pages, self.layout, part) for part in self._parts]
         pages.check_apart(self.layout)
-        bases = [first_token + pages.of_group(part.group.name).first_token for part in self._parts]
+        bases = [begins[part.group.name] for part in self._parts]
         complete = -(-max(bases) // self.block_tokens)
         stored: set[int] = set()
         present = len(keys)
@@ -566,13 +565,12 @@ class NamespaceHandle(HandOffVerbs):
         assert account.asked == asked, "hits and misses do not add up to the tokens asked"
         return account
 
-    def _check_put(self, pages: Pages, first_token: int, durability: str, ttl: float | None, priority: int) -> None:
+    def _check_put(self, pages: Pages, durability: str, ttl: float | None, priority: int) -> None:
         _check_kind("pages", pages, Pages, "kvstore.Pages(planes=..., table=..., page_tokens=...)")
         if durability not in DURABILITIES:
             raise BadInput(f"durability={durability!r}; allowed: {', '.join(DURABILITIES)}")
         if durability == "disk" and not self._grant.durable:
             raise BadInput("durability='disk' needs an NVMe tier, which this store does not have; open it with nvme=")
-        pages.check_first_token(first_token)
         if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, Real) or not 0 < ttl < 1 << 40):
             raise BadInput(f"ttl={ttl!r}; give seconds above 0 and below 2**40, or None")
         is_whole = isinstance(priority, Integral) and not isinstance(priority, bool)

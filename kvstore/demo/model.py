@@ -1,4 +1,4 @@
-"""The demo's model: a small Llama over bytes, trained by us, or with random weights from a seed.
+"""The demo's model: a small Llama over bytes, trained by us, or a Llama or a hybrid with random weights from a seed.
 
 The trained one is in `trained/` with a note of its origin: 1.8 million parameters, trained on the sources of Python's
 standard library in pieces of up to 4,096 bytes. Every token is a byte; there is no tokenizer. Both run on the CPU in
@@ -6,7 +6,8 @@ float32.
 
 A random one does the work of a trained model of its shape in the same time, and writes gibberish. Its weights are drawn
 wider than for training: so every answer depends on the whole prompt, and two candidates for the next token are rarely
-close. It cannot measure a codec's quality: nearly even attention averages every error away.
+close. It cannot measure a codec's quality: nearly even attention averages every error away. The hybrid is a Qwen 3.5:
+three layers of four keep a recurrent state in place of KV.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from kvstore.block.errors import StoreError
 
@@ -27,9 +28,15 @@ VOCABULARY = 256
 INITIALIZER_RANGE = 0.08
 
 
-def model_of(seed: int | None, positions: int, layers: int = 3) -> torch.nn.Module:
-    """The trained model, or with a seed a random one of so many positions and layers."""
-    return load_trained() if seed is None else build_model(seed, positions, layers)
+LINEAR: dict[str, Any] = {f"linear_num_{one}_heads": 4 for one in ("key", "value")} | {
+    f"linear_{one}_head_dim": 64 for one in ("key", "value")
+}
+"""The hybrid's recurrent layers."""
+
+
+def model_of(seed: int | None, positions: int, *, is_hybrid: bool = False) -> torch.nn.Module:
+    """The trained model, or with a seed a random one of so many positions."""
+    return load_trained() if seed is None else build_model(seed, positions, is_hybrid=is_hybrid)
 
 
 def load_trained() -> torch.nn.Module:
@@ -58,29 +65,33 @@ def trained_origin() -> dict[str, Any]:
     return origin
 
 
-def build_model(seed: int, positions: int, layers: int = 3) -> torch.nn.Module:
+def build_model(seed: int, positions: int, layers: int = 3, *, is_hybrid: bool = False) -> torch.nn.Module:
     """The random model of this seed, ready to run. Torch's global generator is left as it was.
 
-    positions: tokens of the longest prompt and answer.
+    positions: tokens of the longest prompt and answer. layers: of a Llama; a hybrid has four.
     """
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=positions,
-        initializer_range=INITIALIZER_RANGE,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 4 if is_hybrid else layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": positions,
+        "initializer_range": INITIALIZER_RANGE,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: torch.nn.Module = LlamaForCausalLM(config)
+        model: torch.nn.Module = (
+            Qwen3_5ForCausalLM(Qwen3_5TextConfig(**shape, **LINEAR))
+            if is_hybrid
+            else LlamaForCausalLM(LlamaConfig(**shape))
+        )
     return _ready(model)
 
 

@@ -20,7 +20,8 @@ _PROCESSOR_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 class DemoOptions:
     """dram, nvme: the store's budgets. data: its directory, None for a temporary one. requests: how many of the twenty.
     threads: of torch; None for one with the trained model, whose operations are too small to divide, and for all cores
-    with a random one. seed: of random weights, None for the trained ones."""
+    with a random one. seed: of random weights, None for the trained ones. hybrid: a model with recurrent layers, whose
+    weights are random."""
 
     dram: str = "512MiB"
     data: str | None = None
@@ -29,6 +30,7 @@ class DemoOptions:
     threads: int | None = None
     seed: int | None = None
     nvme: str = "1GiB"
+    hybrid: bool = False
 
     def __post_init__(self) -> None:
         parse_size(self.dram, "dram")
@@ -41,6 +43,8 @@ class DemoOptions:
             raise BadInput(f"threads={self.threads}; give 1 to {usable_cores()}, the cores that may be used here")
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise BadInput(f"seed={self.seed}; give a number from 0 to {MAX_SEED}")
+        if self.hybrid and self.seed is None:
+            object.__setattr__(self, "seed", 0)
 
 
 def usable_cores() -> int:

@@ -23,8 +23,8 @@ SHOWN_ANSWER_BYTES = 12
 
 @dataclass(frozen=True)
 class DemoResult:
-    """passes: cold, fill, warm, restart. stored_bytes: payload of the blocks in the store at the end. read_bytes:
-    payload read from disk after the restart. seconds: of the whole demo."""
+    """passes: cold, fill, warm, restart. stored_blocks, stored_bytes: in the store at the end, a recurrent model's
+    states included. read_bytes: from disk after the restart. seconds: of the whole demo."""
 
     requests: list[DemoRequest]
     passes: list[PassResult]
@@ -36,6 +36,7 @@ class DemoResult:
     block_tokens: int
     stored_blocks: int
     stored_bytes: int
+    has_states: bool
     read_bytes: int
     seconds: float
 
@@ -127,7 +128,8 @@ class DemoResult:
             f"After the restart it comes {self.ttft_ratio('p50', 'restart'):.1f} times sooner than cold (p50); "
             f"{format_size(self.read_bytes)} were read from the disk.",
             f"Identical answers in all passes: {self.identical} of {len(self.requests)}.",
-            f"Stored: {self.stored_blocks:,} blocks of {self.block_tokens} tokens, {format_size(self.stored_bytes)}.",
+            f"Stored: {self.stored_blocks:,} blocks of {self.block_tokens} tokens"
+            f"{' and states of recurrent layers' if self.has_states else ''}, {format_size(self.stored_bytes)}.",
             f"Reused in the chat: {self._restored_answers()['warm']} tokens of its own earlier answers.",
         ]
         against = self.against_generate

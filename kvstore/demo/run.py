@@ -30,6 +30,7 @@ from kvstore.demo.passes import PassResult, PlainGenerate, Progress, run_pass
 from kvstore.demo.questions import MAX_PROMPT_TOKENS, DemoRequest, prompt_of, twenty_requests
 from kvstore.demo.result import DemoResult
 from kvstore.node import EmbeddedStore
+from tiering.counts.tally import CopyKind
 
 WARM_SECONDS = 60.0
 """How long a store that is opened anew may take to take in what is on disk."""
@@ -64,7 +65,7 @@ def run(
         stack.callback(store.close)
         progress("making a model", 0, 1)
         if model is None:
-            model = model_of(options.seed, MAX_PROMPT_TOKENS + MAX_ANSWER_TOKENS)
+            model = model_of(options.seed, MAX_PROMPT_TOKENS + MAX_ANSWER_TOKENS, is_hybrid=options.hybrid)
         cold_cache = _closed_cache(model, scratch / "closed")
         warm_cache = PrefixCache(model, store, codec="raw")
         plain = PlainGenerate(model)
@@ -83,7 +84,11 @@ def run(
 
         fill = run_pass("fill", warm_cache, again, count, tokens, progress)
         warm = run_pass("warm", warm_cache, again, count, tokens, progress)
-        stored_blocks = store.usage().blocks if isinstance(store, EmbeddedStore) else fill.saved_blocks
+        stored_blocks, block_bytes = fill.saved_blocks, warm_cache.layout.raw_bytes
+        stored_bytes = stored_blocks * block_bytes
+        if isinstance(store, EmbeddedStore):
+            stored_blocks = store.usage().blocks
+            stored_bytes = sum(one.blocks * sum(one.payload_bytes) for one in store.core.namespaces())
 
         progress("restart", 0, 1)
         store.close()
@@ -94,9 +99,9 @@ def run(
                 raise StoreError("what is on disk could not be taken in")
             reopened = PrefixCache(model, store, codec="raw")
             restarted = run_pass("restart", reopened, again, count, tokens, progress)
-            read_blocks = restarted.hits().get(HitTier.NVME.value, 0) // warm_cache.layout.block_tokens
+            read_bytes = restarted.hits().get(HitTier.NVME.value, 0) // warm_cache.layout.block_tokens * block_bytes
             if isinstance(store, EmbeddedStore):
-                read_blocks = store.usage().counters.get("promoted_blocks", 0)
+                read_bytes = store.core.blocks.tally.now().copied_bytes[CopyKind.PROMOTE]
         progress("restart", 1, 1)
     return DemoResult(
         requests=asked,
@@ -108,8 +113,9 @@ def run(
         answer_tokens=tokens,
         block_tokens=warm_cache.layout.block_tokens,
         stored_blocks=stored_blocks,
-        stored_bytes=stored_blocks * warm_cache.layout.raw_bytes,
-        read_bytes=read_blocks * warm_cache.layout.raw_bytes,
+        stored_bytes=stored_bytes,
+        has_states=warm_cache.states is not None,
+        read_bytes=read_bytes,
         seconds=time.perf_counter() - start,
     )
 

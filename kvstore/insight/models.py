@@ -1,22 +1,25 @@
-"""KV shapes of models, layer by layer: a table of known models, and a reader of Hugging Face's `config.json`.
+"""KV shapes of models, layer by layer: the known ones of models.toml, and a reader of Hugging Face's `config.json`.
 
     full      K and V of every token                     latent    one row for all heads (MLA), the same on each rank
     window    the engine keeps the last `tokens` alone   index     keys of a sparse attention's indexer, beside its KV
     chunk     the same, of a chunk of `tokens`           state     per sequence, whatever its length; no KV at all
 
-A model that this file does not understand is refused by name, never guessed. Pure: reads text, opens no file.
+A model that this file does not understand is refused by name, never guessed. Opens no file but that table.
 """
 
 from __future__ import annotations
 
 import json
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
+from functools import partial
 from itertools import cycle, islice
 from math import prod
+from pkgutil import get_data
 from typing import Any
 
 from kvstore.block.errors import BadInput, shown
@@ -117,12 +120,12 @@ class ModelKv:
 # The table -------------------------------------------------------------------------------------------------------
 
 
-def _full(layers: int, kv_heads: int, head_dim: int) -> KvLayers:
-    return KvLayers(KvKind.FULL, layers, kv_heads, (head_dim, head_dim))
+def _full(layers: int, kv_heads: int, width: int, v_width: int = 0) -> KvLayers:
+    return KvLayers(KvKind.FULL, layers, kv_heads, (width, v_width or width))
 
 
-def _window(layers: int, kv_heads: int, head_dim: int, tokens: int, v_width: int = 0) -> KvLayers:
-    return KvLayers(KvKind.WINDOW, layers, kv_heads, (head_dim, v_width or head_dim), tokens)
+def _within(kind: KvKind, layers: int, kv_heads: int, width: int, tokens: int, v_width: int = 0) -> KvLayers:
+    return KvLayers(kind, layers, kv_heads, (width, v_width or width), tokens)
 
 
 def _latent(layers: int, rank: int = 512, rope: int = 64) -> KvLayers:
@@ -158,92 +161,31 @@ def _mamba2(
 
 
 _PICTURES = "pictures"
-_CHUNKS = KvLayers(KvKind.CHUNK, 36, 8, (128, 128), 8192)
-_MIMO = (KvLayers(KvKind.FULL, 9, 4, (192, 128)), _window(39, 8, 192, 128, 128))
-
-# Columns: name, repository whose config.json has it, layers, states, traits. Shapes were read in copies of these files
-# (litgpt, aiconfigurator), of MiniMax M3 in vLLM's defaults for it, and which take pictures in vLLM's list of classes.
-# Not read: Llama 4's split into full and chunked layers, and the heads of Kimi K3's recurrent layers.
-_ROWS: tuple[tuple[Any, ...], ...] = (
-    ("llama-2-7b", "meta-llama/Llama-2-7b-hf", _full(32, 32, 128)),
-    ("llama-2-70b", "meta-llama/Llama-2-70b-hf", _full(80, 8, 128)),
-    ("llama-3.2-1b", "meta-llama/Llama-3.2-1B", _full(16, 8, 64)),
-    ("llama-3.2-3b", "meta-llama/Llama-3.2-3B", _full(28, 8, 128)),
-    ("llama-3.1-8b", "meta-llama/Llama-3.1-8B", _full(32, 8, 128)),
-    ("llama-3.1-70b", "meta-llama/Llama-3.1-70B", _full(80, 8, 128)),
-    ("llama-3.3-70b", "meta-llama/Llama-3.3-70B-Instruct", _full(80, 8, 128)),
-    ("llama-3.1-405b", "meta-llama/Llama-3.1-405B", _full(126, 8, 128)),
-    ("llama-4-scout", "meta-llama/Llama-4-Scout-17B-16E", _full(12, 8, 128), _CHUNKS, _PICTURES),
-    ("llama-4-maverick", "meta-llama/Llama-4-Maverick-17B-128E", _full(12, 8, 128), _CHUNKS, _PICTURES),
-    ("mistral-7b", "mistralai/Mistral-7B-v0.3", _full(32, 8, 128)),
-    ("mistral-large-2", "mistralai/Mistral-Large-Instruct-2407", _full(88, 8, 128)),
-    ("mixtral-8x7b", "mistralai/Mixtral-8x7B-v0.1", _full(32, 8, 128)),
-    ("mixtral-8x22b", "mistralai/Mixtral-8x22B-v0.1", _full(56, 8, 128)),
-    ("phi-4-mini", "microsoft/Phi-4-mini-instruct", _full(32, 8, 128), "longrope"),
-    ("phi-4", "microsoft/phi-4", _full(40, 10, 128)),
-    ("nemotron-super-49b", "nvidia/Llama-3_3-Nemotron-Super-49B-v1", _full(49, 8, 128)),
-    ("qwen2.5-7b", "Qwen/Qwen2.5-7B", _full(28, 4, 128)),
-    ("qwen2.5-14b", "Qwen/Qwen2.5-14B", _full(48, 8, 128)),
-    ("qwen2.5-32b", "Qwen/Qwen2.5-32B", _full(64, 8, 128)),
-    ("qwen2.5-72b", "Qwen/Qwen2.5-72B", _full(80, 8, 128)),
-    ("qwen3-8b", "Qwen/Qwen3-8B", _full(36, 8, 128)),
-    ("qwen3-32b", "Qwen/Qwen3-32B", _full(64, 8, 128)),
-    ("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", _full(48, 4, 128)),
-    ("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B", _full(94, 4, 128)),
-    ("qwen3-coder-480b-a35b", "Qwen/Qwen3-Coder-480B-A35B-Instruct", _full(62, 8, 128)),
-    ("qwen3-next-80b-a3b", "Qwen/Qwen3-Next-80B-A3B-Instruct", _full(12, 2, 256), _delta(36, 32)),
-    ("qwen3.5-27b", "Qwen/Qwen3.5-27B", _full(16, 4, 256), _delta(48, 48), _PICTURES),
-    ("qwen3.6-27b", "Qwen/Qwen3.6-27B", _full(16, 4, 256), _delta(48, 48), _PICTURES),
-    ("qwen3.5-35b-a3b", "Qwen/Qwen3.5-35B-A3B", _full(10, 2, 256), _delta(30, 32), _PICTURES),
-    ("qwen3.6-35b-a3b", "Qwen/Qwen3.6-35B-A3B", _full(10, 2, 256), _delta(30, 32), _PICTURES),
-    ("qwen3.5-122b-a10b", "Qwen/Qwen3.5-122B-A10B", _full(12, 2, 256), _delta(36, 64), _PICTURES),
-    ("qwen3.5-397b-a17b", "Qwen/Qwen3.5-397B-A17B", _full(15, 2, 256), _delta(45, 64), _PICTURES),
-    ("gemma-2-9b", "google/gemma-2-9b", _full(21, 8, 256), _window(21, 8, 256, 4096)),
-    ("gemma-2-27b", "google/gemma-2-27b", _full(23, 16, 128), _window(23, 16, 128, 4096)),
-    ("gemma-3-4b", "google/gemma-3-4b-pt", _full(5, 4, 256), _window(29, 4, 256, 1024), _PICTURES),
-    ("gemma-3-12b", "google/gemma-3-12b-pt", _full(8, 8, 256), _window(40, 8, 256, 1024), _PICTURES),
-    ("gemma-3-27b", "google/gemma-3-27b-pt", _full(10, 16, 128), _window(52, 16, 128, 1024), _PICTURES),
-    ("gemma-4-26b-a4b", "google/gemma-4-26B-A4B", _full(5, 2, 512), _window(25, 8, 256, 1024), _PICTURES),
-    ("gemma-4-31b", "google/gemma-4-31B", _full(10, 4, 512), _window(50, 16, 256, 1024), _PICTURES),
-    ("gpt-oss-20b", "openai/gpt-oss-20b", _full(12, 8, 64), _window(12, 8, 64, 128)),
-    ("gpt-oss-120b", "openai/gpt-oss-120b", _full(18, 8, 64), _window(18, 8, 64, 128)),
-    ("deepseek-v3", "deepseek-ai/DeepSeek-V3", _latent(61)),
-    ("deepseek-r1", "deepseek-ai/DeepSeek-R1", _latent(61)),
-    ("deepseek-v3.1", "deepseek-ai/DeepSeek-V3.1", _latent(61)),
-    ("deepseek-v3.2", "deepseek-ai/DeepSeek-V3.2", _latent(61), _index(61)),
-    ("kimi-k2", "moonshotai/Kimi-K2-Instruct", _latent(61)),
-    ("kimi-k2.5", "moonshotai/Kimi-K2.5", _latent(61), _PICTURES),
-    ("kimi-k2.7", "moonshotai/Kimi-K2.7", _latent(61), _PICTURES),
-    ("kimi-k3", "moonshotai/Kimi-K3", _latent(24), _kda(69, 96), _PICTURES),
-    ("glm-4.5", "zai-org/GLM-4.5", _full(92, 8, 128)),
-    ("glm-4.7", "zai-org/GLM-4.7", _full(92, 8, 128)),
-    ("glm-4.7-flash", "zai-org/GLM-4.7-Flash", _latent(47)),
-    ("glm-5", "zai-org/GLM-5", _latent(78), _index(78)),
-    ("glm-5.1", "zai-org/GLM-5.1", _latent(78), _index(78)),
-    ("glm-5.2", "zai-org/GLM-5.2", _latent(78), _index(21)),
-    ("minimax-m2.5", "MiniMaxAI/MiniMax-M2.5", _full(62, 8, 128)),
-    ("minimax-m2.7", "MiniMaxAI/MiniMax-M2.7", _full(62, 8, 128)),
-    ("minimax-m3", "MiniMaxAI/MiniMax-M3", _full(60, 4, 128), _index(57, 128, DEFAULT_DTYPE), _PICTURES),
-    ("nemotron-3-nano", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B", _full(6, 2, 128), _mamba2(23, 64, 128)),
-    ("nemotron-3-super", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B", _full(8, 2, 128), _mamba2(40, 128, 128)),
-    ("nemotron-3-ultra", "nvidia/NVIDIA-Nemotron-3-Ultra", _full(12, 2, 128), _mamba2(48, 256, 128)),
-    ("nemotron-h-56b", "nvidia/Nemotron-H-56B-Base-8K", _full(10, 8, 128), _mamba2(54, 256, 256)),
-    ("mimo-v2-flash", "XiaomiMiMo/MiMo-V2-Flash", *_MIMO),
-    ("step-3.7-flash", "stepfun-ai/Step-3.7-Flash", _full(12, 8, 128), _window(33, 8, 128, 512), _PICTURES),
-)
+_PIECES: Mapping[str, Callable[..., KvLayers | StateLayers]] = {
+    "full": _full,
+    "window": partial(_within, KvKind.WINDOW),
+    "chunk": partial(_within, KvKind.CHUNK),
+    "latent": _latent,
+    "index": _index,
+    "delta": _delta,
+    "kda": _kda,
+    "mamba2": _mamba2,
+}
 
 
-def _model(name: str, repository: str, *pieces: Any) -> ModelKv:
+def _model(name: str, row: dict[str, Any]) -> ModelKv:
+    pieces = [_PIECES[piece](*numbers) for piece, numbers in row.items() if piece in _PIECES]
     return ModelKv(
         name,
-        f"config.json of {repository}",
+        f"config.json of {row['repository']}",
         tuple(one for one in pieces if isinstance(one, KvLayers)),
         tuple(one for one in pieces if isinstance(one, StateLayers)),
-        traits=frozenset(one for one in pieces if isinstance(one, str)),
+        traits=frozenset(row.get("traits", ())),
     )
 
 
-MODELS: dict[str, ModelKv] = {row[0]: _model(*row) for row in _ROWS}
+_TABLE = get_data("kvstore.insight", "models.toml") or b""
+MODELS: dict[str, ModelKv] = {name: _model(name, row) for name, row in tomllib.loads(_TABLE.decode()).items()}
 
 _REFUSED = {
     "deepseek-v4": "its KV is compressed 4:1 and 128:1, and layers share it",

@@ -66,10 +66,19 @@ _log = logging.getLogger(__name__)
 class SidecarServer:
     """`kvstore.service.serve.HealthServer`."""
 
-    def __init__(self, host: str, port: int, pages: Mapping[str, Page], access: MetricsAccess, clock: Clock) -> None:
-        """port: 0 for any free one. pages: by path. Raises `BadInput` if the address cannot be had."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        pages: Mapping[str, Page],
+        access: MetricsAccess,
+        clock: Clock,
+        is_kept: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """port: 0 for any free one. pages: by path. is_kept: the page of metrics is there, and takes no thread of its
+        own. Raises `BadInput` if the address cannot be had."""
         self.access = access
-        self._pages = pages
+        self._pages, self._is_kept = pages, is_kept
         self._sockets = listening_sockets(host, port, "http.listen (--http)")
         self.port: int = self._sockets[0].getsockname()[1]
         self._listener = HttpListener(self._sockets, self._app, LIMITS, clock)
@@ -106,7 +115,7 @@ class SidecarServer:
         page = self._pages.get(path)
         if page is None:
             raise HttpRefused(404, f"there is nothing here; there are {', '.join(self._pages)}")
-        if path == METRICS_PATH:
+        if path == METRICS_PATH and not self._is_kept():
             made = await asyncio.get_running_loop().run_in_executor(self._pool, page, headers)
         else:
             made = page(headers)
@@ -128,4 +137,4 @@ def server_of(host: str, port: int, daemon: Daemon, version: str) -> SidecarServ
     page = StatusPage(lambda: replace(report.numbers(), version=version), clock, ALWAYS)
     told = health.reasons, page.page, access, health.public_warnings, daemon.store.core.node
     pages = sidecar_pages(health.readiness, daemon.is_alive, *told)
-    return SidecarServer(host, port, pages, access, clock)
+    return SidecarServer(host, port, pages, access, clock, page.is_kept)

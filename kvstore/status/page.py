@@ -42,12 +42,17 @@ class StatusPage(Collector):
 
     def page(self) -> bytes:
         """At most a second old."""
-        with self._lock:
-            now = self._clock.monotonic_seconds()
-            if self._made_at is None or now - self._made_at >= KEPT_SECONDS:
-                self._page = self.render()
-                self._made_at = now
+        if self.is_kept():
             return self._page
+        with self._lock:
+            if not self.is_kept():
+                self._page = self.render()
+                self._made_at = self._clock.monotonic_seconds()
+            return self._page
+
+    def is_kept(self) -> bool:
+        """Whether `page` has one to return and waits for nothing."""
+        return self._made_at is not None and self._clock.monotonic_seconds() - self._made_at < KEPT_SECONDS
 
     def render(self) -> bytes:
         """As it is now."""

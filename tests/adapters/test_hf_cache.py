@@ -168,16 +168,6 @@ def test_every_token_is_accounted_for(
         assert report.grid_tokens == (128 if kept == "whole_chunks" else 64)
 
 
-def test_another_prompt_with_the_same_beginning(llama: Any, store: EmbeddedStore) -> None:
-    shared = prompt_of(300)
-    cache, cold = cache_of(llama, store), cache_of(llama)
-    ask(cache, shared + prompt_of(200, seed=1), 4)
-    prompt = shared + prompt_of(200, seed=2)
-    answer = ask(cache, prompt, 8)
-    assert reasons(answer.report.account) == {"dram": 256, "diverged": 192, "partial_block": 52}
-    assert answer.token_ids == ask(cold, prompt, 8).token_ids
-
-
 def test_a_closed_store_is_cold(llama: Any, tmp_path: Path) -> None:
     store = kvstore.open(f"embedded:{tmp_path}", dram="16MiB")
     cache = cache_of(llama, store)
@@ -210,17 +200,6 @@ def test_the_model_is_left_as_it_was(llama: Any) -> None:
 
 
 # Chats ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_next_turn_reuses_the_answer(llama: Any, store: EmbeddedStore) -> None:
-    cold, warm = cache_of(llama, chunk_tokens=64), cache_of(llama, store, chunk_tokens=64)
-    prompt = prompt_of(100)
-    answer = ask(warm, prompt, 130)
-    assert answer.report.saved_blocks == 229 // 64, "the last token was never computed"
-    turn = prompt + answer.token_ids + prompt_of(40, seed=1)
-    second = ask(warm, turn, 10)
-    assert reasons(second.report.account) == {"dram": 192, "absent": 64, "partial_block": 14}
-    assert second.token_ids == ask(cold, turn, 10).token_ids
 
 
 @pytest.mark.parametrize(("new_tokens", "blocks"), [(27, 1), (28, 1), (29, 2)])

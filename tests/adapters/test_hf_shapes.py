@@ -8,27 +8,35 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import kvstore
+from engine_adapter.audit.audits import AuditResult, AuditVerdict
+from engine_adapter.audit.blocks import compare_states
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput
+from kvstore.block.states import DEFAULT_SHARE, StatePolicy
 from kvstore.node import EmbeddedStore
 
 pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
 from engine_adapter.hf_cache import PrefixCache
-from hf_shapes import SHAPES, VOCABULARY, model_of_shape
+from hf_shapes import BESIDE, SHAPES, VOCABULARY, model_of_shape
+from kvstore.insight.models import KvKind
 from kvstore.insight.served import Verdict, shapes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 IN_EVERY_RUN = ("Qwen3-Next", "DeepSeek V3.2", "gpt-oss", "Gemma 4", "Llama 4", "Falcon-H1", "Qwen2.5-VL")
 SAID = {name: answer for name, _, answer in shapes()}
+SERVED = {name: kinds for name, kinds, answer in shapes() if answer.verdict is not Verdict.REFUSED}
+HYBRIDS = [*(name for name, kinds in SERVED.items() if KvKind.STATE in kinds), *BESIDE]
 CHUNK = 128
 
 
@@ -102,10 +110,75 @@ def judge(name: str, directory: str) -> None:
 def test_each_kind_of_kv_is_restored_as_it_was_computed(name: str, tmp_path: Path) -> None:
     """And is what `served` says: a refusal is one line."""
     if SAID[name].verdict is Verdict.REFUSED:
-        with pytest.raises(BadInput, match=r"cannot serve model type '\w+': [^\n]+$"):
+        with pytest.raises(
+            BadInput, match=r"cannot serve model type '\w+': (its cache holds|a trial run failed)[^\n]+$"
+        ):
             judge(name, str(tmp_path))
     else:
         judge(name, str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_from_each_blocks_end_a_hybrid_goes_on_bit_for_bit(name: str, store: EmbeddedStore) -> None:
+    """As without a store, where it prefills in the same cells: 20 prompts, tokens and logits."""
+    model, given = model_of_shape(name), {"max_new_tokens": 4, "output_logits": True, "return_dict_in_generate": True}
+    alone, cache = (PrefixCache(model, one, codec="raw", chunk_tokens=64, deadline_ms=5000) for one in (None, store))
+    for seed, blocks in product(range(20), range(6)):
+        prompt = prompt_of(340, seed)[: 64 * blocks + 20]
+        expected, found = (one.generate(prompt, **given) for one in (alone, cache))
+        assert cache.report.restored_tokens == 64 * max(0, blocks - 1)
+        assert torch.equal(found.sequences, expected.sequences) and all(map(torch.equal, found.logits, expected.logits))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_chat_of_six_turns_is_found_again_by_few_states(name: str, store: EmbeddedStore) -> None:
+    """Nine tenths of the tokens of earlier turns; by two states for each turn, and by others within their share."""
+    talk, chat, earlier, found = Conversations(model_of_shape(name), store), list[int](), 0, 0
+    for turn in range(6):
+        earlier += len(chat)
+        (chat,) = talk.ask([chat + prompt_of(250, turn)], 70)
+        found += talk.restored[0]
+    assert found >= 0.9 * earlier
+    kv, states = talk.cache.namespace, talk.cache.states
+    keys, size, of_token = kv.hashed(chat).keys, states.handle.layout.raw_bytes, kv.layout.raw_bytes // 64
+    ends = [64 * number for number, is_there in enumerate(states.handle.which(keys), 1) if is_there]
+    between = [end for end in ends if not end % StatePolicy(64, size, of_token).every_tokens]
+    assert len(between) * size <= DEFAULT_SHARE * kv.match(chat).tokens * of_token
+    assert len(ends) - len(between) <= 2 * 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_what_audits_compare_tells_another_state_from_the_right_one(name: str, store: EmbeddedStore) -> None:
+    """Of a block before, of another prompt, or off by four times what is allowed: 20 of each, and no false alarm."""
+    cache = PrefixCache(model_of_shape(name).to(torch.bfloat16), store, codec="raw", chunk_tokens=64, deadline_ms=5000)
+    kinds, call, states = cache._watch.kinds, cache._watch.call, cache.states
+    held = [((str(one.dtype).removeprefix("torch."), one.numel()),) for one in kinds.states.values()]
+    groups = [SimpleNamespace(layers=(at,), tensors=one, made_of="bfloat16") for at, one in enumerate(held)]
+
+    def stored(tokens: list[int]) -> list[torch.Tensor]:
+        found, of_key = kinds.blank_states(), states.match_of(cache.namespace.hashed(tokens).keys[-1])
+        with states.handle.lease(of_key, deadline_ms=5000) as lease:
+            assert states.handle.get(lease, into=kinds.state_pages(found)).tokens, lease.reason
+        return found
+
+    def compared(one: list[torch.Tensor], other: list[torch.Tensor]) -> AuditResult:
+        return compare_states(kinds.state_pages(one).planes, kinds.state_pages(other).planes, groups, 320)
+
+    for seed in range(20):
+        prompt, other = prompt_of(340, seed), prompt_of(340, seed + 20)
+        for tokens in (prompt[:260], prompt, other):
+            cache.generate(tokens, max_new_tokens=1)
+        ids, computed = torch.tensor([prompt[:320]]), call.new_cache()
+        call(ids, computed, 0, call.positions(ids, torch.ones_like(ids)))
+        now = kinds.states_of(computed, 0)
+        right = compared(stored(prompt[:320]), now)
+        assert right.verdict is not AuditVerdict.DRIFTED
+        changed = [(state * (1 + 4 * right.allowed_error)).to(state.dtype) for state in now]
+        for wrong in (stored(prompt[:256]), stored(other[:320]), changed):
+            assert compared(wrong, now).verdict is AuditVerdict.DRIFTED
 
 
 def with_pictures(name: str, seed: int, last: int = 230) -> tuple[list[int], dict[str, Any]]:

@@ -11,11 +11,13 @@ import torch
 
 from adapters.test_paged_scheduler import Half
 from engine_adapter.audit.audits import AuditResult, AuditVerdict
+from engine_adapter.audit.blocks import compare_states
 from engine_adapter.cost.load_choice import StepWork
 from engine_adapter.paged.pages import RegisteredGroup, layout_of, register
 from engine_adapter.paged.requests import Boundary, Computed
 from engine_adapter.paged.step_plan import LoadOrder, PageRun, SaveOrder, StepPlan
 from engine_adapter.paged.worker import PagedWorker
+from kvstore.block.account import MissReason
 from kvstore.block.layout import Attention
 from kvstore.block.pages import Pages
 from kvstore.client.states import PrefixStates
@@ -52,14 +54,16 @@ FACTS = replace(
 )
 
 
-def half_at(store: EmbeddedStore, ends: Sequence[int] = (), **settings: object) -> Half:
-    """A half at a store with five blocks of `ids`, and states behind some of them."""
-    half = Half(SharedStore(store), facts=FACTS, **settings)
+def half_at(
+    store: EmbeddedStore, ends: Sequence[int] = (), start: int = 0, state: Pages = STATE, **settings: object
+) -> Half:
+    """A half at a store with five blocks of `ids` from `start` on, and states behind some of them."""
+    half, prompt = Half(SharedStore(store), facts=FACTS, **settings), ids(320, start)
     handle = half.half.opener.now()
-    assert handle is not None and handle.put(ids(320), plausible_pages(handle.layout, 5)).reason is None
+    assert handle is not None and handle.put(prompt, plausible_pages(handle.layout, 5)).reason is None
     for end in ends:
-        states, key = states_of(half), handle.hashed(ids(320)).keys[end - 1]
-        assert states.handle.put(states.prompt_of(key), STATE).stored == 1
+        states, key = states_of(half), handle.hashed(prompt).keys[end - 1]
+        assert states.handle.put(states.prompt_of(key), state).stored == 1
     return half
 
 
@@ -161,3 +165,36 @@ def test_an_audit_that_compared_no_state_proves_nothing(store: EmbeddedStore, co
         half.half._audited(order.number, (exact,))
     half.told(request)
     assert half.half.choice.holdout.first_left == left - compares_state
+
+
+def sums(seed: int) -> list[torch.Tensor]:
+    """Of a prompt's tokens, decaying: as states are behind 256 and 320 of them."""
+    terms = torch.randn(320, 24, generator=torch.Generator().manual_seed(seed))
+    return [(terms[:stop] * 0.99 ** torch.arange(stop, 0, -1)[:, None]).sum(0) for stop in (256, 320)]
+
+
+PLANTED = ["right", "of the block before", "of another prompt", "off by four times what is allowed"]
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_the_first_audited_hit_finds_another_state(store: EmbeddedStore, planted: str) -> None:
+    """20 of 20: nothing of that namespace is loaded from there on."""
+    worker = PagedWorker(PAGES_OF, lambda _: SharedStore(store), time.monotonic, load_threads=1, save_bytes=1 << 20)
+    worker.begin(StepPlan(namespace=FACTS))
+    for run in range(20):
+        before, now = sums(run)
+        MEMORY[1][9] = now.view(torch.int8)
+        raw = {1: [now.view(torch.uint8)]}
+        allowed = compare_states(raw, raw, PAGES_OF.facts.groups[1:], 320).allowed_error
+        each = (now * (1 + allowed / 2), before, sums(run + 20)[1], now * (1 + 4 * allowed))
+        stored = each[PLANTED.index(planted)].view(torch.uint8).view(1, 1, 1, 96)
+        half = half_at(store, (5,), 1000 * run, Pages({1: [stored]}, [0], PAGE), audit=0.001)
+        assert half.matched(half.add("a", ids(330, 1000 * run))) == (0, False)
+        worker.begin(passing(half, Boundary("a", 320, {1: 9})))
+        worker.start_saves()
+        assert worker.settle(30)
+        reports = worker.take_reports()
+        assert reports is not None and reports.saves[0].results
+        half.half.reported(reports)
+        assert (half.half._refused or [None])[0] is (None if planted == "right" else MissReason.AUDIT)
+    worker.close()

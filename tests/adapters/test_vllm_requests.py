@@ -16,6 +16,7 @@ from engine_adapter.paged.requests import RequestSpec
 from engine_adapter.vllm_requests import HINTS, EngineView, RequestReader, hinted
 from kvstore.block.account import MissReason
 from kvstore.block.identity import ExtraKey
+from openai_api.small_openai import FOR_PREFILL
 from waiting import wait_until
 
 READER = RequestReader(AdapterDigests(lambda path: f"digest of {path.name}"))
@@ -269,15 +270,6 @@ TOLD = {
     "ticket": "kv1.x",
 }
 """What a prefilling engine tells."""
-FOR_PREFILL = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""As vLLM's toy proxy and llm-d's `nixlv2` send it to the prefilling engine."""
 
 
 def facts_of(role: str, params: dict[str, Any] | None) -> RequestSpec:

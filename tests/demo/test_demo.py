@@ -36,15 +36,18 @@ REQUESTS = 7  # up to the chat's second turn
 POSITIONS = 2048
 
 
-@pytest.fixture(scope="module")
-def result() -> DemoResult:
-    return run_short(DemoOptions(dram="64MiB", requests=REQUESTS, answer_tokens=ANSWER_TOKENS, threads=1, seed=0))
+@pytest.fixture(scope="module", params=[False, True], ids=["llama", "hybrid"])
+def result(request: pytest.FixtureRequest) -> DemoResult:
+    given = {"requests": REQUESTS, "answer_tokens": ANSWER_TOKENS, "threads": 1, "seed": 0, "hybrid": request.param}
+    return run_short(DemoOptions(dram="64MiB", **given))
 
 
 def run_short(options: DemoOptions) -> DemoResult:
     assert options.seed is not None
     requests = twenty_requests(options.answer_tokens, page_bytes=600)
-    return run(options, requests=requests, model=build_model(options.seed, POSITIONS, layers=1))
+    return run(
+        options, requests=requests, model=build_model(options.seed, POSITIONS, layers=1, is_hybrid=options.hybrid)
+    )
 
 
 # What is asked --------------------------------------------------------------------------------------------------
@@ -111,14 +114,18 @@ def test_every_token_is_explained_in_every_pass(result: DemoResult) -> None:
     assert restart.hits()["nvme"] > 0 and sum(restart.hits().values()) <= sum(warm.hits().values())
     assert set(restart.misses()) <= {"grid", "partial_block", "last_token", "deadline"}, "all is on disk"
     assert result.read_bytes >= restart.hits()["nvme"] * 2 * 2 * 64 * 4
-    assert cold.saved_blocks == warm.saved_blocks == 0 and fill.saved_blocks == result.stored_blocks > 0
+    assert cold.saved_blocks == warm.saved_blocks == 0 < fill.saved_blocks <= result.stored_blocks
+    assert result.has_states == (fill.saved_blocks < result.stored_blocks)
 
 
 def test_json_and_table_say_the_same(result: DemoResult) -> None:
     found = json.loads(json.dumps(result.to_dict()))
     assert found["requests"] == found["identical"] == REQUESTS
     assert found["stored"] == {"blocks": result.stored_blocks, "bytes": result.stored_bytes}
-    assert found["stored"]["bytes"] == result.stored_blocks * 64 * 2 * 2 * 64 * 4  # tokens, planes, heads, width, bytes
+    states = result.stored_blocks - result.passes[1].saved_blocks
+    of_states = 3 * (3 * 64 * 4 * 4 + 4 * 64 * 64) * 4 * states  # layers, convolution, recurrence, bytes
+    of_kv = result.passes[1].saved_blocks * 64 * 2 * 2 * 64 * 4  # tokens, planes, heads, width, bytes
+    assert found["stored"]["bytes"] == of_kv + of_states
     shown = io.StringIO()
     result.render(Console(file=shown, width=100))
     for text in ("reused from dram", "missed: partial_block", f"{found['passes']['warm']['hits']['dram']:,}"):

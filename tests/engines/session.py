@@ -24,6 +24,8 @@ from engines import models
 from engines.nursery import wanted_version
 from waiting import wait_until
 
+SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
+"""Of what tests draw."""
 SAVE_SECONDS = 60.0
 OURS = "kvstore:"
 """Begins the names of what the connector counted, among the engine's counters."""
@@ -41,6 +43,12 @@ def prompts(count: int, seed: int, *, vocab: int = 999, page: int = 64, longest:
         whole = (len(shared) + len(tail)) // page * page
         made.append(((shared + tail)[:whole] + tail)[: whole + rng.randrange(1, 32)])
     return made
+
+
+def apart(count: int, tokens: int) -> list[list[int]]:
+    """Prompts of which none begins as another one does."""
+    rng = random.Random(f"{SEED} {count} {tokens}")
+    return [[rng.randrange(999) for _ in range(tokens)] for _ in range(count)]
 
 
 def named(steps: list[dict[str, Any]], outcome: list[Any]) -> dict[str, Any]:

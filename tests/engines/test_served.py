@@ -38,6 +38,7 @@ from engines.test_vllm_kinds import KINDS
 from kvstore.block.errors import BadInput
 from kvstore.insight.models import MODELS, KvKind, KvLayers, ModelKv
 from kvstore.insight.served import Engine, Verdict, served
+from scheduled_engine import Writes
 
 pytestmark = pytest.mark.skipif(not models.tells_states(), reason="this vLLM does not tell where states are whole")
 
@@ -103,14 +104,6 @@ def grouped(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> list[KVCacheGr
     cache.block_size = max(spec.block_size for spec in specs.values())
     cache.mamba_cache_mode = "align" if any(isinstance(spec, MambaSpec) for spec in specs.values()) else "none"
     return kv_cache_utils.get_kv_cache_groups(config, specs)
-
-
-class Writes:
-    """vLLM's way to have K and V written into pages [pages, heads, tokens, K and V], as its GPU backends have them."""
-
-    def do_kv_cache_update(self, _: Any, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, at: Any) -> None:
-        size = pages.shape[2]
-        pages[at // size, :, at % size] = torch.cat([key, value], dim=2)
 
 
 def decided(config: VllmConfig, model: ModelKv, ranks: int) -> tuple[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from functools import cache
 from typing import Any
 
@@ -12,10 +11,9 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
 from engines import models
-from engines.session import prompts
+from engines.session import SEED, prompts
 
 COUNT = int(os.environ.get("ENGINE_PROMPTS", "20"))
-SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
 
 DTYPES = {
     "bf16": dict(options=dict(dtype="bfloat16")),

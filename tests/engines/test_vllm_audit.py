@@ -5,8 +5,6 @@ Two engines with other weights share a namespace here because both were told the
 
 from __future__ import annotations
 
-import os
-import random
 from typing import Any
 
 import pytest
@@ -14,16 +12,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
 from engines import models
-from engines.session import named, tokens
-
-SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
-
-
-def apart(count: int, tokens: int) -> list[list[int]]:
-    """Prompts of which none begins as another one does."""
-    rng = random.Random(SEED)
-    return [[rng.randrange(999) for _ in range(tokens)] for _ in range(count)]
-
+from engines.session import SEED, apart, named, tokens
 
 PROMPTS = apart(4, 450)
 MADE = 66

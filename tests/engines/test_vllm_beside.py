@@ -12,11 +12,10 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
 from engines import models
-from engines.session import named, prompts
+from engines.session import SEED, named, prompts
 
 pytestmark = pytest.mark.slow
 COUNT = int(os.environ.get("ENGINE_PROMPTS", "20"))
-SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
 PAGE = 128
 OURS, THEIRS = "ours first", "theirs first"
 

@@ -6,7 +6,6 @@ all that was generated.
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
@@ -15,9 +14,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
 from engines import models
-from engines.session import named
+from engines.session import SEED, named
 
-SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
 BLOCK = 64
 DRAFTED = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)
 

@@ -6,7 +6,6 @@ same tokens computed behind the same number of cached ones: the codec is all tha
 
 from __future__ import annotations
 
-import os
 import random
 from math import sqrt
 from typing import Any
@@ -16,10 +15,9 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
 from engines import models
-from engines.session import named
+from engines.session import SEED, named
 from kv_bench.corpus import read_sources, windows
 
-SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
 PROMPT, MADE = 1000, 48
 MEAN_KL_NATS = 1e-6
 """KL(raw || int8-kc64) of this model's next byte behind up to 2,048 bytes: `kvstore bench codec --quality` has 8e-7."""

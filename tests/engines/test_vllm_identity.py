@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import random
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
-from engines.session import named, tokens
+from engines.session import SEED, apart, named, tokens
 
-SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
 FIRST, SECOND = 1, 2
 """The numbers that the engine gives the adapter."""
 
 
-def apart(count: int, tokens: int = 330) -> list[list[int]]:
-    """Prompts of which none begins as another one does. Two full blocks, and some."""
-    rng = random.Random(SEED)
-    return [[rng.randrange(999) for _ in range(tokens)] for _ in range(count)]
-
-
-*PROMPTS, LAST = apart(3)
+*PROMPTS, LAST = apart(3, 330)  # two full blocks, and some
 SHORT = [[7, 8, 9]]
 ASK = {"do": "generate", "prompts": PROMPTS, "max_tokens": 8}
 

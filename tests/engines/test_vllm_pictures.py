@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
@@ -11,11 +10,10 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
 from engines import models
-from engines.session import named, tokens
+from engines.session import SEED, named, tokens
 
 pytestmark = pytest.mark.slow
 
-SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
 PROMPTS = [[first, *random.Random(SEED + first).choices(range(900), k=150)] for first in range(40)]
 ONE, OTHER, THIRD = 1, 2, 3
 """Whose pictures: each has one of each prompt's."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,22 +9,15 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
-from engines.session import named
+from engines.session import SEED, apart, named
 from kvstore.block.errors import BadInput
 from kvstore.cli import ask
 from kvstore.node import SystemClock
 
-SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
 OURS = "CPU"
 """The medium of blocks that the store has in DRAM."""
 BLOCK = 128
 """Tokens of a stored block, which is the engine's page."""
-
-
-def apart(count: int, tokens: int) -> list[list[int]]:
-    """Prompts of which none begins as another one does."""
-    rng = random.Random(f"{SEED} {count} {tokens}")
-    return [[rng.randrange(999) for _ in range(tokens)] for _ in range(count)]
 
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any
 
 from engines import models
 from engines.conftest import Nursery
+from engines.session import SEED
+from openai_api.small_openai import FOR_PREFILL
 
-SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
 BLOCK = 128
 AT_ONCE = 4
 LEAD = 1e-4
 """Where two tokens are as likely but for less than this, rounding may decide (`test_vllm`)."""
 OPTIONS: dict[str, Any] = dict(dtype="float32", max_model_len=4224, max_num_batched_tokens=512)
-FOR_PREFILL = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""As vLLM's toy proxy, llm-d's `nixlv2` and production-stack have it."""
 MOST_TOKENS = 6
 
 

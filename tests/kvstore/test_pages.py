@@ -24,8 +24,10 @@ def test_a_group_has_the_pages_it_is_given_and_all_others_the_table() -> None:
     pages = Pages({}, [4, 5, 6], 16, {"sliding": GroupPages([7, 8], 1), "large": GroupPages([9], 1, 24)})
     assert pages.of_group("sliding") == GroupPages([7, 8], 1, 16) and pages.of_group("sliding").stop_page == 3
     assert pages.of_group("full") == GroupPages([4, 5, 6], 0, 16) == Pages({}, [4, 5, 6], 16).of_group("sliding")
-    assert pages.of_group("large") == GroupPages([9], 1, 24) and pages.of_group("large").first_token == 24
+    assert pages.of_group("large") == GroupPages([9], 1, 24)
     assert pages.tokens == 48
+    begins = Pages({}, [4, 5, 6], 16, {"sliding": GroupPages([7], 1, 24)}).first_tokens(LAYOUT, 48)
+    assert begins == {"full": 48, "sliding": 72}
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])

@@ -15,6 +15,15 @@ from typing import Any
 
 SECONDS = 30.0
 """That a test waits for anything."""
+FOR_PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What proxies tell a prefilling engine: vLLM's toy proxy, llm-d's `nixlv2`, production-stack, and ours."""
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from openai_api.running import RunningProxy, events_of
-from openai_api.small_openai import SECONDS, Answer, Asked, SmallOpenAi, text_chunk
+from openai_api.small_openai import FOR_PREFILL, SECONDS, Answer, Asked, SmallOpenAi, text_chunk
 from waiting import wait_until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -86,15 +86,7 @@ def test_the_legs_of_vllms_toy_proxy_and_llm_d(small: Callable[..., SmallOpenAi]
         "odd": [1.5],
         "max_tokens": 1,
         "stream": False,
-        "kv_transfer_params": {
-            "kvstore": {"ttl": 60},
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "remote_engine_id": None,
-            "remote_block_ids": None,
-            "remote_host": None,
-            "remote_port": None,
-        },
+        "kv_transfer_params": {"kvstore": {"ttl": 60}, **FOR_PREFILL},
     }
     assert d.body == {**body, "kv_transfer_params": NIXL}
     assert json.dumps(NIXL).encode() in d.content, "as it was written"
