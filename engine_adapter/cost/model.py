@@ -19,13 +19,14 @@ number that it is given. Not thread-safe.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import NamedTuple
+from operator import itemgetter
 
-from engine_adapter.cost.speeds import LONGEST_SECONDS, LoadSpeed, PrefillSpeed, as_tokens
+from engine_adapter.cost.speeds import LONGEST_SECONDS, LoadSpeed, PrefillSpeed, Speeds, as_tokens, load_seconds
 from kvstore.block.account import HitTier
 
 SYNCHRONOUS_MS = 2.0
@@ -43,8 +44,6 @@ UNLEARNED_SECONDS = 2.0
 
 Belief = Callable[[HitTier, float], tuple[float, float]]
 """`LoadSpeed.of_tier`, or `LoadSpeed.doubted_of_tier`."""
-Speeds = Callable[[HitTier], tuple[float, float]]
-"""Seconds of overhead, and per byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,34 +149,62 @@ class CostModel:
         """
         local, prompt, block = as_tokens(local_tokens), as_tokens(prompt_tokens), max(1, as_tokens(block_tokens))
         is_fetch, speeds = speeds is not None, speeds or (lambda belief: lambda tier: belief(tier, now_seconds))
+        believed, doubted = speeds(self.loads.of_tier), speeds(self.loads.doubted_of_tier)
         is_learned = self._is_on and self.prefill.is_learned
-        found = self._found(local, runs, prompt, block, speeds(self.loads.of_tier))
-        if not found.stops:
+        begun: list[tuple[int, HitTier, dict[HitTier, int]]] = []
+        """Of each run: its first token, its tier, and the tokens before it by tier."""
+        tokens_of: dict[HitTier, int] = {}
+        stops, end = [], local
+        for tier, tokens in runs:
+            start, end = end, max(end, min(end + as_tokens(tokens), prompt))
+            if end > start:
+                begun.append((start, tier, dict(tokens_of)))
+                tokens_of[tier] = tokens_of.get(tier, 0) + end - start
+                # A run that begins within a block has its first boundary as an end of its own.
+                stops += sorted({at for at in (-(-start // block) * block, end // block * block) if start < at <= end})
+        if not stops:
             return Decision(local, 0, 0, 0.0, is_learned, False, (), 0.0)
+
+        def parts(stop: int) -> tuple[tuple[HitTier, float], ...]:
+            start, tier, before = begun[bisect_left(begun, stop, key=itemgetter(0)) - 1]
+            loaded = {**before, tier: before.get(tier, 0) + stop - start}
+            return tuple((tier, tokens * self.bytes_per_token) for tier, tokens in loaded.items())
+
+        def computing(start: int) -> float:
+            return self.prefill.more_seconds(start, prompt) or 0.0
+
+        def cheapest(speeds: Speeds) -> int:
+            totals = {stop: waiting + load_seconds(parts(stop), speeds) + computing(stop) for stop in stops}
+            return min(reversed([local, *stops]), key=lambda stop: totals.get(stop, computing(local)))
+
         waiting = min(queued_seconds, LONGEST_SECONDS) if queued_seconds > 0 else 0.0
-        if others_running and 1e3 * (waiting + found.stops[-1].load_seconds) > SYNCHRONOUS_MS:
+        last = chosen = stops[-1]
+        if others_running and 1e3 * (waiting + load_seconds(parts(last), believed)) > SYNCHRONOUS_MS:
             waiting += self.prefill.typical_step_seconds / 2
-        last = chosen = found.stops[-1].token
         is_explored = False
         if is_learned:
-            chosen = self._cheapest(found, waiting)
-            is_due = chosen < last and self._is_due(found.runs[-1].tier)
-            if is_due or (chosen > local and any(self.loads.hopes(run.tier, now_seconds) for run in found.runs)):
-                doubted = self._found(local, runs, prompt, block, speeds(self.loads.doubted_of_tier))
-                certain = min(chosen, self._cheapest(doubted, waiting))
+            chosen = cheapest(believed)
+            is_due = chosen < last and self._is_due(begun[-1][1])
+            if is_due or (chosen > local and any(self.loads.hopes(tier, now_seconds) for tier in tokens_of)):
+                certain = min(chosen, cheapest(doubted))
                 is_explored = is_due or certain < chosen
-                if is_explored:
-                    chosen = min(self._probe(doubted, certain, block), last if is_due else chosen)
-        parts, load_seconds = found.cut(chosen, self.bytes_per_token)
-        load_tokens = chosen - local
-        predicted_ms = 1e3 * (waiting + load_seconds) if load_tokens else 0.0
+            if is_explored:
+                # Further than is certain: by a block at least, and up to where loading takes no longer than computing
+                # everything would, if the tiers are as they were when last seen.
+                further = range(certain // block + 1, (last if is_due else chosen) // block + 1)
+                reached = bisect_right(
+                    further, computing(local), key=lambda blocks: load_seconds(parts(blocks * block), doubted)
+                )
+                chosen = further[max(0, reached - 1)] * block
+        load_tokens, loaded = chosen - local, parts(chosen) if chosen > local else ()
+        predicted_ms = 1e3 * (waiting + load_seconds(loaded, believed)) if load_tokens else 0.0
         if not is_fetch:
             self.counts.decisions += 1
             self.counts.loaded_tokens += load_tokens
             self.counts.declined_tokens += last - chosen
             self.counts.explored += is_explored
             self.counts.unlearned += not is_learned
-        return Decision(local, load_tokens, last - chosen, predicted_ms, is_learned, is_explored, parts, waiting)
+        return Decision(local, load_tokens, last - chosen, predicted_ms, is_learned, is_explored, loaded, waiting)
 
     def choose_fetch(
         self,
@@ -270,90 +297,6 @@ class CostModel:
         if is_whole or 1e3 * seconds > decision.predicted_load_ms:
             self.loads.observe(decision.parts, seconds, now_seconds, decision.waiting_seconds)
 
-    def _found(
-        self,
-        local: int,
-        runs: Sequence[tuple[HitTier, int]],
-        prompt: int,
-        block: int,
-        speeds: Speeds,
-    ) -> _Found:
-        found = _Found(local, prompt, [], [])
-        position, seconds = local, 0.0
-        for tier, tokens in runs:
-            start, position = position, max(position, min(position + as_tokens(tokens), prompt))
-            overhead, byte_seconds = speeds(tier)
-            is_paid = any(run.tier is tier for run in found.runs)
-            run = _Run(
-                tier, start, position, seconds + (0.0 if is_paid else overhead), byte_seconds * self.bytes_per_token
-            )
-            if position > start:
-                found.runs.append(run)
-                seconds = run.seconds_at(position)
-                # A run that begins within a block has its first boundary as an end of its own.
-                ends = sorted({-(-start // block) * block, position // block * block})
-                found.stops.extend(_Stop(end, run.seconds_at(end)) for end in ends if start < end <= position)
-        return found
-
-    def _cheapest(self, found: _Found, waiting_seconds: float) -> int:
-        def rest(token: int) -> float:
-            return self.prefill.more_seconds(token, found.prompt) or 0.0
-
-        totals = {stop.token: waiting_seconds + stop.load_seconds + rest(stop.token) for stop in found.stops}
-        return min(reversed([found.local, *totals]), key=lambda token: totals.get(token, rest(found.local)))
-
     def _is_due(self, tier: HitTier) -> bool:
         self._declining[tier] = (self._declining[tier] + 1) % self._explore_every
         return self._declining[tier] == 0
-
-    def _probe(self, doubted: _Found, chosen: int, block: int) -> int:
-        """Further than was chosen: by one block at least, and up to where loading takes no longer than computing
-        everything would, if the tiers are as they were when last seen."""
-        affordable = self.prefill.more_seconds(doubted.local, doubted.prompt) or 0.0
-        reached = max(run.token_at(affordable) for run in doubted.runs)
-        reached = max(reached // block * block, (chosen // block + 1) * block)
-        return min(reached, doubted.stops[-1].token)
-
-
-class _Stop(NamedTuple):
-    token: int
-    load_seconds: float
-
-
-class _Run(NamedTuple):
-    """Tokens start .. stop - 1, from one tier. base_seconds: of all before, with the overhead of this one."""
-
-    tier: HitTier
-    start: int
-    stop: int
-    base_seconds: float
-    token_seconds: float
-
-    def seconds_at(self, token: int) -> float:
-        return self.base_seconds + (token - self.start) * self.token_seconds
-
-    def token_at(self, seconds: float) -> int:
-        """The token of this run that a load reaches in `seconds`; 0 if it does not reach the run's start."""
-        if seconds <= self.base_seconds:
-            return 0
-        if self.seconds_at(self.stop) <= seconds:
-            return self.stop
-        return self.start + int((seconds - self.base_seconds) / self.token_seconds)
-
-
-class _Found(NamedTuple):
-    local: int
-    prompt: int
-    runs: list[_Run]
-    stops: list[_Stop]
-
-    def cut(self, token: int, bytes_per_token: float) -> tuple[tuple[tuple[HitTier, float], ...], float]:
-        """What is loaded up to a token: bytes by tier, and the seconds of that alone."""
-        parts = []
-        seconds = 0.0
-        for run in self.runs:
-            if run.start < token:
-                stop = min(token, run.stop)
-                parts.append((run.tier, (stop - run.start) * bytes_per_token))
-                seconds = run.seconds_at(stop)
-        return tuple(parts), seconds
