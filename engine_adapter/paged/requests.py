@@ -12,8 +12,8 @@ from math import inf
 from typing import Any, Protocol, TypeVar, cast
 
 from engine_adapter.audit.audits import AuditVerdict, HitSaving
-from engine_adapter.cost.fetches import FetchDecision
 from engine_adapter.cost.load_choice import LoadChoice
+from engine_adapter.cost.model import Decision
 from engine_adapter.handoff.fetch import FetchPolicy
 from engine_adapter.paged.announcements import Announcements
 from engine_adapter.paged.lookup import PrefixLookup
@@ -273,7 +273,7 @@ class RequestFetch(FetchPolicy):
         super().__init__(0, 0.0, block_tokens)
         self._state, self._choice, self._announced = state, choice, announced
         self._clock, self._is_busy = clock, is_busy
-        self._decision: FetchDecision | None = None
+        self._decision: Decision | None = None
         self._began_at = 0.0
         self._first = self._last = 0  # the blocks that are expected
 
@@ -288,28 +288,28 @@ class RequestFetch(FetchPolicy):
         """Announces fetched blocks to routers once they are here, like stored ones."""
         assert located.tier is not None
         block, state = self._block_tokens, self._state
-        self._decision = decision = self._choice.fetches.choose(
+        usable, self._began_at = min(located.blocks, self._usable), self._clock()
+        self._decision, seconds = self._choice.costs.choose_fetch(
             located.tier,
             blocks * block,
             state.local_tokens,
-            min(located.blocks, self._usable) * block,
+            usable * block,
             state.prompt.tokens,
             block,
             # `located.milliseconds` is for all located blocks; fewer take proportionally less.
-            located.milliseconds * (min(located.blocks, self._usable) - blocks) / (located.blocks - blocks),
+            located.milliseconds * (usable - blocks) / (located.blocks - blocks),
             self._is_busy(),
-            self._clock(),
+            self._began_at,
         )
-        self._began_at = self._clock()
-        self._first, self._last = blocks, max(blocks, decision.tokens // block)
+        self._first, self._last = blocks, blocks + self._decision.load_tokens // block
         self._announced.expect(state.request, state.prompt.keys[self._first : self._last], self._first)
-        return self._last, decision.seconds
+        return self._last, seconds
 
     def learn(self, *, came: bool) -> None:
         decision, self._decision, now = self._decision, None, self._clock()
         if decision is not None:
             seconds, name = now - self._began_at, self._state.request.request_id
-            self._choice.fetches.ended(decision, seconds, now, came=came, of_ticket=bool(self._state.facts.ticket))
+            self._choice.costs.fetch_ended(decision, seconds, now, came=came, of_ticket=bool(self._state.facts.ticket))
             if came:
                 self._choice.fetch_seconds[name] = self._choice.fetch_seconds.get(name, 0.0) + seconds
 

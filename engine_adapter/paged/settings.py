@@ -118,7 +118,7 @@ class ConnectorSettings:
         for name in ("cost_model", "without_prefix_caching", "traces"):
             _wanted(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
         _wanted("audit", self.audit, _is_number(self.audit, 0, 1), "a share from 0 to 1")
-        is_ttl = self.ttl is None or (_is_number(self.ttl, 0, 1 << 40) and self.ttl > 0)
+        is_ttl = self.ttl is None or (_is_number(self.ttl, 0, 1 << 40) and 0 < self.ttl < 1 << 40)
         _wanted("ttl", self.ttl, is_ttl, "seconds above 0 and below 2**40, or null")
 
 
