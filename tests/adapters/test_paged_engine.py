@@ -308,6 +308,7 @@ def test_a_page_that_is_given_away_while_its_save_waits_is_not_read(store: Embed
     with engine_at(store, Shape(pages=14), Random(1)) as engine:
         engine.gate.shut()
         finished(engine, "a", ids(300))
+        wait_until(lambda: bool(engine.workers[0]._saving))  # it is at the gate
         finished(engine, "b", ids(300, 500))
         engine.gate.open()
         engine.settle()
