@@ -270,7 +270,7 @@ class RequestFetch(FetchPolicy):
         is_busy: Callable[[], bool],
     ) -> None:
         """is_busy: whether the engine runs other requests meanwhile."""
-        super().__init__(0, 0.0, block_tokens)
+        super().__init__(max(0, state.prompt.tokens - 1) // block_tokens, 0.0, block_tokens)
         self._state, self._choice, self._announced = state, choice, announced
         self._clock, self._is_busy = clock, is_busy
         self._decision: Decision | None = None
@@ -280,7 +280,7 @@ class RequestFetch(FetchPolicy):
     def asks(self, blocks: int) -> bool:
         """Not for an admitted request, and never for the last token, which is computed."""
         local = self._state.local_tokens // self._block_tokens
-        asks = not self._state.is_admitted and self._usable > max(blocks, local)
+        asks = not self._state.is_admitted and self._most > max(blocks, local)
         self._choice.costs.counts.locates += asks
         return asks
 
@@ -288,7 +288,7 @@ class RequestFetch(FetchPolicy):
         """Announces fetched blocks to routers once they are here, like stored ones."""
         assert located.tier is not None
         block, state = self._block_tokens, self._state
-        usable, self._began_at = min(located.blocks, self._usable), self._clock()
+        usable, self._began_at = min(located.blocks, self._most), self._clock()
         self._decision, seconds = self._choice.costs.choose_fetch(
             located.tier,
             blocks * block,
@@ -317,10 +317,6 @@ class RequestFetch(FetchPolicy):
         """Expect no longer the blocks that did not come."""
         keys = b"".join(self._state.prompt.keys[: self._last])
         self._announced.saved(keys, self._first, blocks)
-
-    @property
-    def _usable(self) -> int:
-        return max(0, self._state.prompt.tokens - 1) // self._block_tokens
 
 
 class RequestNews:
