@@ -70,7 +70,7 @@ class LoadChoice:
         assumes a fast machine."""
         if not self.costs.loads.has_seen(HitTier.DRAM):
             return inf
-        return self.costs.predicted_load_ms([(HitTier.DRAM, tokens)], now)
+        return 1e3 * self.costs.loads.seconds([(HitTier.DRAM, tokens * self.costs.bytes_per_token)], now)
 
     def begins(self, request: str, now: float) -> None:
         decision = self._decided.pop(request, None)

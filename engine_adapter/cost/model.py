@@ -120,11 +120,6 @@ class CostModel:
         self._declining: Counter[HitTier] = Counter()
         """By the last run's tier: decisions that declined something, since one explored."""
 
-    def predicted_load_ms(self, runs: Sequence[tuple[HitTier, int]], now_seconds: float) -> float:
-        """What loading these runs, as (tier, tokens), is expected to take with no load before it."""
-        parts = [(tier, as_tokens(tokens) * self.bytes_per_token) for tier, tokens in runs]
-        return 1e3 * self.loads.seconds(parts, now_seconds)
-
     def choose(
         self,
         local_tokens: int,

@@ -268,7 +268,7 @@ class BlockWait:
             if located is None:
                 return False
             self._locating = None
-            self.is_over = not self._park(self.plan.located(located))
+            self._park(self.plan.located(located))
         if self._pending is not None:
             awaited = self._pending.poll() if self._pending.is_ready() else None
             if awaited is None:
@@ -284,7 +284,7 @@ class BlockWait:
         if isinstance(step, m.Located):
             self._locating = self._namespace.submit_locate(self._prompt, self._ticket)
             return True
-        self.is_over = not self._park(step)
+        self._park(step)
         return not self.is_over
 
     def end(self) -> None:
@@ -297,8 +297,8 @@ class BlockWait:
         self._opening = self._locating = self._pending = None
         self.plan.ended()
 
-    def _park(self, step: AwaitStep | None) -> bool:
+    def _park(self, step: AwaitStep | None) -> None:
+        self.is_over = step is None
         if step is not None:
             self._pending = self._namespace.submit_await(self._prompt, step.block, 1000 * step.seconds, step.located)
             self._parked[self._pending] = None
-        return step is not None

@@ -221,13 +221,6 @@ class RequestState:
         if self.facts.hands_over and self.sealing is None and self.prompt.keys:
             self.sealing = namespace.submit_seal(self.prompt, seconds)
 
-    def ticket(self) -> str:
-        """The ticket for the next engine; "" if there is none."""
-        told = self.sealing.poll() if self.sealing is not None else None
-        if self.sealing is not None:
-            self.sealing.cancel()
-        return told.ticket if told is not None else ""
-
     @property
     def is_to_renew(self) -> bool:
         """Whether its stored blocks are still to be retained as it asks."""
@@ -241,19 +234,29 @@ class RequestState:
         self.is_renewed = True
         return held
 
-    def told(self) -> dict[str, Any]:
-        """The report for its user when it is over. load_ms: None if its load has not been reported yet."""
-        told: dict[str, Any] = {
+    def outcome(self) -> dict[str, Any]:
+        """What becomes of it, as far as is known."""
+        return {
             **self.account.to_dict(),
             "detail": self.detail,
-            "load_ms": round(self.load_ms, 3) if self.load is None else None,
+            "load_ms": round(self.load_ms, 3),
             "saved_blocks": self.saved_blocks,
             "put_reasons": {str(reason): count for reason, count in self.put_reasons.items()},
         }
+
+    def told(self) -> dict[str, Any]:
+        """The report for its user when it is over. load_ms: None if its load has not been reported yet. ticket: for the
+        next engine."""
+        told = self.outcome()
+        if self.load is not None:
+            told["load_ms"] = None
         if self.facts.ignored:
             told["ignored"] = list(self.facts.ignored)
-        if ticket := self.ticket():
-            told["ticket"] = ticket
+        if self.sealing is not None:
+            sealed = self.sealing.poll()
+            self.sealing.cancel()
+            if sealed is not None and sealed.ticket:
+                told["ticket"] = sealed.ticket
         return told
 
 
@@ -270,7 +273,7 @@ class RequestFetch(FetchPolicy):
         is_busy: Callable[[], bool],
     ) -> None:
         """is_busy: whether the engine runs other requests meanwhile."""
-        super().__init__(0, 0.0, block_tokens)
+        super().__init__(max(0, state.prompt.tokens - 1) // block_tokens, 0.0, block_tokens)
         self._state, self._choice, self._announced = state, choice, announced
         self._clock, self._is_busy = clock, is_busy
         self._decision: Decision | None = None
@@ -280,7 +283,7 @@ class RequestFetch(FetchPolicy):
     def asks(self, blocks: int) -> bool:
         """Not for an admitted request, and never for the last token, which is computed."""
         local = self._state.local_tokens // self._block_tokens
-        asks = not self._state.is_admitted and self._usable > max(blocks, local)
+        asks = not self._state.is_admitted and self._most > max(blocks, local)
         self._choice.costs.counts.locates += asks
         return asks
 
@@ -288,7 +291,7 @@ class RequestFetch(FetchPolicy):
         """Announces fetched blocks to routers once they are here, like stored ones."""
         assert located.tier is not None
         block, state = self._block_tokens, self._state
-        usable, self._began_at = min(located.blocks, self._usable), self._clock()
+        usable, self._began_at = min(located.blocks, self._most), self._clock()
         self._decision, seconds = self._choice.costs.choose_fetch(
             located.tier,
             blocks * block,
@@ -318,10 +321,6 @@ class RequestFetch(FetchPolicy):
         keys = b"".join(self._state.prompt.keys[: self._last])
         self._announced.saved(keys, self._first, blocks)
 
-    @property
-    def _usable(self) -> int:
-        return max(0, self._state.prompt.tokens - 1) // self._block_tokens
-
 
 class RequestNews:
     """The outcomes of requests and what hits saved, reported to the store at most once a second, for its account,
@@ -347,18 +346,9 @@ class RequestNews:
 
     def add(self, state: RequestState) -> None:
         """Report a request whose hits and misses are known; they count with its first report."""
-        account, counts, state.is_counted = state.account, not state.is_counted, True
-        told = RequestTold(
-            told_name(state.request.request_id),
-            account.asked,
-            {str(tier): count for tier, count in account.hits.items()},
-            {str(reason): count for reason, count in account.misses.items()},
-            state.detail[:MAX_TOLD_TEXT],
-            round(state.load_ms, 3),
-            state.saved_blocks,
-            {str(reason): count for reason, count in state.put_reasons.items()},
-            counts,
-        )
+        counts, state.is_counted = not state.is_counted, True
+        outcome = {**state.outcome(), "detail": state.detail[:MAX_TOLD_TEXT]}
+        told = RequestTold(told_name(state.request.request_id), counts=counts, **outcome)
         with self._lock:
             self._waiting.append(told)
         self.is_due()
