@@ -274,7 +274,8 @@ class FormulaEngine:
         """As vLLM's engine core does."""
         output = self.scheduler.schedule()
         self.brought += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
-        for name in output.scheduled_cached_reqs.resumed_req_ids:
+        news = (new.req_id for new in output.scheduled_new_reqs)  # of the second runner resumed ones, too
+        for name in (*output.scheduled_cached_reqs.resumed_req_ids, *news):
             self.left.pop(name, None)
         reports: list[KVConnectorOutput] = []
         self.wrong = {}
