@@ -15,6 +15,7 @@ from logging import getLogger
 from math import ceil
 
 from engine_adapter.handoff.block_wait import UNLEARNED_SECONDS, WaitPlan, WaitPolicy, wait_for_blocks
+from engine_adapter.handoff.fetch import FetchPolicy
 from engine_adapter.hf.hbm_blocks import HbmBlocks
 from kvstore.block.account import Account, HitTier, MissReason, reason_of
 from kvstore.block.codec import default_codec
@@ -287,7 +288,7 @@ class StoreRequest:
         if self._ticket:
             policy = WaitPolicy(prompt, namespace.block_tokens, lambda *_: None, time.perf_counter, 0.0)
             policy.opened(namespace.open_ticket(self._ticket))
-        plan = WaitPlan.of_fetch(usable, UNLEARNED_SECONDS, namespace.block_tokens, policy)
+        plan = WaitPlan(policy, FetchPolicy(usable, UNLEARNED_SECONDS, namespace.block_tokens))
         request = self.report.request
         is_open = plan.is_open(namespace.has_courier)
         match = namespace.match(prompt, counts=not is_open, request="" if is_open else request)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from engine_adapter.paged.requests import LOAD_SECONDS, SAVING
-from kvstore.block.account import MissReason
+from kvstore.block.account import REASON_OF_FINDING, MissReason
 from kvstore.status.declared import PREFIX, MetricFamily, MetricKind, counter, families, gauge, histogram, samples
 from tiering.counts.histogram import WAIT_SECONDS
 
@@ -93,19 +93,7 @@ FORMER_METRICS = (
 )
 """Kept for one release."""
 
-_ANSWERED = frozenset(
-    {
-        MissReason.ABSENT,
-        MissReason.EVICTED,
-        MissReason.DIVERGED,
-        MissReason.OTHER_NAMESPACE,
-        MissReason.IN_FLIGHT,
-        MissReason.PINNED_FULL,
-        MissReason.TIER_DOWN,
-        MissReason.CORRUPT,
-        MissReason.KEY_MISMATCH,
-    }
-)
+_ANSWERED = {*REASON_OF_FINDING.values(), MissReason.DIVERGED, MissReason.OTHER_NAMESPACE} - {MissReason.DEADLINE}
 """Reasons that only the store can give."""
 
 Observation = tuple[str, tuple[str, ...], float]
@@ -151,25 +139,20 @@ class ConnectorSeries:
     def __init__(self, counter: Any, gauge: Any, histogram: Any, labels: Sequence[str]) -> None:
         """counter, gauge, histogram: classes as prometheus_client's. labels: names of those that the engine puts on all
         of its metrics."""
-        self._families: dict[str, tuple[str, Any]] = {}
+        made: dict[MetricKind, tuple[Any, str, dict[str, Any]]] = {
+            MetricKind.COUNTER: (counter, "inc", {}),
+            MetricKind.GAUGE: (gauge, "set", {"multiprocess_mode": "mostrecent"}),
+            MetricKind.HISTOGRAM: (histogram, "observe", {"buckets": WAIT_SECONDS}),
+        }
+        self._families: dict[str, tuple[Any, str]] = {}
+        """Each with the name of its method that takes an observation."""
         for one in (*CONNECTOR_METRICS, *FORMER_METRICS):
-            given: dict[str, Any] = {"name": one.name, "documentation": one.text, "labelnames": [*labels, *one.labels]}
-            if one.kind is MetricKind.HISTOGRAM:
-                made = histogram(**given, buckets=WAIT_SECONDS)
-            elif one.kind is _GAUGE:
-                made = gauge(**given, multiprocess_mode="mostrecent")
-            else:
-                made = counter(**given)
-            self._families[one.name] = one.kind, made
+            kind, takes, given = made[one.kind]
+            series = kind(name=one.name, documentation=one.text, labelnames=[*labels, *one.labels], **given)
+            self._families[one.name] = series, takes
 
     def observe(self, counts: Mapping[str, Any], labels: Sequence[Any]) -> None:
         """Add one step's counts. labels: values of the engine's own."""
         for name, values, amount in observations(counts):
-            kind, family = self._families[name]
-            series = family.labels(*labels, *values)
-            if kind is _COUNTER:
-                series.inc(amount)
-            elif kind is _GAUGE:
-                series.set(amount)
-            else:
-                series.observe(amount)
+            family, takes = self._families[name]
+            getattr(family.labels(*labels, *values), takes)(amount)

@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from engine_adapter.adapter_digests import AdapterDigests
 from engine_adapter.content_digests import ContentDigests
 from engine_adapter.paged.requests import RequestSpec
+from engine_adapter.paged.settings import Flag, Priority, Ttl, taken
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import ExtraKey
@@ -24,8 +27,15 @@ from kvstore.client.spans import NO_TRACE, SpanQueue
 
 CONVERSATION_PRIORITY = 100
 """Of a turn of a conversation without other hints."""
-HINTS = ("store", "ttl", "priority", "conversation", "ticket", "await")
-"""In `kv_transfer_params`, under "kvstore"."""
+HINTS: dict[str, tuple[Any, Any]] = {
+    "store": (Flag, True),
+    "ttl": (Ttl, None),
+    "priority": (Priority, None),
+    "conversation": (Annotated[str, Meta(description="text")], ""),
+    "ticket": (Annotated[str, Meta(description="the text that the prefilling engine told")], ""),
+    "await": (Flag, False),
+}
+"""In `kv_transfer_params`, under "kvstore": the kind of each, and what it is where it is not given."""
 ACCOUNT = frozenset(
     ("asked", "hits", "misses", "detail", "load_ms", "saved_blocks", "put_reasons", "ignored", "block_tokens")
 )
@@ -124,31 +134,19 @@ def hinted(facts: RequestSpec, params: Any) -> RequestSpec:
     if not isinstance(given, dict):
         return replace(facts, ignored=(f"kvstore={given!r}; give an object with {', '.join(HINTS)}",))
     ignored = [f"{name}; allowed: {', '.join(HINTS)}" for name in given if name not in HINTS and name not in ACCOUNT]
-    saves, ttl, priority = given.get("store", True), given.get("ttl"), given.get("priority")
-    if not isinstance(saves, bool):
-        ignored.append(f"store={saves!r}; give true or false")
-        saves = True
-    if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl < 1 << 40):
-        ignored.append(f"ttl={ttl!r}; give seconds above 0 and below 2**40")
-        ttl = None
-    is_whole = isinstance(priority, int) and not isinstance(priority, bool)
-    if priority is not None and not (is_whole and -100 <= priority <= 100):
-        ignored.append(f"priority={priority!r}; give a whole number from -100 to 100")
-        priority = None
-    conversation = given.get("conversation", "")
-    if not isinstance(conversation, str):
-        ignored.append(f"conversation={conversation!r}; give text")
-    elif conversation and ttl is None and priority is None:  # its next turn begins with what this one brings
+    hints = {}
+    for name, (kind, unset) in HINTS.items():
+        hints[name] = unset
+        if given.get(name, unset) is not unset:
+            try:
+                hints[name] = taken(name, given[name], kind)
+            except BadInput as error:
+                ignored.append(str(error))
+    ttl, priority = hints["ttl"], hints["priority"]
+    if hints["conversation"] and ttl is None and priority is None:  # its next turn begins with what this one brings
         priority = CONVERSATION_PRIORITY
-    ticket, awaits = given.get("ticket", ""), given.get("await", False)
-    if not isinstance(ticket, str):
-        ignored.append(f"ticket={ticket!r:.80}; give the text that the prefilling engine told")
-        ticket = ""
-    if not isinstance(awaits, bool):
-        ignored.append(f"await={awaits!r:.80}; give true or false")
-        awaits = False
-    facts = replace(facts, saves=saves, ttl=ttl, priority=priority, ignored=tuple(ignored))
-    return replace(facts, ticket=ticket, awaits=awaits)
+    facts = replace(facts, saves=hints["store"], ttl=ttl, priority=priority, ignored=tuple(ignored))
+    return replace(facts, ticket=hints["ticket"], awaits=hints["await"])
 
 
 def _refused(detail: str) -> RequestSpec:

@@ -212,7 +212,7 @@ class ChunkSpace:
         return done
 
     def _fetched(self, handle: NamespaceHandle, prompt: Prompt, here: int, ends_at: float) -> bool:
-        plan = WaitPlan.of_fetch(len(prompt.keys), max(0.0, ends_at - self._clock()), self.block_tokens)
+        plan = WaitPlan(None, FetchPolicy(len(prompt.keys), max(0.0, ends_at - self._clock()), self.block_tokens))
         return handle.has_courier and wait_for_blocks(handle, prompt, "", plan, here)
 
     def store(

@@ -21,6 +21,7 @@ from itertools import count
 
 from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace
 from engine_adapter.handoff.block_wait import BlockWait, ParkedWaits, WaitPlan
+from engine_adapter.handoff.fetch import FetchPolicy
 from engine_adapter.paged.pages import EnginePages
 from engine_adapter.paged.step_plan import LeaseHere, LoadOrder, PageRun, SaveOrder, StepPlan, StepReports, WorkerSpec
 from engine_adapter.paged.worker import PagedWorker
@@ -186,7 +187,7 @@ class ChunkStore:
     def _is_fetching(self, asked: _Asked, handle: NamespaceHandle) -> bool:
         wait = asked.wait
         if wait is None:
-            plan = WaitPlan.of_fetch(1, self.limits.lease_ms / 1000, handle.block_tokens)
+            plan = WaitPlan(None, FetchPolicy(1, self.limits.lease_ms / 1000, handle.block_tokens))
             prompt = asked.space.prompt(handle, [asked.name])
             asked.wait = wait = BlockWait(handle, prompt, "", plan, self._parked)
             return wait.goes_on(0)

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from math import inf
 
 from engine_adapter.audit.audits import Holdout, TtftSaving
-from engine_adapter.cost.fetches import FetchModel
 from engine_adapter.cost.model import CostModel, Decision
 from engine_adapter.cost.speeds import LoadSpeed, PrefillSpeed
 from kvstore.block.account import HitTier, MissReason
@@ -34,15 +33,12 @@ class LoadChoice:
     """Decides how far to load, for one engine and namespace."""
 
     def __init__(self, bytes_per_token: float, *, is_on: bool, audit: float, choose: Callable[[], float]) -> None:
-        """bytes_per_token: of the payloads. is_on: whether tokens that are slower to load are computed; speeds are
-        learned in any case. choose: uniform random numbers in [0, 1)."""
+        """bytes_per_token, is_on: as in `CostModel`. choose: uniform random numbers in [0, 1)."""
         self.holdout = Holdout(choose, audit)
         self.saving = TtftSaving()
-        self.costs = CostModel(PrefillSpeed(), LoadSpeed(), bytes_per_token=bytes_per_token)
-        self.fetches = FetchModel(self.costs, is_on=is_on)
+        self.costs = CostModel(PrefillSpeed(), LoadSpeed(), bytes_per_token=bytes_per_token, is_on=is_on)
         self.fetch_seconds: dict[str, float] = {}
         """By request whose load has not begun: how long it waited for fetches that brought blocks."""
-        self._is_on = is_on
         self._decided: dict[str, Decision] = {}
         self._under_way: dict[str, tuple[Decision, float, float]] = {}
         """Each with when it began, and for how long a fetch before it was waited for."""
@@ -65,7 +61,7 @@ class LoadChoice:
         queued = sum(one.remaining_seconds(now - began) for one, began, _ in self._under_way.values())
         decision = self.costs.choose(local_tokens, runs, match.account.asked, block_tokens, queued, busy, now)
         self._decided[request] = decision
-        if not self._is_on or not decision.declined_tokens:
+        if not decision.declined_tokens:
             return cap, MissReason.GRID
         return local_tokens + decision.load_tokens, MissReason.CHEAPER_TO_COMPUTE
 
@@ -74,7 +70,7 @@ class LoadChoice:
         assumes a fast machine."""
         if not self.costs.loads.has_seen(HitTier.DRAM):
             return inf
-        return self.costs.predicted_load_ms([(HitTier.DRAM, tokens)], now)
+        return 1e3 * self.costs.loads.seconds([(HitTier.DRAM, tokens * self.costs.bytes_per_token)], now)
 
     def begins(self, request: str, now: float) -> None:
         decision = self._decided.pop(request, None)

@@ -7,6 +7,10 @@
     1. `choose` when a prefix was found: how much of it, and what that is expected to take.
     2. `finished` when the load has ended: what it took teaches the speeds, and regret is counted.
 
+What other nodes or a remote tier have is decided alike (`choose_fetch`, `fetch_ended`): a fetch is a run of that tier,
+with its load from DRAM added. A request waits for it no longer than computing the same takes, and no longer than a few
+times the expected duration.
+
 A tier whose speed was never learned is loaded from. A load that would be declined is tried now and then all the same,
 as a *probe*, since a belief that is never tested cannot be corrected; so is a tier that was slow when last
 seen and is only hoped to be better now. Pure: no clock, no waiting, some microseconds a call; must never raise for any
@@ -15,11 +19,14 @@ number that it is given. Not thread-safe.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from math import inf
+from operator import itemgetter
 
-from engine_adapter.cost.speeds import LONGEST_SECONDS, LoadSpeed, PrefillSpeed, as_tokens
+from engine_adapter.cost.speeds import LONGEST_SECONDS, LoadSpeed, PrefillSpeed, Speeds, as_tokens, load_seconds
 from kvstore.block.account import HitTier
 
 SYNCHRONOUS_MS = 2.0
@@ -28,6 +35,15 @@ steps, and its end is noticed between two of them."""
 EXPLORE_EVERY = 64
 """Of so many decisions that decline something, one loads part of it to explore. That takes no longer than computing the
 prompt, as far as is known: so all of them together take at most a 64th more than they had to."""
+PATIENCE = 4.0
+"""A fetch is waited for no longer than so many times its expected duration."""
+LEAST_WAIT_SECONDS = 0.05
+"""But at least for this long, since any machine may be busy with something else."""
+UNLEARNED_SECONDS = 2.0
+"""The longest wait of an engine that has not learned how fast it computes, and for fetches of unknown duration."""
+
+Belief = Callable[[HitTier, float], tuple[float, float]]
+"""`LoadSpeed.of_tier`, or `LoadSpeed.doubted_of_tier`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +77,9 @@ class Decision:
 class CostCounts:
     """Outcomes of the decisions. Tokens of whole blocks: loaded + declined is what was found.
 
-    explored: decisions that loaded more than was believed right. unlearned: those before speeds were learned. judged:
-    finished loads that were compared with computing; regret_ms and saved_ms: by how much they, with the fetch before
-    them, took longer or less. locates: how often the store was asked what is elsewhere; fetches: that ended;
+    explored: decisions that loaded more than was believed right. unlearned: those that no learned speeds decided.
+    judged: finished loads that were compared with computing; regret_ms and saved_ms: by how much they, with the fetch
+    before them, took longer or less. locates: how often the store was asked what is elsewhere; fetches: that ended;
     short_fetches: of these, those that did not bring all.
     """
 
@@ -90,21 +106,19 @@ class CostModel:
         loads: LoadSpeed,
         *,
         bytes_per_token: float,
+        is_on: bool = True,
         explore_every: int = EXPLORE_EVERY,
     ) -> None:
-        """bytes_per_token: of the store's payloads, all layers and heads."""
+        """bytes_per_token: of the store's payloads, all layers and heads. is_on: whether tokens that are slower to load
+        are computed; speeds are learned in any case."""
         assert bytes_per_token > 0 and explore_every > 0
         self.prefill = prefill
         self.loads = loads
         self.counts = CostCounts()
         self.bytes_per_token = bytes_per_token
-        self._explore_every = explore_every
-        self._declining = 0  # decisions in a row, by count, that declined something and explored nothing
-
-    def predicted_load_ms(self, runs: Sequence[tuple[HitTier, int]], now_seconds: float) -> float:
-        """What loading these runs, as (tier, tokens), is expected to take with no load before it."""
-        parts = [(tier, as_tokens(tokens) * self.bytes_per_token) for tier, tokens in runs]
-        return 1e3 * self.loads.seconds(parts, now_seconds)
+        self._is_on, self._explore_every = is_on, explore_every
+        self._declining: Counter[HitTier] = Counter()
+        """By the last run's tier: decisions that declined something, since one explored."""
 
     def choose(
         self,
@@ -115,51 +129,123 @@ class CostModel:
         queued_seconds: float,
         others_running: bool,
         now_seconds: float,
+        speeds: Callable[[Belief], Speeds] | None = None,
     ) -> Decision:
         """How much of a prefix to load.
 
         local_tokens: what the engine has of it. runs: what was found behind, in order, as (tier, tokens).
         queued_seconds: what is left of the loads in progress, which go first (`Decision.remaining_seconds` of each,
         added up where they go one after another). others_running: whether the engine is busy with other requests, so
-        that the end of a load beside its steps is noticed half a step late on average.
+        that the end of a load beside its steps is noticed half a step late on average. speeds: of a fetch, which is not
+        counted as a decision how far to load.
 
         Each token of a run takes as long to load as any other, while a later token takes longer to compute (attention).
         So loading plus computing the rest is a concave function of where to stop, and cheapest at one end of a run.
         """
         local, prompt, block = as_tokens(local_tokens), as_tokens(prompt_tokens), max(1, as_tokens(block_tokens))
-        found = self._found(local, runs, prompt, block, lambda tier: self.loads.of_tier(tier, now_seconds))
-        if not found.stops:
-            return Decision(found.local, 0, 0, 0.0, self.prefill.is_learned, False, (), 0.0)
+        is_fetch, speeds = speeds is not None, speeds or (lambda belief: lambda tier: belief(tier, now_seconds))
+        believed, doubted = speeds(self.loads.of_tier), speeds(self.loads.doubted_of_tier)
+        is_learned = self._is_on and self.prefill.is_learned
+        begun: list[tuple[int, HitTier, dict[HitTier, int]]] = []
+        """Of each run: its first token, its tier, and the tokens before it by tier."""
+        tokens_of: dict[HitTier, int] = {}
+        stops, end = [], local
+        for tier, tokens in runs:
+            start, end = end, max(end, min(end + as_tokens(tokens), prompt))
+            if end > start:
+                begun.append((start, tier, dict(tokens_of)))
+                tokens_of[tier] = tokens_of.get(tier, 0) + end - start
+                # A run that begins within a block has its first boundary as an end of its own.
+                stops += sorted({at for at in (-(-start // block) * block, end // block * block) if start < at <= end})
+        if not stops:
+            return Decision(local, 0, 0, 0.0, is_learned, False, (), 0.0)
+
+        def parts(stop: int) -> tuple[tuple[HitTier, float], ...]:
+            start, tier, before = begun[bisect_left(begun, stop, key=itemgetter(0)) - 1]
+            loaded = {**before, tier: before.get(tier, 0) + stop - start}
+            return tuple((tier, tokens * self.bytes_per_token) for tier, tokens in loaded.items())
+
+        def computing(start: int) -> float:
+            return self.prefill.more_seconds(start, prompt) or 0.0
+
+        def cheapest(speeds: Speeds) -> int:
+            totals = {stop: waiting + load_seconds(parts(stop), speeds) + computing(stop) for stop in stops}
+            return min(reversed([local, *stops]), key=lambda stop: totals.get(stop, computing(local)))
+
         waiting = min(queued_seconds, LONGEST_SECONDS) if queued_seconds > 0 else 0.0
-        if others_running and 1e3 * (waiting + found.stops[-1].load_seconds) > SYNCHRONOUS_MS:
+        last = chosen = stops[-1]
+        if others_running and 1e3 * (waiting + load_seconds(parts(last), believed)) > SYNCHRONOUS_MS:
             waiting += self.prefill.typical_step_seconds / 2
-        last = chosen = found.stops[-1].token
         is_explored = False
-        if self.prefill.is_learned:
-            chosen = self._cheapest(found, waiting)
-            is_due = chosen < last and self._is_due()
-            if is_due or (chosen > local and any(self.loads.hopes(run.tier, now_seconds) for run in found.runs)):
-                doubted = self._found(
-                    local, runs, prompt, block, lambda tier: self.loads.doubted_of_tier(tier, now_seconds)
-                )
-                certain = min(chosen, self._cheapest(doubted, waiting))
+        if is_learned:
+            chosen = cheapest(believed)
+            is_due = chosen < last and self._is_due(begun[-1][1])
+            if is_due or (chosen > local and any(self.loads.hopes(tier, now_seconds) for tier in tokens_of)):
+                certain = min(chosen, cheapest(doubted))
                 is_explored = is_due or certain < chosen
-                if is_explored:
-                    chosen = min(self._probe(doubted, certain, block), last if is_due else chosen)
-        parts, load_seconds = found.cut(chosen, self.bytes_per_token)
-        load_tokens = chosen - found.local
-        decision = Decision(
-            found.local,
-            load_tokens,
-            last - chosen,
-            1e3 * (waiting + load_seconds) if load_tokens else 0.0,
-            self.prefill.is_learned,
-            is_explored,
-            parts,
-            waiting,
+            if is_explored:
+                # Further than is certain: by a block at least, and up to where loading takes no longer than computing
+                # everything would, if the tiers are as they were when last seen.
+                further = range(certain // block + 1, (last if is_due else chosen) // block + 1)
+                reached = bisect_right(
+                    further, computing(local), key=lambda blocks: load_seconds(parts(blocks * block), doubted)
+                )
+                chosen = further[max(0, reached - 1)] * block
+        load_tokens, loaded = chosen - local, parts(chosen) if chosen > local else ()
+        predicted_ms = 1e3 * (waiting + load_seconds(loaded, believed)) if load_tokens else 0.0
+        if not is_fetch:
+            self.counts.decisions += 1
+            self.counts.loaded_tokens += load_tokens
+            self.counts.declined_tokens += last - chosen
+            self.counts.explored += is_explored
+            self.counts.unlearned += not is_learned
+        return Decision(local, load_tokens, last - chosen, predicted_ms, is_learned, is_explored, loaded, waiting)
+
+    def choose_fetch(
+        self,
+        tier: HitTier,
+        here: int,
+        local: int,
+        located: int,
+        prompt_tokens: int,
+        block_tokens: int,
+        told_ms: float,
+        others_running: bool,
+        now_seconds: float,
+    ) -> tuple[Decision, float]:
+        """How much of what is elsewhere to fetch, from `here` on, and for how many seconds to wait for that.
+
+        here, located: up to which token the store has the chain, and could have it; at a block's boundary. local: what
+        the engine has itself. told_ms: how long the store expects to fetch all of it, infinite if unknown.
+        """
+        here, start, located = as_tokens(here), as_tokens(max(here, local)), as_tokens(located)
+        told = min(1e-3 * told_ms, LONGEST_SECONDS) if 0 < told_ms < inf else 0.0
+
+        def fetching(belief: Belief) -> tuple[float, float]:
+            overhead, byte_seconds = belief(tier, now_seconds)
+            return overhead, max(byte_seconds, (told - overhead) / (max(1, located - here) * self.bytes_per_token))
+
+        def speeds(belief: Belief) -> Speeds:
+            (overhead, byte_seconds), load = fetching(belief), belief(HitTier.DRAM, now_seconds)
+            overhead += (start - here) * self.bytes_per_token * byte_seconds
+            return lambda _: (overhead + load[0], byte_seconds + load[1])
+
+        fetch = [(tier, located - start)]
+        decision = self.choose(start, fetch, prompt_tokens, block_tokens, 0.0, others_running, now_seconds, speeds)
+        if not decision.load_tokens:
+            return replace(decision, local_tokens=here), 0.0
+        stop, tokens = start + decision.load_tokens, start - here + decision.load_tokens
+        overhead, byte_seconds = fetching(self.loads.of_tier)
+        expected = overhead + tokens * self.bytes_per_token * byte_seconds + decision.waiting_seconds
+        gained = self.prefill.more_seconds(start, prompt_tokens if decision.is_explored else stop)
+        longest = gained if gained is not None and decision.is_learned else UNLEARNED_SECONDS
+        is_known = told > 0 or self.loads.has_seen(tier)
+        patience = max(LEAST_WAIT_SECONDS, PATIENCE * expected) if is_known else UNLEARNED_SECONDS
+        parts = ((tier, tokens * self.bytes_per_token),)
+        decision = replace(
+            decision, local_tokens=here, load_tokens=tokens, predicted_load_ms=1e3 * expected, parts=parts
         )
-        self._count(decision)
-        return decision
+        return decision, min(longest, patience, LONGEST_SECONDS)
 
     def finished(
         self,
@@ -176,8 +262,7 @@ class CostModel:
             return
         loaded = decision.load_tokens if loaded_tokens is None else min(as_tokens(loaded_tokens), decision.load_tokens)
         self.counts.finished += 1
-        if loaded == decision.load_tokens or 1e3 * actual_seconds > decision.predicted_load_ms:
-            self.loads.observe(decision.parts, actual_seconds, now_seconds, decision.waiting_seconds)
+        self._learn(decision, actual_seconds, now_seconds, is_whole=loaded == decision.load_tokens)
         start = decision.local_tokens
         compute_seconds = self.prefill.more_seconds(start, start + loaded)
         if compute_seconds is None or not 0.0 <= actual_seconds <= LONGEST_SECONDS:
@@ -187,100 +272,26 @@ class CostModel:
         self.counts.regret_ms += 1e3 * max(0.0, -gained)
         self.counts.saved_ms += 1e3 * max(0.0, gained)
 
+    def fetch_ended(
+        self, decision: Decision, seconds: float, now_seconds: float, *, came: bool, of_ticket: bool = False
+    ) -> None:
+        """A fetch ended after that time. came: all of it; else its time is regretted. of_ticket: it may have waited for
+        another engine to compute, which teaches nothing."""
+        self.counts.fetches += 1
+        self.counts.short_fetches += not came
+        if of_ticket:
+            return
+        self._learn(decision, seconds, now_seconds, is_whole=came)
+        if not came and 0.0 <= seconds <= LONGEST_SECONDS:
+            self.counts.regret_ms += 1e3 * seconds
+
     # Inside --------------------------------------------------------------------------------------------------------
 
-    def _found(
-        self,
-        local: int,
-        runs: Sequence[tuple[HitTier, int]],
-        prompt: int,
-        block: int,
-        speeds: Callable[[HitTier], tuple[float, float]],
-    ) -> _Found:
-        found = _Found(local, prompt, [], [])
-        position, seconds = local, 0.0
-        for tier, tokens in runs:
-            start, position = position, max(position, min(position + as_tokens(tokens), prompt))
-            overhead, byte_seconds = speeds(tier)
-            is_paid = any(run.tier is tier for run in found.runs)
-            run = _Run(
-                tier, start, position, seconds + (0.0 if is_paid else overhead), byte_seconds * self.bytes_per_token
-            )
-            if position > start:
-                found.runs.append(run)
-                seconds = run.seconds_at(position)
-                # A run that begins within a block has its first boundary as an end of its own.
-                ends = sorted({-(-start // block) * block, position // block * block})
-                found.stops.extend(_Stop(end, run.seconds_at(end)) for end in ends if start < end <= position)
-        return found
+    def _learn(self, decision: Decision, seconds: float, now_seconds: float, *, is_whole: bool) -> None:
+        """From what came short: only that it takes at least so long."""
+        if is_whole or 1e3 * seconds > decision.predicted_load_ms:
+            self.loads.observe(decision.parts, seconds, now_seconds, decision.waiting_seconds)
 
-    def _cheapest(self, found: _Found, waiting_seconds: float) -> int:
-        def rest(token: int) -> float:
-            return self.prefill.more_seconds(token, found.prompt) or 0.0
-
-        totals = {stop.token: waiting_seconds + stop.load_seconds + rest(stop.token) for stop in found.stops}
-        return min(reversed([found.local, *totals]), key=lambda token: totals.get(token, rest(found.local)))
-
-    def _is_due(self) -> bool:
-        self._declining = (self._declining + 1) % self._explore_every
-        return self._declining == 0
-
-    def _probe(self, doubted: _Found, chosen: int, block: int) -> int:
-        """Further than was chosen: by one block at least, and up to where loading takes no longer than computing
-        everything would, if the tiers are as they were when last seen."""
-        affordable = self.prefill.more_seconds(doubted.local, doubted.prompt) or 0.0
-        reached = max(run.token_at(affordable) for run in doubted.runs)
-        reached = max(reached // block * block, (chosen // block + 1) * block)
-        return min(reached, doubted.stops[-1].token)
-
-    def _count(self, decision: Decision) -> None:
-        counts = self.counts
-        counts.decisions += 1
-        counts.loaded_tokens += decision.load_tokens
-        counts.declined_tokens += decision.declined_tokens
-        counts.explored += decision.is_explored
-        counts.unlearned += not decision.is_learned
-
-
-class _Stop(NamedTuple):
-    token: int
-    load_seconds: float
-
-
-class _Run(NamedTuple):
-    """Tokens start .. stop - 1, from one tier. base_seconds: of all before, with the overhead of this one."""
-
-    tier: HitTier
-    start: int
-    stop: int
-    base_seconds: float
-    token_seconds: float
-
-    def seconds_at(self, token: int) -> float:
-        return self.base_seconds + (token - self.start) * self.token_seconds
-
-    def token_at(self, seconds: float) -> int:
-        """The token of this run that a load reaches in `seconds`; 0 if it does not reach the run's start."""
-        if seconds <= self.base_seconds:
-            return 0
-        if self.seconds_at(self.stop) <= seconds:
-            return self.stop
-        return self.start + int((seconds - self.base_seconds) / self.token_seconds)
-
-
-class _Found(NamedTuple):
-    local: int
-    prompt: int
-    runs: list[_Run]
-    stops: list[_Stop]
-
-    def cut(self, token: int, bytes_per_token: float) -> tuple[tuple[tuple[HitTier, float], ...], float]:
-        """What is loaded up to a token: bytes by tier, and the seconds of that alone."""
-        parts = []
-        seconds = 0.0
-        for run in self.runs:
-            if run.start < token:
-                stop = min(token, run.stop)
-                parts.append((run.tier, (stop - run.start) * bytes_per_token))
-                seconds = run.seconds_at(stop)
-        return tuple(parts), seconds
+    def _is_due(self, tier: HitTier) -> bool:
+        self._declining[tier] = (self._declining[tier] + 1) % self._explore_every
+        return self._declining[tier] == 0

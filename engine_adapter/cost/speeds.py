@@ -7,7 +7,7 @@ odd: what cannot be a duration or a count is left out. No clock here: times are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log
 from operator import mul
@@ -179,6 +179,10 @@ def _fitted(squares: list[list[float]], products: list[float], solution: list[fl
 # of the time, so that a slow disk is not put down to DRAM.
 
 
+Speeds = Callable[[HitTier], tuple[float, float]]
+"""Seconds of overhead, and per byte."""
+
+
 @dataclass(frozen=True, slots=True)
 class TierPrior:
     """What is believed of a tier before anything was loaded from it, and again long after."""
@@ -276,12 +280,8 @@ class LoadSpeed:
         return self._beliefs.get(tier) or _TierBelief(0.0, 0.0)
 
     def seconds(self, parts: Sequence[tuple[HitTier, float]], now_seconds: float) -> float:
-        """What a load of these bytes from each tier takes. Each tier's overhead is paid once, whatever its size."""
-        total = 0.0
-        for tier, size_bytes in _joined(parts).items():
-            overhead, byte_seconds = self.of_tier(tier, now_seconds)
-            total += overhead + size_bytes * byte_seconds
-        return total
+        """What a load of these bytes from each tier takes."""
+        return load_seconds(parts, lambda tier: self.of_tier(tier, now_seconds))
 
     def observe(
         self,
@@ -315,3 +315,12 @@ def _joined(parts: Sequence[tuple[HitTier, float]]) -> dict[HitTier, float]:
         if size_bytes > 0:
             sizes[tier] = min(sizes.get(tier, 0.0) + size_bytes, MOST_BYTES)
     return sizes
+
+
+def load_seconds(parts: Sequence[tuple[HitTier, float]], speeds: Speeds) -> float:
+    """What a load of these bytes from each tier takes. Each tier's overhead is paid once, whatever its size."""
+    total = 0.0
+    for tier, size_bytes in _joined(parts).items():
+        overhead, byte_seconds = speeds(tier)
+        total += overhead + size_bytes * byte_seconds
+    return total

@@ -131,43 +131,35 @@ class AwaitStep:
 
 class WaitPlan:
     """One request's plan: what to do after each answer. policy: for blocks that another engine stores, if it is to wait
-    for them. fetch: for blocks elsewhere, if there is a courier. Pure."""
+    for them. fetch: for blocks elsewhere, where there is a courier. Pure."""
 
-    def __init__(self, policy: WaitPolicy | None, fetch: FetchPolicy | None) -> None:
+    def __init__(self, policy: WaitPolicy | None, fetch: FetchPolicy) -> None:
         self.policy, self.fetch = policy, fetch
         self._blocks = 0
         self._is_fetching = self._has_fetched = self._skips_fetch = self._was_fetched = False
 
-    @classmethod
-    def of_fetch(
-        cls, usable_blocks: int, seconds: float, block_tokens: int, policy: WaitPolicy | None = None
-    ) -> WaitPlan:
-        """To fetch what is elsewhere, as `FetchPolicy` decides. policy: as in `__init__`."""
-        return cls(policy, FetchPolicy(usable_blocks, seconds, block_tokens))
-
     def is_open(self, has_courier: bool) -> bool:
         """Whether it may wait for anything after another look."""
         may_wait = self.policy is not None and not self.policy.is_over
-        return may_wait or (has_courier and self.fetch is not None and not self.fetch.is_over)
+        return may_wait or (has_courier and not self.fetch.is_over)
 
     def looked(self, blocks: int, has_courier: bool) -> AwaitStep | m.Located | None:
         """After a look that found `blocks` of them: what to wait for before the next look; None for nothing. An empty
         `m.Located` means that the store is to be asked what is elsewhere."""
-        if self._has_fetched and self.fetch is not None:
+        if self._has_fetched:
             self.fetch.looked(blocks)
             self._skips_fetch |= blocks <= self._blocks
         self._blocks, self._has_fetched = blocks, False
         left = self.policy.seconds_left(blocks) if self.policy is not None else 0.0
         skips, self._skips_fetch = self._skips_fetch, False
-        may_fetch = has_courier and self.fetch is not None and (bool(left) or not self.fetch.is_over) and not skips
-        if may_fetch and self.fetch is not None and self.fetch.asks(blocks):
+        may_fetch = has_courier and not skips and (left > 0 or not self.fetch.is_over)
+        if may_fetch and self.fetch.asks(blocks):
             return m.Located(0, 0)
         return self._waiting(left, has_courier)
 
     def located(self, located: m.Located) -> AwaitStep | None:
         """What is elsewhere is known: what to wait for before the next look; None: nothing, and the last look
         stands."""
-        assert self.fetch is not None
         stop, seconds = self.fetch.chosen(located, self._blocks)
         if stop > self._blocks:
             self._is_fetching = True
@@ -180,7 +172,7 @@ class WaitPlan:
 
     def awaited(self, awaited: m.Awaited) -> None:
         """The wait for the last `AwaitStep` is over."""
-        if self._is_fetching and self.fetch is not None:
+        if self._is_fetching:
             self._is_fetching, self._has_fetched, self._was_fetched = False, True, True
             self._skips_fetch = awaited.end is not AwaitEnd.READABLE  # not to ask a failing holder again at once
             self.fetch.ended(awaited)
@@ -191,28 +183,26 @@ class WaitPlan:
 
     def ended(self) -> None:
         """The request is over. Safe to call again."""
-        if (self._is_fetching or self._has_fetched) and self.fetch is not None:
+        if self._is_fetching or self._has_fetched:
             self.fetch.looked(self._blocks)
         self._is_fetching = self._has_fetched = False
-        for part in (self.policy, self.fetch):
-            if part is not None:
-                part.is_over = True
+        self.fetch.is_over = True
+        if self.policy is not None:
+            self.policy.is_over = True
 
     def account(self, account: Account) -> Account:
-        for part in (self.fetch, self.policy):
-            account = part.account(account) if part is not None else account
-        return account
+        account = self.fetch.account(account)
+        return self.policy.account(account) if self.policy is not None else account
 
     @property
     def detail(self) -> str:
         """Why it waited in vain, in words; or nothing."""
-        parts = (self.policy, self.fetch)
-        return next((part.detail for part in parts if part is not None and part.detail), "")
+        return (self.policy.detail if self.policy is not None else "") or self.fetch.detail
 
     def _waiting(self, left: float, has_courier: bool) -> AwaitStep | None:
         if not left:
             return None
-        return AwaitStep(self._blocks, min(left, RELOCATE_SECONDS) if has_courier and self.fetch is not None else left)
+        return AwaitStep(self._blocks, min(left, RELOCATE_SECONDS) if has_courier else left)
 
 
 def wait_for_blocks(namespace: NamespaceHandle, prompt: Prompt, ticket: str, plan: WaitPlan, blocks: int) -> bool:
@@ -229,23 +219,12 @@ def wait_for_blocks(namespace: NamespaceHandle, prompt: Prompt, ticket: str, pla
     return has_waited
 
 
-class ParkedWaits:
-    """The waits of one scheduler that the store has not answered. Used by one thread."""
-
-    def __init__(self) -> None:
-        self.waiting: dict[PendingReply[m.Awaited], None] = {}
-        """In the order in which they were added. Without any there is nothing to read."""
-
-    def add(self, pending: PendingReply[m.Awaited]) -> None:
-        self.waiting[pending] = None
-
-    def remove(self, pending: PendingReply[m.Awaited]) -> None:
-        """Remove one that is over. Safe to call again."""
-        self.waiting.pop(pending, None)
+class ParkedWaits(dict[PendingReply[m.Awaited], None]):
+    """The waits of one scheduler that the store has not answered, in their order. Used by one thread."""
 
     def read(self) -> None:
         """Read the socket once for all of them: afterwards each knows whether it was answered."""
-        for pending in self.waiting:
+        for pending in self:
             if not pending.is_ready():
                 pending.poll()
                 return
@@ -289,12 +268,12 @@ class BlockWait:
             if located is None:
                 return False
             self._locating = None
-            self.is_over = not self._park(self.plan.located(located))
+            self._park(self.plan.located(located))
         if self._pending is not None:
             awaited = self._pending.poll() if self._pending.is_ready() else None
             if awaited is None:
                 return False
-            self._parked.remove(self._pending)
+            self._parked.pop(self._pending, None)
             self._pending = None
             self.plan.awaited(awaited)
         return True
@@ -305,21 +284,21 @@ class BlockWait:
         if isinstance(step, m.Located):
             self._locating = self._namespace.submit_locate(self._prompt, self._ticket)
             return True
-        self.is_over = not self._park(step)
+        self._park(step)
         return not self.is_over
 
     def end(self) -> None:
         """The request is over. Safe to call again."""
         if self._pending is not None:
-            self._parked.remove(self._pending)
+            self._parked.pop(self._pending, None)
         for pending in (self._opening, self._locating, self._pending):
             if pending is not None:
                 pending.cancel()
         self._opening = self._locating = self._pending = None
         self.plan.ended()
 
-    def _park(self, step: AwaitStep | None) -> bool:
+    def _park(self, step: AwaitStep | None) -> None:
+        self.is_over = step is None
         if step is not None:
             self._pending = self._namespace.submit_await(self._prompt, step.block, 1000 * step.seconds, step.located)
-            self._parked.add(self._pending)
-        return step is not None
+            self._parked[self._pending] = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from math import inf
 
-from engine_adapter.cost.fetches import LEAST_WAIT_SECONDS, PATIENCE
+from engine_adapter.cost.model import LEAST_WAIT_SECONDS, PATIENCE
 from kvstore.block.account import Account, MissReason
 from kvstore.protocol import messages as m
 from tiering.counts.awaits import AwaitEnd

@@ -12,8 +12,8 @@ from math import inf
 from typing import Any, Protocol, TypeVar, cast
 
 from engine_adapter.audit.audits import AuditVerdict, HitSaving
-from engine_adapter.cost.fetches import FetchDecision
 from engine_adapter.cost.load_choice import LoadChoice
+from engine_adapter.cost.model import Decision
 from engine_adapter.handoff.fetch import FetchPolicy
 from engine_adapter.paged.announcements import Announcements
 from engine_adapter.paged.lookup import PrefixLookup
@@ -221,13 +221,6 @@ class RequestState:
         if self.facts.hands_over and self.sealing is None and self.prompt.keys:
             self.sealing = namespace.submit_seal(self.prompt, seconds)
 
-    def ticket(self) -> str:
-        """The ticket for the next engine; "" if there is none."""
-        told = self.sealing.poll() if self.sealing is not None else None
-        if self.sealing is not None:
-            self.sealing.cancel()
-        return told.ticket if told is not None else ""
-
     @property
     def is_to_renew(self) -> bool:
         """Whether its stored blocks are still to be retained as it asks."""
@@ -241,19 +234,29 @@ class RequestState:
         self.is_renewed = True
         return held
 
-    def told(self) -> dict[str, Any]:
-        """The report for its user when it is over. load_ms: None if its load has not been reported yet."""
-        told: dict[str, Any] = {
+    def outcome(self) -> dict[str, Any]:
+        """What becomes of it, as far as is known."""
+        return {
             **self.account.to_dict(),
             "detail": self.detail,
-            "load_ms": round(self.load_ms, 3) if self.load is None else None,
+            "load_ms": round(self.load_ms, 3),
             "saved_blocks": self.saved_blocks,
             "put_reasons": {str(reason): count for reason, count in self.put_reasons.items()},
         }
+
+    def told(self) -> dict[str, Any]:
+        """The report for its user when it is over. load_ms: None if its load has not been reported yet. ticket: for the
+        next engine."""
+        told = self.outcome()
+        if self.load is not None:
+            told["load_ms"] = None
         if self.facts.ignored:
             told["ignored"] = list(self.facts.ignored)
-        if ticket := self.ticket():
-            told["ticket"] = ticket
+        if self.sealing is not None:
+            sealed = self.sealing.poll()
+            self.sealing.cancel()
+            if sealed is not None and sealed.ticket:
+                told["ticket"] = sealed.ticket
         return told
 
 
@@ -270,17 +273,17 @@ class RequestFetch(FetchPolicy):
         is_busy: Callable[[], bool],
     ) -> None:
         """is_busy: whether the engine runs other requests meanwhile."""
-        super().__init__(0, 0.0, block_tokens)
+        super().__init__(max(0, state.prompt.tokens - 1) // block_tokens, 0.0, block_tokens)
         self._state, self._choice, self._announced = state, choice, announced
         self._clock, self._is_busy = clock, is_busy
-        self._decision: FetchDecision | None = None
+        self._decision: Decision | None = None
         self._began_at = 0.0
         self._first = self._last = 0  # the blocks that are expected
 
     def asks(self, blocks: int) -> bool:
         """Not for an admitted request, and never for the last token, which is computed."""
         local = self._state.local_tokens // self._block_tokens
-        asks = not self._state.is_admitted and self._usable > max(blocks, local)
+        asks = not self._state.is_admitted and self._most > max(blocks, local)
         self._choice.costs.counts.locates += asks
         return asks
 
@@ -288,28 +291,28 @@ class RequestFetch(FetchPolicy):
         """Announces fetched blocks to routers once they are here, like stored ones."""
         assert located.tier is not None
         block, state = self._block_tokens, self._state
-        self._decision = decision = self._choice.fetches.choose(
+        usable, self._began_at = min(located.blocks, self._most), self._clock()
+        self._decision, seconds = self._choice.costs.choose_fetch(
             located.tier,
             blocks * block,
             state.local_tokens,
-            min(located.blocks, self._usable) * block,
+            usable * block,
             state.prompt.tokens,
             block,
             # `located.milliseconds` is for all located blocks; fewer take proportionally less.
-            located.milliseconds * (min(located.blocks, self._usable) - blocks) / (located.blocks - blocks),
+            located.milliseconds * (usable - blocks) / (located.blocks - blocks),
             self._is_busy(),
-            self._clock(),
+            self._began_at,
         )
-        self._began_at = self._clock()
-        self._first, self._last = blocks, max(blocks, decision.tokens // block)
+        self._first, self._last = blocks, blocks + self._decision.load_tokens // block
         self._announced.expect(state.request, state.prompt.keys[self._first : self._last], self._first)
-        return self._last, decision.seconds
+        return self._last, seconds
 
     def learn(self, *, came: bool) -> None:
         decision, self._decision, now = self._decision, None, self._clock()
         if decision is not None:
             seconds, name = now - self._began_at, self._state.request.request_id
-            self._choice.fetches.ended(decision, seconds, now, came=came, of_ticket=bool(self._state.facts.ticket))
+            self._choice.costs.fetch_ended(decision, seconds, now, came=came, of_ticket=bool(self._state.facts.ticket))
             if came:
                 self._choice.fetch_seconds[name] = self._choice.fetch_seconds.get(name, 0.0) + seconds
 
@@ -317,10 +320,6 @@ class RequestFetch(FetchPolicy):
         """Expect no longer the blocks that did not come."""
         keys = b"".join(self._state.prompt.keys[: self._last])
         self._announced.saved(keys, self._first, blocks)
-
-    @property
-    def _usable(self) -> int:
-        return max(0, self._state.prompt.tokens - 1) // self._block_tokens
 
 
 class RequestNews:
@@ -347,18 +346,9 @@ class RequestNews:
 
     def add(self, state: RequestState) -> None:
         """Report a request whose hits and misses are known; they count with its first report."""
-        account, counts, state.is_counted = state.account, not state.is_counted, True
-        told = RequestTold(
-            told_name(state.request.request_id),
-            account.asked,
-            {str(tier): count for tier, count in account.hits.items()},
-            {str(reason): count for reason, count in account.misses.items()},
-            state.detail[:MAX_TOLD_TEXT],
-            round(state.load_ms, 3),
-            state.saved_blocks,
-            {str(reason): count for reason, count in state.put_reasons.items()},
-            counts,
-        )
+        counts, state.is_counted = not state.is_counted, True
+        outcome = {**state.outcome(), "detail": state.detail[:MAX_TOLD_TEXT]}
+        told = RequestTold(told_name(state.request.request_id), counts=counts, **outcome)
         with self._lock:
             self._waiting.append(told)
         self.is_due()

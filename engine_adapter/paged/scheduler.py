@@ -326,7 +326,7 @@ class PagedScheduler:
                 self._offer_state(one, orders)
         self._running = running
         self._idle_seconds = IDLE_WAIT_SECONDS
-        if self._parked.waiting:
+        if self._parked:
             self._parked.read()
         if self._failures:
             orders.failures_seen = dict(self._failures)

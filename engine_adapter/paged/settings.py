@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any, get_type_hints
+
+import msgspec
+from msgspec import Meta
 
 from kvstore.block import payload
 from kvstore.block.errors import BadInput
@@ -38,6 +41,21 @@ class LoadMode(StrEnum):
     LAYERWISE = "layerwise"  # the same, layer by layer while the step runs
 
 
+def _whole(lowest: int, highest: int) -> Meta:
+    return Meta(ge=lowest, le=highest, description=f"a whole number from {lowest} to {highest}")
+
+
+def _one_of(*allowed: str) -> Meta:
+    return Meta(description=f"one of {', '.join(allowed)}")
+
+
+Flag = Annotated[bool, Meta(description="true or false")]
+Priority = Annotated[int, _whole(-100, 100)]
+Ttl = Annotated[float, Meta(gt=0, lt=1 << 40, description="seconds above 0 and below 2**40")]
+_Deadline = Annotated[float, Meta(ge=0, le=MAX_DEADLINE_MS, description=f"milliseconds, 0 to {MAX_DEADLINE_MS}")]
+_CODECS = ("auto", *sorted(payload.CODEC_NAMES))
+
+
 @dataclass(frozen=True, slots=True)
 class ConnectorSettings:
     """url: of the store, as for `kvstore.open`. codec: "auto" is 8 bits if the pages are known to be K and V of 16- or
@@ -52,24 +70,24 @@ class ConnectorSettings:
     OpenTelemetry spans of look-ups, leases and loads. ttl: seconds for which saved blocks are retained. priority: of
     saved blocks, -100 .. 100; above 0 they are retained for nine seconds times the priority after their last use."""
 
-    url: str
-    codec: str = "auto"
-    save: SavePolicy = SavePolicy.ALL
-    load: LoadMode = LoadMode.AUTO
-    match_deadline_ms: float = 20.0
-    lease_deadline_ms: float = 50.0
-    model: str = ""
-    weights_epoch: int = 0
-    block_tokens: int = 0
-    load_threads: int = 1
-    save_bytes: int = 1 << 30
-    save_patience_ms: float = 1000.0
-    cost_model: bool = True
-    audit: float = 0.001
-    without_prefix_caching: bool = False
-    traces: bool = False
-    ttl: float | None = None
-    priority: int = 0
+    url: Annotated[str, Meta(pattern="^unix:", description='a sidecar\'s socket, as "unix:/run/kvstore/kvstore.sock"')]
+    codec: Annotated[str, Meta(pattern=rf"^({'|'.join(_CODECS)})\Z"), _one_of(*_CODECS)] = "auto"
+    save: Annotated[SavePolicy, _one_of(*SavePolicy)] = SavePolicy.ALL
+    load: Annotated[LoadMode, _one_of(*LoadMode)] = LoadMode.AUTO
+    match_deadline_ms: _Deadline = 20.0
+    lease_deadline_ms: _Deadline = 50.0
+    model: Annotated[str, Meta(description="the fingerprint of the weights as text")] = ""
+    weights_epoch: Annotated[int, _whole(0, 1 << 62)] = 0
+    block_tokens: Annotated[int, _whole(0, MAX_BLOCK_TOKENS)] = 0
+    load_threads: Annotated[int, _whole(1, 16)] = 1
+    save_bytes: Annotated[int, _whole(0, 1 << 40)] = 1 << 30
+    save_patience_ms: _Deadline = 1000.0
+    cost_model: Flag = True
+    audit: Annotated[float, Meta(ge=0, le=1, description="a share from 0 to 1")] = 0.001
+    without_prefix_caching: Flag = False
+    traces: Flag = False
+    ttl: Annotated[Ttl | None, Meta(description="seconds above 0 and below 2**40, or null")] = None
+    priority: Priority = 0
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> ConnectorSettings:
@@ -77,7 +95,7 @@ class ConnectorSettings:
         if "sketch_every" in given:
             _log.warning("kv_connector_extra_config: sketch_every was removed, and prompts are judged by kvstore lint")
             given = {name: value for name, value in given.items() if name != "sketch_every"}
-        known = [field.name for field in fields(ConnectorSettings)]
+        known = get_type_hints(ConnectorSettings, include_extras=True)
         unknown = sorted(set(given) - set(known))
         if unknown:
             raise BadInput(
@@ -86,54 +104,15 @@ class ConnectorSettings:
             )
         if "url" not in given:
             raise BadInput('kv_connector_extra_config has no url; give the sidecar\'s socket, {"url": "unix:PATH"}')
-        checked = dict(given)
-        for name, kind in (("save", SavePolicy), ("load", LoadMode)):
-            if name in checked:
-                checked[name] = _one_of(name, kind, checked[name])
-        if "codec" in checked:
-            checked["codec"] = payload.codec_meant(checked["codec"])
-        settings = ConnectorSettings(**checked)
-        settings._check()
-        return settings
-
-    def _check(self) -> None:
-        is_url = isinstance(self.url, str) and self.url.startswith("unix:")
-        _wanted("url", self.url, is_url, 'a sidecar\'s socket, as "unix:/run/kvstore/kvstore.sock"')
-        codecs = ("auto", *sorted(payload.CODEC_NAMES))
-        _wanted("codec", self.codec, self.codec in codecs, f"one of {', '.join(codecs)}")
-        for name in ("match_deadline_ms", "lease_deadline_ms", "save_patience_ms"):
-            value = getattr(self, name)
-            _wanted(name, value, _is_number(value, 0, MAX_DEADLINE_MS), f"milliseconds, 0 to {MAX_DEADLINE_MS}")
-        _wanted("model", self.model, isinstance(self.model, str), "the fingerprint of the weights as text")
-        for name, lowest, highest in (
-            ("weights_epoch", 0, 1 << 62),
-            ("block_tokens", 0, MAX_BLOCK_TOKENS),
-            ("load_threads", 1, 16),
-            ("save_bytes", 0, 1 << 40),
-            ("priority", -100, 100),
-        ):
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool) and lowest <= value <= highest
-            _wanted(name, value, whole, f"a whole number from {lowest} to {highest}")
-        for name in ("cost_model", "without_prefix_caching", "traces"):
-            _wanted(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
-        _wanted("audit", self.audit, _is_number(self.audit, 0, 1), "a share from 0 to 1")
-        is_ttl = self.ttl is None or (_is_number(self.ttl, 0, 1 << 40) and self.ttl > 0)
-        _wanted("ttl", self.ttl, is_ttl, "seconds above 0 and below 2**40, or null")
+        if "codec" in given:
+            given = {**given, "codec": payload.codec_meant(given["codec"])}
+        checked = {name: taken(f"kv_connector_extra_config has {name}", given[name], known[name]) for name in given}
+        return ConnectorSettings(**checked)
 
 
-def _is_number(value: object, lowest: float, highest: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and lowest <= value <= highest
-
-
-def _one_of(name: str, kind: type[StrEnum], value: object) -> StrEnum:
+def taken(name: str, value: Any, kind: Any) -> Any:
+    """The value of a setting or a hint. Raises `BadInput`, with what its kind allows."""
     try:
-        return kind(str(value))
-    except ValueError:
-        allowed = ", ".join(kind)
-        raise BadInput(f"kv_connector_extra_config has {name}={value!r}; allowed: {allowed}") from None
-
-
-def _wanted(name: str, value: object, is_right: bool, wanted: str) -> None:
-    if not is_right:
-        raise BadInput(f"kv_connector_extra_config has {name}={value!r}; give {wanted}")
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        raise BadInput(f"{name}={value!r:.80}; give {kind.__metadata__[-1].description}") from None

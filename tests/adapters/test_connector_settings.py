@@ -79,7 +79,7 @@ WRONG: list[tuple[str, Any]] = [
     *(("save_bytes", value) for value in (-1, "1GiB", 1 << 41)),
     *((name, value) for name in ("cost_model", "without_prefix_caching", "traces") for value in (1, "true", None)),
     *(("audit", value) for value in (-0.1, 1.1, True, "0.1", NAN, None)),
-    *(("ttl", value) for value in (0, -1, True, "60", NAN, 1e30)),
+    *(("ttl", value) for value in (0, -1, True, "60", NAN, 1 << 40, 1e30)),
     *(("priority", value) for value in (-101, 101, 1.0, True, None)),
 ]
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from engine_adapter.cost import fetches
-from engine_adapter.cost.fetches import FetchModel
-from engine_adapter.cost.model import CostModel
+from engine_adapter.cost import model
+from engine_adapter.cost.model import EXPLORE_EVERY, CostModel, Decision
 from engine_adapter.cost.speeds import LoadSpeed, PrefillSpeed
 from engine_adapter.handoff import block_wait
 from engine_adapter.handoff.block_wait import AwaitStep, WaitPlan, WaitPolicy
@@ -216,7 +215,7 @@ def test_a_courier_that_brings_nothing_is_waited_for_no_longer_than_chosen(tmp_p
         began = time.monotonic()
         account = two.ask("a", prompt)
         assert account["misses"]["deadline"] == 448 and account["hits"] == {}
-        assert time.monotonic() - began >= fetches.LEAST_WAIT_SECONDS
+        assert time.monotonic() - began >= model.LEAST_WAIT_SECONDS
         counts = two.two.half.choice.costs.counts
         assert (counts.locates, counts.fetches, counts.short_fetches) == (1, 1, 1) and counts.regret_ms >= 50
 
@@ -347,7 +346,7 @@ def test_whatever_comes_when_nothing_is_left_and_every_number_is_right(
     tmp_path: Path, history: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 0.1)
-    monkeypatch.setattr(fetches, "UNLEARNED_SECONDS", 0.1)
+    monkeypatch.setattr(model, "UNLEARNED_SECONDS", 0.1)
     seed = SEED + history
     print(f"FETCH_SEED={SEED}, history {history}")
     draw = Random(seed)
@@ -392,68 +391,88 @@ def test_whatever_comes_when_nothing_is_left_and_every_number_is_right(
 # The parts ------------------------------------------------------------------------------------------------------------
 
 
-def learned(seconds_per_token: float = 1e-3) -> CostModel:
+def learned(seconds_per_token: float = 1e-3, *, is_on: bool = True) -> CostModel:
     prefill = PrefillSpeed()
     for tokens in (200, 400, 600, 800) * 4:
         prefill.observe([(0, tokens)], 0, 0.01 + seconds_per_token * tokens)
-    return CostModel(prefill, LoadSpeed(), bytes_per_token=1000.0)
+    return CostModel(prefill, LoadSpeed(), bytes_per_token=1000.0, is_on=is_on)
 
 
-def choose(model: FetchModel, ms: float = 1.0, here: int = 0, local: int = 0, located: int = 640, **given: Any) -> Any:
-    return model.choose(HitTier.PEER, here, local, located, 700, 64, ms, False, given.get("now", 0.0))
+def chosen(
+    costs: CostModel, ms: float = 1.0, here: int = 0, local: int = 0, located: int = 640, now: float = 0.0
+) -> tuple[Decision, float]:
+    return costs.choose_fetch(HitTier.PEER, here, local, located, 700, 64, ms, False, now)
+
+
+def tokens(costs: CostModel, ms: float = 1.0, **given: Any) -> int:
+    return chosen(costs, ms, **given)[0].load_tokens
 
 
 def test_what_takes_longer_than_computing_is_declined_and_tried_once_in_a_while() -> None:
-    model = FetchModel(learned(), is_on=True)
-    assert choose(model).tokens == 640
-    assert choose(model, ms=300).tokens == 640 and choose(model, ms=1000).tokens == 0
-    tried = [one for one in (choose(model, ms=1000) for _ in range(640)) if one.tokens]
-    assert len(tried) in (9, 10, 11) and all(one.is_explored and 64 <= one.tokens < 640 for one in tried)
-    assert choose(FetchModel(learned(), is_on=False), ms=1e6).tokens == 640
+    costs = learned()
+    assert (tokens(costs), tokens(costs, 300), tokens(costs, 1000), tokens(costs, 1e9)) == (640, 640, 0, 0)
+    tried = [one for one, _ in (chosen(costs, ms=1000) for _ in range(640)) if one.load_tokens]
+    assert len(tried) in (9, 10, 11) and all(one.is_explored and 64 <= one.load_tokens < 640 for one in tried)
+    assert costs.counts.decisions == 0, "these count loads"
+    assert tokens(learned(is_on=False), ms=1e6) == 640
+
+
+def test_what_is_declined_of_fetches_and_of_loads_is_tried_for_itself() -> None:
+    """A request often declines both, one after the other."""
+    costs = learned(1e-6)
+    tried = {True: 0, False: 0}
+    for _ in range(3 * EXPLORE_EVERY):
+        tried[True] += tokens(costs, ms=1000) > 0
+        tried[False] += costs.choose(0, [(HitTier.NVME, 640)], 700, 64, 1.0, False, 0.0).load_tokens > 0
+    assert tried == {True: 3, False: 3}
+
+
+def test_what_the_engine_has_itself_comes_along_and_saves_nothing() -> None:
+    costs = learned()
+    assert tokens(costs, ms=300, here=64, local=320) == 576, "from where the store's part ends"
+    assert tokens(costs, ms=300, local=576) == 0, "computing one block is sooner"
+    assert tokens(costs, local=640) == tokens(costs, local=700) == 0
 
 
 def test_the_wait_is_the_smaller_of_computing_and_a_few_times_what_is_expected() -> None:
-    model = FetchModel(learned(), is_on=True)
-    assert choose(model, ms=1).seconds == fetches.LEAST_WAIT_SECONDS
-    assert choose(model, ms=100).seconds == pytest.approx(0.4)
-    assert choose(model, ms=300).seconds == pytest.approx(0.64, rel=0.05)
-    assert choose(model, ms=300, local=320, located=640).tokens == 640
-    assert choose(model, ms=300, local=576).tokens == 0, "computing one block is sooner"
-    unlearned = FetchModel(CostModel(PrefillSpeed(), LoadSpeed(), bytes_per_token=1000.0), is_on=True)
-    assert choose(unlearned, ms=1e5).seconds == fetches.UNLEARNED_SECONDS and choose(unlearned, ms=inf).tokens == 640
+    costs = learned()
+    assert chosen(costs, ms=1)[1] == model.LEAST_WAIT_SECONDS
+    assert chosen(costs, ms=100)[1] == pytest.approx(0.4)
+    assert chosen(costs, ms=300)[1] == pytest.approx(0.64, rel=0.05)
+    unlearned = CostModel(PrefillSpeed(), LoadSpeed(), bytes_per_token=1000.0)
+    assert chosen(unlearned, ms=1e5)[1] == model.UNLEARNED_SECONDS and tokens(unlearned, ms=inf) == 640
 
 
 def test_finished_fetches_teach_how_fast_a_tier_is() -> None:
     costs = learned(1e-4)
-    model = FetchModel(costs, is_on=True)
-    assert choose(model, ms=inf).tokens == 640
+    assert tokens(costs, ms=inf) == 640
     for at in range(6):
-        model.ended(choose(model, ms=inf, now=at), 1.0, float(at), came=True)
-        if not choose(model, ms=inf, now=at).tokens:
+        costs.fetch_ended(chosen(costs, ms=inf, now=at)[0], 1.0, float(at), came=True)
+        if not tokens(costs, ms=inf, now=at):
             break
-    assert choose(model, ms=inf, now=10.0).tokens == 0, "a tenth of it is what computing takes"
+    assert tokens(costs, ms=inf, now=10.0) == 0, "a tenth of it is what computing takes"
     assert not costs.loads.has_seen(HitTier.DRAM) and not costs.loads.has_seen(HitTier.REMOTE)
-    before = costs.counts.regret_ms
-    model.ended(choose(FetchModel(costs, is_on=False)), 0.5, 11.0, came=False)
-    assert costs.counts.regret_ms == pytest.approx(before + 500) and costs.counts.short_fetches == 1
+    costs.fetch_ended(chosen(learned(is_on=False))[0], 0.5, 11.0, came=False)
+    assert costs.counts.regret_ms == pytest.approx(500) and costs.counts.short_fetches == 1
 
 
 @pytest.mark.parametrize("seconds", [-1.0, 0.0, inf, float("nan")])
 def test_no_number_makes_it_raise(seconds: float) -> None:
-    model = FetchModel(learned(), is_on=True)
+    costs = learned()
     draw = Random(3)
     for _ in range(300):
-        numbers = [draw.choice([-1, 0, 1, 64, 640, 1 << 40]) for _ in range(5)]
-        decision = model.choose(
-            HitTier.PEER, *numbers, draw.choice([0.0, -1.0, 5.0, inf, float("nan")]), draw.random() < 0.5, seconds
-        )  # type: ignore[arg-type]
-        assert decision.seconds >= 0 and decision.tokens >= 0
-        model.ended(decision, seconds, 0.0, came=draw.random() < 0.5)
+        here, local, located, prompt, block = (draw.choice([-1, 0, 1, 64, 640, 1 << 40]) for _ in range(5))
+        told_ms, is_busy = draw.choice([0.0, -1.0, 5.0, inf, float("nan")]), draw.random() < 0.5
+        decision, wait = costs.choose_fetch(
+            HitTier.PEER, here, local, located, prompt, block, told_ms, is_busy, seconds
+        )
+        assert wait >= 0 and decision.load_tokens >= 0
+        costs.fetch_ended(decision, seconds, 0.0, came=draw.random() < 0.5)
 
 
 def test_a_located_chain_is_waited_for_within_the_bound_that_was_given() -> None:
     bounded = FetchPolicy(10, 0.2, 64)
-    assert bounded.choose(m.Located(1, 8, HitTier.PEER, 10.0), 0) == (8, fetches.LEAST_WAIT_SECONDS)
+    assert bounded.choose(m.Located(1, 8, HitTier.PEER, 10.0), 0) == (8, model.LEAST_WAIT_SECONDS)
     assert bounded.choose(m.Located(1, 8, HitTier.PEER, 500.0), 0) == (0, 0.0)
     assert bounded.choose(m.Located(1, 20, HitTier.PEER, 300.0), 0) == (10, 0.2)
     assert bounded.choose(m.Located(1, 20, HitTier.PEER, inf), 4) == (10, 0.2)
