@@ -331,7 +331,7 @@ def test_parameters_are_checked(extra: dict[str, Any], what: str, weights: Path)
 def test_pages_that_are_no_blocks_are_refused(weights: Path) -> None:
     backend = KvStoreHiCache(config_of(extra_config={"url": "unix:x", "model_dir": str(weights)}), {})
     pool = host_pool(device_pool("mha"), "page_first", 8)
-    pool.page_size, pool.size = 8192, 3 * 8192
+    pool.page_size, pool.size = 32768, 3 * 32768
     with pytest.raises(BadInput, match=r"at most 16384.*smaller --page-size"):
         backend.register_mem_pool_host(pool)
     backend.close()
