@@ -42,8 +42,6 @@ class StatusPage(Collector):
 
     def page(self) -> bytes:
         """At most a second old."""
-        if self.is_kept():
-            return self._page
         with self._lock:
             if not self.is_kept():
                 self._page = self.render()
