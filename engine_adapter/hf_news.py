@@ -56,7 +56,7 @@ class CacheNews:
 
     def _gain(self, report: Report) -> float:
         computing = self.speed.more_seconds(0, report.account.hit_tokens)
-        return computing - _load_seconds(report) if computing else 0.0
+        return computing - _load_seconds(report) if computing is not None and report.account.hit_tokens else 0.0
 
 
 def _load_seconds(report: Report) -> float:

@@ -117,13 +117,15 @@ def test_several_passes_at_once_teach_nothing_and_one_does() -> None:
     assert news.speed.typical_step_seconds == pytest.approx(0.5)
 
 
-def test_what_took_longer_than_computing_is_regret() -> None:
+@pytest.mark.parametrize(("long_pass", "short_pass"), [(1.0, 0.125), (0.001, 0.008)])
+def test_what_took_longer_than_computing_is_regret(long_pass: float, short_pass: float) -> None:
+    """Also where computing seems to cost nothing, since the longer passes were the faster ones."""
     news = CacheNews()
-    for _ in range(10):
-        news.pass_begins(0, 1024, 0.0)
-        news.pass_ends(1.0)
+    for tokens, seconds in ((1024, long_pass), (128, short_pass)) * 10:
+        news.pass_begins(0, tokens, 0.0)
+        news.pass_ends(seconds)
     per_token = news.speed.more_seconds(0, 512)
-    assert per_token is not None
+    assert per_token is not None and (per_token == 0) == (long_pass < short_pass)
     slow = Report(513, 64, Account.of([(HitTier.NVME, 512), (MissReason.LAST_TOKEN, 1)]), restored_ms=3000.0)
     assert news._gain(slow) == pytest.approx(per_token - 3.0) and news._gain(slow) < 0
     assert news._gain(Report(513, 64, Account.of([(MissReason.ABSENT, 513)]), lookup_ms=50.0)) == 0
