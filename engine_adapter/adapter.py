@@ -74,25 +74,14 @@ class Report:
 
     @property
     def computed_tokens(self) -> int:
-        """Prompt tokens whose KV was computed."""
         return self.prompt_tokens - self.account.hit_tokens
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Generated tokens per second after the first one; 0 where there is only one."""
-        elapsed = sum(self.itl_ms)
-        return 1e3 * len(self.itl_ms) / elapsed if elapsed else 0.0
-
-    def itl_percentile(self, percent: float) -> float:
-        """Inter-token latency in milliseconds at a percentile (nearest rank); 0 where there is only one token."""
-        ranked = sorted(self.itl_ms) or [0.0]
-        return ranked[max(0, ceil(len(ranked) * percent / 100) - 1)]
 
     def to_dict(self) -> dict[str, object]:
         made = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("account", "itl_ms")}
         made |= self.account.to_dict()
-        made |= {"itl_ms_p50": self.itl_percentile(50), "itl_ms_p99": self.itl_percentile(99)}
-        made |= {"tokens_per_second": self.tokens_per_second}
+        gaps, seconds = sorted(self.itl_ms) or [0.0], sum(self.itl_ms) / 1e3
+        made |= {f"itl_ms_p{one}": gaps[max(0, ceil(len(gaps) * one / 100) - 1)] for one in (50, 99)}  # nearest rank
+        made |= {"tokens_per_second": len(self.itl_ms) / seconds if seconds else 0.0}
         return {**made, "put_reasons": {str(reason): count for reason, count in self.put_reasons.items()}}
 
 
@@ -220,7 +209,6 @@ class StoreRequest:
 
     @property
     def is_open(self) -> bool:
-        """Whether it still uses the store."""
         return self._namespace is not None
 
     @property

@@ -26,12 +26,16 @@ import numpy as np
 import torch
 
 from engine_adapter.adapter import Report, StoreRequest, chosen_codec
+from engine_adapter.audit.audits import FRACTION, AuditVerdict, judged
+from engine_adapter.audit.blocks import experts_of
 from engine_adapter.hf.hbm_blocks import HbmBlocks
 from engine_adapter.hf.inputs import Prompts, checked_words, digests_of, prompts_of, token_set
+from engine_adapter.hf.kinds import RestoredKv
 from engine_adapter.hf.layers import WORDS, each_step, from_the_hit_on
 from engine_adapter.hf.state import LONGROPE
 from engine_adapter.hf.watch import ModelIdentity, ModelWatch
 from engine_adapter.hf_news import CacheNews
+from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput, StoreClosed, StoreError
 from kvstore.block.identity import ExtraKey, as_extra_keys
 from kvstore.block.layout import Layout
@@ -61,8 +65,6 @@ _GONE = {"generate_batch": "generate(prompts, ...)", "stream": "generate(..., st
 
 
 class SavedBlocks(StrEnum):
-    """Which blocks are saved."""
-
     EVERYTHING = "everything"  # every full block, of prompts and of answers
     WHOLE_CHUNKS = "whole_chunks"  # only blocks of whole cells of a prompt
 
@@ -74,16 +76,15 @@ class PrefixCache:
     computed: an answer can leave the cold one where two tokens are close. What was restored is never put again.
 
     Exactness. With codec "raw" what is restored is bit for bit what was computed. `SavedBlocks.EVERYTHING` restores all
-    whole blocks of a known prefix, those of answers too, and computes the rest in other shapes than cold, so with other
-    last bits. `SavedBlocks.WHOLE_CHUNKS` keeps and restores whole cells of a fixed grid alone: warm and cold compute
-    the same shapes and are bit-identical. The two, and grids of different cells, never mix.
+    whole blocks and computes the rest in other shapes than cold, so with other last bits. `SavedBlocks.WHOLE_CHUNKS`
+    restores whole cells of a fixed grid alone: warm and cold compute the same shapes and are bit-identical.
 
     Batches. Each prompt is looked up and prefilled by itself, so what is stored does not depend on neighbours, and a
     prefix that prompts of one batch share is computed once. Then all rows decode together, padded in front.
 
-    Changes. What the model computes for a short prompt is part of the namespace (`engine_adapter.hf.watch`): after a
-    change of adapters, hooks, weights and the like the same cache goes on in another namespace, and finds the old one
-    again when the change is taken back. What a running request computes after a change is not kept.
+    Changes. What the model computes for a short prompt is part of the namespace: after a change of adapters, hooks,
+    weights and the like the same cache goes on in another one, and finds the old one again when it is taken back. What
+    a running request computes after a change is not kept.
 
     Not thread-safe; no other code may use the model during a call.
     """
@@ -99,13 +100,18 @@ class PrefixCache:
         kept: SavedBlocks | str = SavedBlocks.EVERYTHING,
         hbm: str | int = 0,
         deadline_ms: float = 50,
+        audit: float = FRACTION,
     ) -> None:
         """store: without one, or with a closed one, the same code computes everything. codec: any of
         `kvstore.block.codec.CODECS`; left out, "int8-kc64", or "raw" for KV that 8 bits cannot hold. chunk_tokens: the
         most that a prompt's forward pass computes, a multiple of the block; with whole_chunks also the grid. hbm: the
         size of a pool of decoded blocks on the model's device, asked before the store. deadline_ms: how long a lookup
-        may wait for blocks. Raises `BadInput`, with one line.
+        may wait for blocks. audit: the share of hits that are computed all the same and compared: misses called
+        `audit`; a stored block that is another one ends the store's use, with an error in the log. Raises `BadInput`.
         """
+        if not 0 <= audit <= 1:
+            raise BadInput(f"an audit of {audit} of all hits; give a fraction from 0 (off) to 1")
+        self._audit, self._hits = audit, 0
         self.model = model
         with in_one_line(f"PrefixCache cannot serve a {type(model).__name__}"):
             self._watch = ModelWatch(model)
@@ -124,7 +130,7 @@ class PrefixCache:
         self._deadline_ms = deadline_ms
         self._identity = self._watch.identity()
         self._store, self._codec = store, codec
-        self._opened: dict[tuple[ModelIdentity, str], tuple[NamespaceHandle, PrefixStates | None]] = {}
+        self._opened: dict[tuple[ModelIdentity, str], tuple[NamespaceHandle | None, PrefixStates | None]] = {}
         self._table = "short"
         self.states: PrefixStates | None = None
         """Of recurrent layers, beside the namespace."""
@@ -148,7 +154,6 @@ class PrefixCache:
 
     @property
     def layout(self) -> Layout:
-        """Of the KV that the model computes now."""
         return self._watch.kinds.layout
 
     @property
@@ -224,6 +229,10 @@ class PrefixCache:
             return prompt_tokens
         return (prompt_tokens - 1) // self.chunk_tokens * self.chunk_tokens
 
+    def _audits_hit(self) -> bool:
+        self._hits += 1  # evenly spread
+        return int(self._hits * self._audit) > int((self._hits - 1) * self._audit)
+
     # Checks --------------------------------------------------------------------------------------------------------
 
     def _read(self, inputs: Any, given: dict[str, Any]) -> tuple[Prompts, dict[str, torch.Tensor], dict[str, Any]]:
@@ -247,7 +256,6 @@ class PrefixCache:
         return prompts, {name: one.to(self._watch.device) for name, one in pictures.items()}, given
 
     def _setting(self, given: Mapping[str, Any], name: str) -> Any:
-        """As `model.generate` finds it."""
         for place in (given.get("generation_config"), self.model.generation_config):
             if (value := given.get(name, getattr(place, name, None))) is not None:
                 return value
@@ -392,6 +400,10 @@ class _Request:
         (memory, pages), states = self._kinds.blank(matched, device), self._kinds.blank_states()
         if matched:
             start = row.request.load(pages, self._kinds.state_pages(states) if states else None)
+        brought, audited = states, 0
+        if start and start == matched and not (self._is_long or self.unseen) and self._owner._audits_hit():
+            report, states = row.request.report, self._kinds.blank_states()
+            report.account, audited, start = report.account.cut(0, MissReason.AUDIT), start, 0
         is_empty = not start and stop != 0
         row.cache = self._call.new_cache() if is_empty else self._kinds.filled(memory, start, states)
         row.with_kv = row.offered = start
@@ -405,10 +417,11 @@ class _Request:
         if self._policy is not None:
             last, parted = row.prompt_tokens - 1, row.request.found_tokens
             wanted = self._policy.wanted(start, last, row.prompt_tokens, parted_at=parted)
-            computed = max([computed, *wanted])
+        ends = {*wanted, audited}
+        computed = max(computed, *ends)
         self.unseen = {} if start else self.unseen
         while (begin := row.with_kv) < computed and not self.unseen:
-            end = min([begin + chunk, computed, *(one for one in wanted if one > begin)])
+            end = min([begin + chunk, computed, *(one for one in ends if one > begin)])
             self._news.pass_begins(begin, end, time.perf_counter())
             self._call(token_ids[:, begin:end], row.cache, begin, positions)
             if device.type == "cpu":  # elsewhere it is not computed yet
@@ -416,10 +429,23 @@ class _Request:
             row.with_kv = end
             if end in wanted:
                 row.states[end] = self._kinds.states_of(row.cache, 0)
+            if end == audited:
+                self._compare(row, memory, brought)
             if saves or (end - row.offered > MAX_WAITING_TOKENS and self._kinds.has_windows):
                 self._save(row, end)
         if stop is None:
             self._news.pass_begins(row.with_kv, row.prompt_tokens, time.perf_counter())
+
+    def _compare(self, row: _Row, memory: RestoredKv, states: Sequence[torch.Tensor]) -> None:
+        assert self._namespace is not None
+        owner, stored = self._owner, self._namespace.namespace
+        experts = experts_of(owner.model.config.get_text_config())
+        results = self._kinds.compared(memory, states, row.with_kv, row.cache, stored.codec, experts)
+        if judged(stored.digest().hex()[:12], results) is AuditVerdict.DRIFTED:
+            owner._opened[owner._identity, owner._table] = owner.namespace, owner.states = None, None
+            owner.pool = None
+            for one in self.rows:
+                one.request.withdraw("what is stored is not what the model computes")
 
     def step(self, token_ids: torch.Tensor) -> None:
         """After each step of `generate`, before it hands out the new tokens. token_ids: all of them, [rows, columns];
@@ -449,7 +475,6 @@ class _Request:
         self._stepped = now
 
     def end(self) -> None:
-        """Save the rest, and release everything."""
         for row in self.rows:
             self._save(row, row.with_kv)
             row.request.release()

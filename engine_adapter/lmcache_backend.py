@@ -270,7 +270,6 @@ class _Lane(Generic[A]):
         self._event.notify()
 
     def take(self, number: int) -> A | None:
-        """The answer, once."""
         task, default = self._tasks.get(number, (None, None))
         if task is None or not task.done():
             return None

@@ -106,7 +106,6 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
         follow_weight_updates()
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Register the pool of the KV itself."""
         super().register_mem_pool_host(mem_pool_host)
         self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
 
@@ -215,7 +214,6 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
         return [*(target_locations or [])[:done], *[None] * (len(keys) - done)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """One page out of a flat tensor."""
         return self.batch_set([key], [value])
 
     def batch_set(self, keys: Keys, values: Any = None, target_locations: Any = None, target_sizes: Any = None) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from engine_adapter.audit.blocks import experts_of
 from engine_adapter.model_files import model_fingerprint, snapshot_directory
 from engine_adapter.paged.pages import EnginePages, RegisteredGroup, register
 from engine_adapter.paged.settings import ConnectorSettings, LoadMode
@@ -264,7 +265,9 @@ def registered_pages(config: Any, groups: Any, kv_caches: Mapping[str, torch.Ten
         layer = modules[name]
         layer.impl.do_kv_cache_update(layer, key, value, kv_caches[name], slots)
 
-    return register(registered, parallel.rank % parallel.world_size, _scales(modules, kv_caches), write)
+    pages = register(registered, parallel.rank % parallel.world_size, _scales(modules, kv_caches), write)
+    pages.experts = experts_of(config.model_config.hf_text_config)
+    return pages
 
 
 def _registered(

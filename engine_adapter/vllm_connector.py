@@ -101,19 +101,14 @@ START_SECONDS = 10.0
 
 @dataclass
 class StepPlanMetadata(KVConnectorMetadata):
-    """One step's plan, from the scheduler to every worker."""
-
     step: StepPlan
 
 
 @dataclass
 class StepReportsMetadata(KVConnectorWorkerMetadata):
-    """One step's reports, from the workers to the scheduler."""
-
     step: StepReports
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """vLLM merges the workers' reports two by two."""
         assert isinstance(other, StepReportsMetadata)
         self.step.merge(other.step)
         return self
@@ -141,7 +136,6 @@ class ConnectorCounts(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For the engine's log line."""
         return {name: round(count, 2) for name, count in self.data.items() if name != LOAD_SECONDS}
 
     def is_empty(self) -> bool:

@@ -178,7 +178,6 @@ class EngineView:
         return int(self.request.num_prompt_tokens)
 
     def token_ids(self, first: int, stop: int) -> list[int]:
-        """The ids of tokens first .. stop - 1."""
         return list(self.request.all_token_ids[first:stop])
 
     def final(self, computed: int, *, has_drafts: bool) -> int:

@@ -215,7 +215,6 @@ class KvStoreTier(SecondaryTierManager):
         self._adapters.doubt()
 
     def shutdown(self) -> None:
-        """End all threads and disconnect. Safe to call again."""
         self._chunks.close()
 
     @classmethod

@@ -318,7 +318,6 @@ class EmbeddedStore:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
         return self._store.closed
 
     def __enter__(self) -> EmbeddedStore:

@@ -250,7 +250,6 @@ def listening_socket(path: Path, mode: int) -> socket.socket:
 
 
 def remove_socket(path: Path) -> None:
-    """Unlink a socket."""
     path.unlink(missing_ok=True)
 
 

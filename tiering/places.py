@@ -79,7 +79,6 @@ class HeldPlaces:
         return extent in self._counts
 
     def places(self) -> Column:
-        """All held places."""
         found = [np.flatnonzero(counts) | (extent << SLOT_BITS) for extent, counts in self._counts.items()]
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
@@ -178,7 +177,6 @@ class FurtherParts:
         self._tables: dict[int, _Table] = {}
 
     def extend(self, rows: int) -> None:
-        """Add so many rows."""
         self.counts.extend(array("H", bytes(2 * rows)))
         self._slots.extend(array("i", bytes(4 * rows)))
 

@@ -70,7 +70,6 @@ class SlabHeader:
         return PAGE_BYTES + slot * self.slot_class.frame_bytes
 
     def pack(self, mac_key: bytes) -> bytes:
-        """One page."""
         assert len(self.about) <= MAX_ABOUT_BYTES
         fields = _SLAB.pack(
             _SLAB_MAGIC,

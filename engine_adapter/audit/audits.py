@@ -55,7 +55,6 @@ class Holdout:
 
     @property
     def takes_all(self) -> bool:
-        """Whether no hit is loaded at present."""
         return self._fraction >= 1.0 or self.first_left > 0
 
     def begins(self, request: str, now_seconds: float) -> bool:

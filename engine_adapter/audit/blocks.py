@@ -7,9 +7,9 @@ layer; what is further apart was computed with something else. Imports torch onl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import hypot, isfinite, sqrt
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -33,20 +33,17 @@ Planes = Mapping[int, Sequence[torch.Tensor]]
 # them; and where factors are rounded to 2**-11 (TF32), a last bit can tip one of them. 2**-12 is far above both, and
 # far below any other set of weights.
 #
-# Measured on a CPU, chunks of 64 to 1280 tokens beside chunks of 256: random Llamas of 4 to 32 layers, at most 2.2 u
-# sqrt(layers) in 16 bits with weights drawn so wide that errors grow from layer to layer, and 1.3 u with usual ones;
-# the demo's trained model at most 0.4 u; in float32 at most 0.0031 of what is allowed. 8-bit codecs change little.
+# Random Llamas of 4 to 32 layers, in chunks of 64 to 1280 tokens beside chunks of 256, are at most 2.2 u sqrt(layers)
+# apart in 16 bits, and at 0.0031 of what is allowed in float32. Found for certain (the tests show it): weights that
+# each change by a random share of themselves, 2 in 100 on average in bfloat16, 3 in 1000 in float16, 1 in 1000 in
+# float32.
 #
-# The tests show which changes are found for certain if every weight changes by a random share of itself: in the random
-# models 2 in 100 on average in bfloat16, 3 in 1000 in float16, 1 in 1000 in float32; in the trained model, which is
-# less sensitive, 5 in 100, 1 in 100, 2 in 1000. Not found: 1 in 1000 in bfloat16, where most weights stay as they are.
+# What was computed behind a prefix that an 8-bit codec had restored carries that prefix's errors: two roundings more in
+# each layer, of K and of V, of a size that is measured on the block itself; four times their random walk is allowed as
+# well. Changes of less than that hide behind it, so an audit of 8 bits must compare first blocks too.
 #
-# What was computed behind a prefix that an 8-bit codec had restored carries that prefix's errors: in every layer,
-# attention reads a K and a V that are each off by what the codec makes of them. These are two roundings more in each
-# layer, of a size that is measured on the block itself; four times their random walk is allowed as well. Where every
-# block was computed behind restored ones, the tests find at most 0.9 of what is then allowed in the wide random models
-# above, 0.25 with usual weights, 0.2 in the trained one. Changes of less than that hide behind it, so an audit of 8
-# bits must compare first blocks too: nothing lies before them.
+# Of tokens that go to experts by the order of their scores, a share d is so near to another choice that two runs which
+# differ by d choose differently; such a token's share of one expert is then another one. That makes sqrt(d) / experts.
 
 ALLOWED_AT_FIRST: dict[torch.dtype, float] = {
     torch.float32: 2.0**-12,
@@ -57,9 +54,20 @@ ALLOWED_AT_FIRST: dict[torch.dtype, float] = {
 
 ALLOWED_CARRIED = 4
 """Times the error that an 8-bit codec makes in a layer's K and V: allowed in a model's first layer."""
+CODEC_ERROR = 2.0**-7
+"""Relative error (rms) of numbers in 8 bits, for states: nothing of these says what the KV before them lost."""
 
 EIGHT_BITS: dict[torch.dtype, float] = {torch.float8_e4m3fn: 2.0**-3, torch.float8_e5m2: 2.0**-2}
 """Distance of neighbouring numbers, relative to the smaller one, of KV that a bfloat16 model keeps in 8-bit floats."""
+
+
+EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
+
+
+def experts_of(config: Any) -> int:
+    """To how many experts a token goes, by a model's configuration for text; 0 for a model without."""
+    given = next((found for name in EXPERTS if (found := getattr(config, name, None))), 0)
+    return min(given) if isinstance(given, list) else given
 
 
 def allowed_error(dtype: torch.dtype, layer: int) -> float:
@@ -94,26 +102,14 @@ STEP_ERROR: dict[torch.dtype, float] = {
 """Relative error (rms) that each step's rounding may add to a state."""
 
 
-class StateGroup(Protocol):
-    """Layers with states of one shape. tensors: dtype and numbers of each tensor of a state, as they lie in its bytes;
-    made_of: the model's dtype."""
-
-    @property
-    def layers(self) -> tuple[int, ...]: ...
-
-    @property
-    def tensors(self) -> tuple[tuple[str, int], ...]: ...
-
-    @property
-    def made_of(self) -> str: ...
-
-
-def allowed_of_steps(dtype: torch.dtype, tokens: int) -> float:
-    """What a state's own roundings may add up to. Raises `BadInput` for numbers that are not floats."""
+def allowed_of_state(dtype: torch.dtype, made_of: torch.dtype, deepest: int, tokens: int, codec: str) -> float:
+    """Relative error (rms) up to which a state of that dtype behind so many tokens is close. made_of: the model's
+    dtype. deepest: its last layer. codec: of the KV before it. Raises `BadInput` for numbers that are not floats."""
     if dtype not in STEP_ERROR:
         known = ", ".join(str(one).removeprefix("torch.") for one in STEP_ERROR)
         raise BadInput(f"a state of {str(dtype).removeprefix('torch.')} cannot be audited; view it as one of: {known}")
-    return STEP_ERROR[dtype] * sqrt(tokens)
+    carried = 0.0 if codec == "raw" else ALLOWED_CARRIED * CODEC_ERROR * sqrt(deepest + 1)
+    return hypot(2 * allowed_error(made_of, deepest), 2 * carried, STEP_ERROR[dtype] * sqrt(tokens))
 
 
 def compare_block(
@@ -124,11 +120,13 @@ def compare_block(
     *,
     is_first: bool = True,
     allowed: Mapping[int, Sequence[float]] | None = None,
+    experts: int = 0,
 ) -> AuditResult:
     """Compare one block. stored: as decoded. computed: as the engine has it. codec: the namespace's, whose bound each
     number may be off by. deepest: the model's last layer, where layers are not numbered by depth. is_first: whether it
     is a prompt's first block; a later one may have been computed behind blocks that the codec restored. allowed: of
-    each layer and plane, instead of `allowed_error`. Raises `BadInput` if the two are not of one shape."""
+    each layer and plane, instead of `allowed_error`. experts: to which each token goes; 0 for a model without. Raises
+    `BadInput` if the two are not of one shape."""
     rows, bounds, layers = [], [], []
     for layer, planes in computed.items():
         if layer not in stored or len(stored[layer]) != len(planes):
@@ -145,6 +143,8 @@ def compare_block(
         carried = ALLOWED_CARRIED * _codec_error(table, len(set(layers)))
         depths = layers if deepest is None else [deepest] * len(layers)
         bounds = [hypot(own, carried * sqrt(layer + 1)) for own, layer in zip(bounds, depths, strict=True)]
+    if experts:
+        bounds = [hypot(own, sqrt(own) / experts) for own in bounds]
     errors = [_relative(excess, size) for size, _, excess, _ in table.tolist()]
     worst = max(range(len(rows)), key=lambda row: errors[row] / bounds[row])
     if table[:, 3].all():
@@ -155,33 +155,42 @@ def compare_block(
 
 
 def compare_opaque(
-    stored: Planes, computed: Planes, dtype: torch.dtype, deepest: int | None = None
+    stored: Planes, computed: Planes, dtype: torch.dtype, deepest: int | None = None, experts: int = 0
 ) -> AuditResult | None:
     """The same for opaque pages, in which the places of K and V are unknown. dtype: of the engine's tensors. If these
     are not floats, equal bytes are `EXACT`, and for all others there is no verdict: None."""
     size = torch.empty((), dtype=dtype).element_size()
     widths = [plane.shape[-1] for planes in computed.values() for plane in planes if plane.dtype is torch.uint8]
     if dtype in ALLOWED_AT_FIRST and all(width % size == 0 for width in widths):
-        return compare_block(_as_numbers(stored, dtype), _as_numbers(computed, dtype), "raw", deepest)
+        stored, computed = _as_numbers(stored, dtype), _as_numbers(computed, dtype)
+        return compare_block(stored, computed, "raw", deepest, experts=experts)
     pairs = [pair for layer, planes in computed.items() for pair in zip(stored[layer], planes, strict=True)]
     if not pairs or not all(torch.equal(_bits(one), _bits(other)) for one, other in pairs):
         return None
     return AuditResult(AuditVerdict.EXACT, 0.0, 1.0, next(iter(computed)))
 
 
-def compare_states(stored: Planes, computed: Planes, groups: Iterable[StateGroup], tokens: int) -> AuditResult:
-    """The same for recurrent states, of which each layer's plane is the bytes of some tensors. tokens: behind which
-    they are. Raises `BadInput`."""
-    into: tuple[dict[int, list[torch.Tensor]], ...] = ({}, {})
-    own: dict[int, list[float]] = {}
+def compare_states(
+    stored: Planes,
+    computed: Planes,
+    tensors: Mapping[int, Sequence[tuple[str, int]]],
+    made_of: torch.dtype,
+    tokens: int,
+    codec: str,
+    experts: int = 0,
+) -> AuditResult:
+    """The same for recurrent states, of which each layer's plane is the bytes of some tensors. tensors: dtype and
+    numbers of each. made_of, tokens, codec: as for `allowed_of_state`. Raises `BadInput`."""
     deepest = max(computed, default=0)
-    for group in groups:
-        of_terms = 2 * allowed_error(getattr(torch, group.made_of), deepest)
-        for layer in group.layers:
-            own[layer] = [hypot(of_terms, allowed_of_steps(getattr(torch, one), tokens)) for one, _ in group.tensors]
-            for target, planes in zip(into, (stored, computed), strict=True):
-                target[layer] = _tensors(planes[layer][0].flatten(), group.tensors)
-    return compare_block(into[0], into[1], "raw", allowed=own)
+    allowed = {
+        layer: [allowed_of_state(getattr(torch, dtype), made_of, deepest, tokens, codec) for dtype, _ in held]
+        for layer, held in tensors.items()
+    }
+    stored, computed = (
+        {layer: _tensors(planes[layer][0].flatten(), held) for layer, held in tensors.items()}
+        for planes in (stored, computed)
+    )
+    return compare_block(stored, computed, "raw", allowed=allowed, experts=experts)
 
 
 def _tensors(raw: torch.Tensor, tensors: Sequence[tuple[str, int]]) -> list[torch.Tensor]:

@@ -66,7 +66,6 @@ class ChunkOutcomes:
         self._is_away = False
 
     def count(self, **chunks: int) -> None:
-        """Add so many, by outcome."""
         with self._lock:
             self._counts.update({outcome: number for outcome, number in chunks.items() if number})
 
@@ -255,6 +254,5 @@ class ChunkSpace:
         return False
 
     def close(self) -> None:
-        """Disconnect. Safe to call again."""
         for opener in (self._reading, self._writing):
             opener.close(CLOSE_SECONDS)

@@ -4,17 +4,12 @@
                |== engine =|====== loaded ======|--- declined ---|--- not found ---|
                            '-- DRAM --'-- NVMe -'---- NVMe ------'
 
-    1. `choose` when a prefix was found: how much of it, and what that is expected to take.
-    2. `finished` when the load has ended: what it took teaches the speeds, and regret is counted.
+What other nodes or a remote tier have is decided alike: a fetch is a run of that tier, with its load from DRAM added. A
+request waits for it no longer than computing the same takes, and no longer than a few times the expected duration.
 
-What other nodes or a remote tier have is decided alike (`choose_fetch`, `fetch_ended`): a fetch is a run of that tier,
-with its load from DRAM added. A request waits for it no longer than computing the same takes, and no longer than a few
-times the expected duration.
-
-A tier whose speed was never learned is loaded from. A load that would be declined is tried now and then all the same,
-as a *probe*, since a belief that is never tested cannot be corrected; so is a tier that was slow when last
-seen and is only hoped to be better now. Pure: no clock, no waiting, some microseconds a call; must never raise for any
-number that it is given. Not thread-safe.
+A tier whose speed was never learned is loaded from. A load that would be declined is tried now and then as a *probe*,
+since a belief that is never tested cannot be corrected; so is a tier that was slow when last seen and is only hoped to
+be better now. No clock, no waiting, some microseconds a call; must never raise for any number. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -288,7 +283,6 @@ class CostModel:
     # Inside --------------------------------------------------------------------------------------------------------
 
     def _learn(self, decision: Decision, seconds: float, now_seconds: float, *, is_whole: bool) -> None:
-        """From what came short: only that it takes at least so long."""
         if is_whole or 1e3 * seconds > decision.predicted_load_ms:
             self.loads.observe(decision.parts, seconds, now_seconds, decision.waiting_seconds)
 

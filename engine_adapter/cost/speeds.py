@@ -258,7 +258,6 @@ class LoadSpeed:
         }
 
     def has_seen(self, tier: HitTier) -> bool:
-        """Whether a load from it has ended."""
         return self._belief(tier).loads > 0
 
     def of_tier(self, tier: HitTier, now_seconds: float) -> tuple[float, float]:

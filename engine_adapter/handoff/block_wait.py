@@ -251,7 +251,6 @@ class BlockWait:
 
     @property
     def is_parked(self) -> bool:
-        """Whether it waits for something that takes milliseconds."""
         return self._opening is not None or self._pending is not None
 
     def may_look(self) -> bool:

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
+from engine_adapter.audit.audits import AuditResult
+from engine_adapter.audit.blocks import allowed_of_state, compare_block
 from kvstore.block.errors import BadInput
 from kvstore.block.layout import DTYPE_BYTES, Attention, KvGroup, Layout
 from kvstore.block.pages import GroupPages, Pages
@@ -64,7 +66,7 @@ class CacheKinds:
                 is_grown = isinstance(earlier, torch.Tensor) and value.shape[-2] == 2 * earlier.shape[-2] > 0
                 if not is_grown or value.ndim not in (3, 4) or dtype not in DTYPE_BYTES:
                     where = f"its cache holds {'.'.join(map(str, path))} of shape {tuple(value.shape)} and {dtype}"
-                    raise BadInput(f"{where}; allowed: a row for each token, states of one size; call model.generate")
+                    raise BadInput(f"{where}; allowed: a row for each token, states of one size")
                 name = () if path[-1] in ("keys", "values") else path[2:]
                 grown.setdefault((path[1], name, dtype, heads), []).append(path)
         found: dict[KvGroup, dict[int, list[Path]]] = {}
@@ -125,6 +127,26 @@ class CacheKinds:
         for path, first in self.positions.items():
             planes[path] = torch.arange(tokens, device=first.device).expand(*first.shape[:-1], tokens)
         return self._made({**planes, **dict(zip(self.states, states, strict=True))}, tokens)
+
+    def compared(
+        self, memory: RestoredKv, states: Sequence[torch.Tensor], tokens: int, cache: Any, codec: str, experts: int
+    ) -> list[AuditResult]:
+        """What the store brought of the last block of so many tokens, and of the states behind them, beside `cache`, in
+        which the model computed as many."""
+        block, deepest = self.layout.block_tokens, len(cache.layers) - 1
+        stored, computed = dict[int, list[torch.Tensor]](), dict[int, list[torch.Tensor]]()
+        for number, _, paths in self._layers:
+            for path in paths if memory.planes[paths[0]].shape[-2] else ():  # else a chunk begins here
+                plane, now = memory.planes[path][0], _get(cache, path)[0, ..., -block:, :]
+                stop = plane.shape[-2] - memory.tokens + tokens
+                stored.setdefault(number, []).append(plane[:, stop - block : stop])
+                computed.setdefault(number, []).append(now.reshape(-1, block, now.shape[-1]))
+        results = [compare_block(stored, computed, codec, deepest, is_first=tokens == block, experts=experts)]
+        for (_, layer, *_), state, now in zip(self.states, states, self.states_of(cache, 0), strict=True):
+            allowed = {layer: [allowed_of_state(now.dtype, plane.dtype, deepest, tokens, codec)]}
+            brought, made = ({layer: [one.reshape(1, 1, -1)]} for one in (state, now))
+            results.append(compare_block(brought, made, "raw", allowed=allowed, experts=experts))
+        return results
 
     def joined(self, caches: Sequence[Any], tokens: int, repeats: int) -> Any:
         """One cache of several, each of one row, which end together, `tokens` columns wide; each row so many times."""

@@ -70,8 +70,6 @@ class ModelCall:
 
 
 class _EachStep(StoppingCriteria):
-    """Ends nothing."""
-
     def __init__(self, step: Callable[[torch.Tensor], None]) -> None:
         self._step = step
 

@@ -65,7 +65,7 @@ class Probe:
         try:
             kinds = CacheKinds(before, cache, self._chunked)
         except BadInput as error:
-            raise refusal(self._name, str(error)) from error
+            raise refusal(self._name, f"{error}; call model.generate") from error
         digest: str | None = _digest(first)
         later = "the KV of a token depends on the tokens behind it"
         second = self._kv(self._tokens[: CHUNK + ALIKE] + self._others[CHUNK + ALIKE :])[0]
@@ -79,7 +79,7 @@ class Probe:
         for mine, theirs in _leading(first, self._kv(self._tokens, PROBE_TOKENS)[0], kinds, PROBE_TOKENS):
             # Other shapes round otherwise, and a token on the edge between two experts may go to the other one.
             if (mine.float() - theirs.float()).norm() > MOST_OF_A_CUT * mine.float().norm():
-                raise refusal(self._name, "it computes something else where a prompt is cut")
+                raise refusal(self._name, "it computes something else where a prompt is cut; call model.generate")
         return kinds, digest
 
     def _kv(self, tokens: Sequence[int], chunk: int = CHUNK) -> tuple[Kv, Any, dict[Path, Any]]:
@@ -96,7 +96,7 @@ class Probe:
 
     def _refuse(self, error: Exception) -> None:
         said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise refusal(self._name, f"a trial run failed: {said}") from error
+        raise refusal(self._name, f"a trial run failed: {said}; call model.generate") from error
 
     def _check(self, one: Kv, other: Kv, kinds: CacheKinds, tokens: int, reason: str) -> None:
         for mine, theirs in _leading(one, other, kinds, tokens):
@@ -104,7 +104,7 @@ class Probe:
             tolerance = min(1e-2, sqrt(torch.finfo(mine.dtype).eps))
             mine, theirs = mine.float(), theirs.float()
             if not torch.allclose(mine, theirs, rtol=tolerance, atol=tolerance * float(mine.abs().max())):
-                raise refusal(self._name, reason)
+                raise refusal(self._name, f"{reason}; call model.generate")
 
 
 def _digest(kv: Kv) -> str:

@@ -59,7 +59,6 @@ class NamespaceOpener:
         self._is_told = False
 
     def want(self, facts: NamespaceSpec) -> None:
-        """Open this namespace, instead of an open one."""
         with self._changed:
             self._wanted, self._handle = facts, None
             if self._failed is not None and self._failed[0] is not MissReason.UNREACHABLE:
@@ -74,7 +73,6 @@ class NamespaceOpener:
         return self._handle
 
     def why_not(self) -> tuple[MissReason, str]:
-        """Why it is not open: a reason, and words."""
         if self._wanted is None:
             return MissReason.DISABLED, "nothing was opened yet"
         return self._failed or (MissReason.WARMING, "the namespace is being opened")
@@ -100,7 +98,6 @@ class NamespaceOpener:
         tell()
 
     def close(self, seconds: float) -> None:
-        """Disconnect. Safe to call again."""
         with self._changed:
             self._closed, self._handle = True, None
             self._changed.notify_all()

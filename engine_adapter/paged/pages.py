@@ -70,7 +70,7 @@ class RegisteredGroup:
 
 class EnginePages:
     """The planes of all layers. numbers: of the engine's layers, by name. stream: in which the engine reads and writes
-    them."""
+    them. experts: to which each token goes, 0 for a model without."""
 
     def __init__(
         self,
@@ -83,6 +83,7 @@ class EnginePages:
         that shape, but with each head's numbers of a page in the engine's order."""
         self.facts = facts
         self.numbers = dict(numbers or {})
+        self.experts = 0
         self._planes = planes
         self._as_they_lie = as_they_lie or planes
         self._sizes = {group.name: group.page_tokens for group in facts.groups}
@@ -187,7 +188,6 @@ def _named(packings: Collection[str]) -> str:
 
 
 def is_opaque(packing: str) -> bool:
-    """Whether any group's pages are opaque bytes."""
     return any(one.startswith(OPAQUE) for one in packing.split("+"))
 
 

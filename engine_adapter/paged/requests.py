@@ -360,7 +360,6 @@ class RequestNews:
                 self._timer = timer
 
     def is_due(self) -> None:
-        """A request was admitted, or is over."""
         self.due_at = min(self.due_at, self._told_at + TELL_SECONDS)
 
     def add_running(self, states: Iterable[RequestState]) -> None:
@@ -440,7 +439,6 @@ class RequestCounts:
         self.misses.update(account.misses)
 
     def load_ended(self, seconds: float, *, is_whole: bool) -> None:
-        """A load has ended, this long after its order."""
         if is_whole:
             self.load_seconds.append(seconds)
         else:

@@ -168,7 +168,6 @@ class SavePatience:
             self._stepped_at = now
 
     def gave_up(self, now: float) -> None:
-        """A save was lost."""
         self._hurried_until = now + HURRIED_SECONDS
 
     def seconds_left(self, since: float, now: float) -> float:

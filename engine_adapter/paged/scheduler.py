@@ -193,7 +193,6 @@ class PagedScheduler:
 
     @property
     def page_tokens(self) -> int:
-        """Tokens of the engine's page."""
         return self._facts.layout.page_tokens if self._facts is not None else 1
 
     # A request -------------------------------------------------------------------------------------------------------
@@ -449,7 +448,6 @@ class PagedScheduler:
         state.offered = min(state.offered, match.blocks if match is not None else 0)
 
     def _let_go(self, state: RequestState) -> None:
-        """Release what its look-ups hold. Safe to call again."""
         if state.lookup is not None:
             state.lookup.give_back()
         state.lookup = None

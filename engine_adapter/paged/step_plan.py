@@ -208,7 +208,6 @@ class StepReports:
     step: int = 0
 
     def merge(self, other: StepReports) -> None:
-        """Add another worker's reports."""
         self.step = max(self.step, other.step)
         self.loads += other.loads
         self.saves += other.saves

@@ -431,8 +431,9 @@ class PagedWorker:
     def _audit(self, order: SaveOrder, reader: _Reader) -> tuple[AuditResult, ...]:
         """Any thread. Compare the stored block with the computed one."""
         with contained(self._fault):
-            namespace = self._opened(order.namespace, OPEN_SECONDS, is_state=order.is_state)
-            if namespace is None:
+            kv = self._opened(order.namespace, OPEN_SECONDS)
+            namespace = self._states() if kv is not None and order.is_state else kv
+            if kv is None or namespace is None:
                 return ()
             first, layout = 0 if order.is_state else order.first_token, namespace.layout
             pages = self.pages.pages(order.tables, layout, first, is_exact=namespace.is_exact)
@@ -449,17 +450,20 @@ class PagedWorker:
                 reader.end()
             if not computed:
                 return ()
-            stored, codec = _block(into, layout, first), namespace.namespace.codec
+            stored, codec = _block(into, layout, first), kv.namespace.codec
             if order.is_state:
                 groups = [group for group in self.pages.facts.groups if group.is_state]
-                return (compare_states(stored, computed, groups, order.first_token + layout.block_tokens),)
+                tensors = {layer: group.tensors for group in groups for layer in group.layers}
+                made_of, tokens = getattr(torch, groups[0].made_of), order.first_token + layout.block_tokens
+                return (compare_states(stored, computed, tensors, made_of, tokens, codec, self.pages.experts),)
             # With several groups a layer's depth in the model is unknown: all may then differ as much as the last.
             deepest = len(pages.planes) - 1 if len(layout.groups) > 1 else None
             dtype = opaque_dtype(layout.packing)
             if dtype is not None:
-                result = compare_opaque(stored, computed, dtype, deepest)
+                result = compare_opaque(stored, computed, dtype, deepest, self.pages.experts)
                 return () if result is None else (result,)
-            return (compare_block(stored, computed, codec, deepest, is_first=order.first_token == 0),)
+            is_first, experts = order.first_token == 0, self.pages.experts
+            return (compare_block(stored, computed, codec, deepest, is_first=is_first, experts=experts),)
         return ()
 
     def _save(self, order: SaveOrder, save: _Reader) -> tuple[int, int, MissReason | None]:

@@ -274,7 +274,6 @@ class GoneReport:
     gone: Counted
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         found: dict[str, object] = {self.name: self.value, "blocks": self.gone.blocks, "elsewhere": self.gone.elsewhere}
         nodes = [{"node": node, "address": address} for node, address in self.gone.not_reached]
         return found | {"not_reached": nodes}

@@ -85,7 +85,6 @@ class StoreKeys:
             return [keys[-1] for keys in self._by_name().values()]
 
     def names(self) -> dict[bytes, str]:
-        """Names by tenants' ids."""
         with self._lock:
             return {keys[-1].tenant: name for name, keys in self._by_name().items()}
 

@@ -72,7 +72,6 @@ class Parking:
         return Response(self._store.awaited(one))
 
     def cancel(self, ones: Sequence[Parked]) -> None:
-        """End these waits."""
         self._store.awaits.end([one for one in ones if isinstance(one, ParkedAwait)], AwaitEnd.CANCELLED)
 
     def end_all(self) -> None:

@@ -194,7 +194,6 @@ class Settings:
 
     @property
     def admin_socket(self) -> str:
-        """The operator's socket."""
         return self.admin.socket or default_socket(self.store.data, ADMIN_SOCKET)
 
     @property
@@ -204,7 +203,6 @@ class Settings:
 
     @property
     def observe_socket(self) -> str:
-        """The observers' socket."""
         return self.observe.socket or default_socket(self.store.data, OBSERVE_SOCKET)
 
     @property

@@ -95,7 +95,6 @@ class Row:
         return None if self.target is None else self.target.is_met(self[self.target.of])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         figures = {name: getattr(self, name) for name in _FIGURES}
         target = self.target
         figures |= {
@@ -156,7 +155,6 @@ class BenchResult:
         return any(row.target is not None for row in self.rows)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         found: dict[str, Any] = {"bench": self.bench, "machine": machine()}
         found |= {} if self.options is None else {"options": asdict(self.options)}
         found |= self.about

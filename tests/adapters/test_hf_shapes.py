@@ -10,15 +10,15 @@ import sys
 import tempfile
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import kvstore
-from engine_adapter.audit.audits import AuditResult, AuditVerdict
-from engine_adapter.audit.blocks import compare_states
+from engine_adapter.adapter import StoreRequest
+from engine_adapter.audit.audits import AuditResult
+from engine_adapter.audit.blocks import compare_block
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput
 from kvstore.block.states import DEFAULT_SHARE, StatePolicy
@@ -26,6 +26,7 @@ from kvstore.node import EmbeddedStore
 
 pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
+from engine_adapter.hf import kinds as hf_kinds
 from engine_adapter.hf_cache import PrefixCache
 from hf_shapes import BESIDE, SHAPES, VOCABULARY, model_of_shape
 from kvstore.insight.models import KvKind
@@ -111,7 +112,7 @@ def test_each_kind_of_kv_is_restored_as_it_was_computed(name: str, tmp_path: Pat
     """And is what `served` says: a refusal is one line."""
     if SAID[name].verdict is Verdict.REFUSED:
         with pytest.raises(
-            BadInput, match=r"cannot serve model type '\w+': (its cache holds|a trial run failed)[^\n]+$"
+            BadInput, match=r"cannot serve model type '\w+': (its cache holds|a trial run failed)[^\n]+; call model.generate$"
         ):
             judge(name, str(tmp_path))
     else:
@@ -149,36 +150,72 @@ def test_a_chat_of_six_turns_is_found_again_by_few_states(name: str, store: Embe
     assert len(ends) - len(between) <= 2 * 6
 
 
+@pytest.mark.parametrize("codec", ["raw", "int8-kc64"])
+def test_a_share_of_the_hits_is_computed_and_compared(
+    codec: str, store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is not what the model computes is left, with one line in the log."""
+    model, save = model_of_shape("Qwen3 MoE"), StoreRequest.save
+    talk, first, second = Conversations(model, store, codec=codec, audit=0.5), prompt_of(400, 1), prompt_of(400, 2)
+    for restored, audited in ((0, 0), (384, 0), (0, 384), (384, 0), (0, 384)):
+        talk.cache.generate([first], max_new_tokens=4)
+        misses = talk.cache.report.account.misses
+        assert talk.restored == [restored] and misses.get(MissReason.AUDIT, 0) == audited
+    with monkeypatch.context() as patched:
+        patched.setattr(StoreRequest, "save", lambda self, ids, *given: save(self, second[: len(ids)], *given))
+        Conversations(model, store, codec=codec).cache.generate([prompt_of(400, 3)], max_new_tokens=1)
+    talk.cache.generate([first], max_new_tokens=4)
+    talk.ask([second])
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "is not what the engine computes" in line and talk.restored == [0]
+    assert talk.cache.report.detail == "what is stored is not what the model computes"
+    talk.ask([first])
+    assert talk.cache.report.account.misses == {MissReason.DISABLED: 400}
+    with pytest.raises(BadInput, match=r"give a fraction from 0 \(off\) to 1"):
+        PrefixCache(model, store, audit=-0.1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_what_audits_compare_tells_another_state_from_the_right_one(name: str, store: EmbeddedStore) -> None:
+def test_an_audited_hit_finds_a_wrong_state(name: str, store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a block before, of another prompt, or off by four times what is allowed: 20 of each, and no false alarm."""
-    cache = PrefixCache(model_of_shape(name).to(torch.bfloat16), store, codec="raw", chunk_tokens=64, deadline_ms=5000)
-    kinds, call, states = cache._watch.kinds, cache._watch.call, cache.states
-    held = [((str(one.dtype).removeprefix("torch."), one.numel()),) for one in kinds.states.values()]
-    groups = [SimpleNamespace(layers=(at,), tensors=one, made_of="bfloat16") for at, one in enumerate(held)]
+    model, given = model_of_shape(name).to(torch.bfloat16), {"codec": "raw", "chunk_tokens": 64, "deadline_ms": 5000}
+    saving, allowed = PrefixCache(model, store, audit=0, **given), list[float]()
+    kinds, call, save, compare = saving._watch.kinds, saving._watch.call, StoreRequest.save_state, compare_block
 
-    def stored(tokens: list[int]) -> list[torch.Tensor]:
-        found, of_key = kinds.blank_states(), states.match_of(cache.namespace.hashed(tokens).keys[-1])
-        with states.handle.lease(of_key, deadline_ms=5000) as lease:
-            assert states.handle.get(lease, into=kinds.state_pages(found)).tokens, lease.reason
-        return found
-
-    def compared(one: list[torch.Tensor], other: list[torch.Tensor]) -> AuditResult:
-        return compare_states(kinds.state_pages(one).planes, kinds.state_pages(other).planes, groups, 320)
-
-    for seed in range(20):
-        prompt, other = prompt_of(340, seed), prompt_of(340, seed + 20)
-        for tokens in (prompt[:260], prompt, other):
-            cache.generate(tokens, max_new_tokens=1)
-        ids, computed = torch.tensor([prompt[:320]]), call.new_cache()
+    def states_of(tokens: list[int]) -> list[torch.Tensor]:
+        ids, computed = torch.tensor([tokens]), call.new_cache()
         call(ids, computed, 0, call.positions(ids, torch.ones_like(ids)))
-        now = kinds.states_of(computed, 0)
-        right = compared(stored(prompt[:320]), now)
-        assert right.verdict is not AuditVerdict.DRIFTED
-        changed = [(state * (1 + 4 * right.allowed_error)).to(state.dtype) for state in now]
-        for wrong in (stored(prompt[:256]), stored(other[:320]), changed):
-            assert compared(wrong, now).verdict is AuditVerdict.DRIFTED
+        return kinds.states_of(computed, 0)
+
+    def is_found(seed: int, wrong: str, states: list[torch.Tensor] | None) -> bool:
+        """Whether a hit on a prompt that is stored with these states at 320 tokens is taken for wrong."""
+        prompt, of_prompt = prompt_of(340, seed), {"max_new_tokens": 1, "extra_keys": [wrong]}
+        with monkeypatch.context() as patched:
+            planted = {320: kinds.state_pages(states)} if states else {}
+            patched.setattr(
+                StoreRequest, "save_state", lambda self, ids, right: save(self, ids, planted.get(len(ids), right))
+            )
+            saving.generate(prompt, **of_prompt)
+        audited = PrefixCache(model, store, audit=1.0, **given)
+        audited.generate(prompt, **of_prompt)
+        assert audited.report.account.misses[MissReason.AUDIT] == 320
+        return audited.namespace is None
+
+    def noted(*planes: Any, **options: Any) -> AuditResult:
+        result = compare(*planes, **options)
+        allowed.append(result.allowed_error)
+        return result
+
+    monkeypatch.setattr(hf_kinds, "compare_block", noted)
+    for seed in range(20):
+        prompt, right = prompt_of(340, seed), states_of(prompt_of(340, seed)[:320])
+        allowed.clear()
+        assert not is_found(seed, "right", None)
+        changed = [(state * (1 + 4 * bound)).to(state.dtype) for state, bound in zip(right, allowed[1:], strict=True)]
+        assert is_found(seed, "before", states_of(prompt[:256]))
+        assert is_found(seed, "other", states_of(prompt_of(320, seed + 20)))
+        assert is_found(seed, "changed", changed)
 
 
 def with_pictures(name: str, seed: int, last: int = 230) -> tuple[list[int], dict[str, Any]]:

@@ -185,7 +185,8 @@ def test_the_first_audited_hit_finds_another_state(store: EmbeddedStore, planted
         before, now = sums(run)
         MEMORY[1][9] = now.view(torch.int8)
         raw = {1: [now.view(torch.uint8)]}
-        allowed = compare_states(raw, raw, PAGES_OF.facts.groups[1:], 320).allowed_error
+        tensors, made_of = {1: PAGES_OF.facts.groups[1].tensors}, getattr(torch, PAGES_OF.facts.groups[1].made_of)
+        allowed = compare_states(raw, raw, tensors, made_of, 320, "raw").allowed_error
         each = (now * (1 + allowed / 2), before, sums(run + 20)[1], now * (1 + 4 * allowed))
         stored = each[PLANTED.index(planted)].view(torch.uint8).view(1, 1, 1, 96)
         half = half_at(store, (5,), 1000 * run, Pages({1: [stored]}, [0], PAGE), audit=0.001)

@@ -145,7 +145,6 @@ class Scrub:
         return given_up
 
     def usage(self) -> ScrubUsage:
-        """Counts since the start."""
         return ScrubUsage(
             bytes_per_second=self._limits.bytes_per_second,
             passes=self._passes,

@@ -211,7 +211,6 @@ class StoreStamp:
         return self.sequence % STAMP_PAGES
 
     def pack(self) -> bytes:
-        """One page."""
         used = _STAMP.pack(
             _STAMP_MAGIC, FORMAT_VERSION, self.sequence, self.session, self.changes, self.clean, self.index_uid
         )

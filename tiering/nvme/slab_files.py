@@ -80,9 +80,7 @@ class Files(Protocol):
         """Give a slab's space back, durably. After a failure it may be there or not."""
         ...
 
-    def close(self) -> None:
-        """Let go of everything."""
-        ...
+    def close(self) -> None: ...
 
 
 class DirectFiles:

@@ -54,7 +54,6 @@ class ErrorReply(RespFault):
 
 
 def command(*words: bytes) -> bytes:
-    """Encode a command."""
     return b"".join((b"*%d\r\n" % len(words), *(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)))
 
 

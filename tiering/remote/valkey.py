@@ -138,7 +138,6 @@ class ValkeyEngine:
         self._is_closed = False
 
     def exists(self, keys: Sequence[bytes], deadline: float = inf) -> list[bool]:
-        """Pipelines the commands."""
         found: list[bool] = []
         deadline = self._bounded(deadline)
         with self._connection(deadline) as one:

@@ -134,7 +134,6 @@ class RemoteWorkers:
     # --- the verbs ---
 
     def exists(self, keys: Sequence[bytes], deadline: float) -> RemoteCall[list[bool]]:
-        """`RemoteEngine.exists`."""
         return self.submit(lambda: self._engine.exists(keys, deadline), deadline)
 
     def read(
@@ -161,7 +160,6 @@ class RemoteWorkers:
         return self.submit(lambda: self._engine.write(key, header, payload, ttl_ms, deadline), deadline, on_return)
 
     def delete(self, keys: Sequence[bytes], deadline: float) -> RemoteCall[int]:
-        """`RemoteEngine.delete`."""
         return self.submit(lambda: self._engine.delete(keys, deadline), deadline)
 
     def submit(self, work: Callable[[], T], deadline: float, on_return: Callable[[], None] = _nothing) -> RemoteCall[T]:
