@@ -112,7 +112,8 @@ def test_each_kind_of_kv_is_restored_as_it_was_computed(name: str, tmp_path: Pat
     """And is what `served` says: a refusal is one line."""
     if SAID[name].verdict is Verdict.REFUSED:
         with pytest.raises(
-            BadInput, match=r"cannot serve model type '\w+': (its cache holds|a trial run failed)[^\n]+; call model.generate$"
+            BadInput,
+            match=r"cannot serve model type '\w+': (its cache holds|a trial run failed)[^\n]+; call model.generate$",
         ):
             judge(name, str(tmp_path))
     else:
