@@ -42,8 +42,9 @@ Planes = Mapping[int, Sequence[torch.Tensor]]
 # each layer, of K and of V, of a size that is measured on the block itself; four times their random walk is allowed as
 # well. Changes of less than that hide behind it, so an audit of 8 bits must compare first blocks too.
 #
-# Of tokens that go to experts by the order of their scores, a share d is so near to another choice that two runs which
-# differ by d choose differently; such a token's share of one expert is then another one. That makes sqrt(d) / experts.
+# Of tokens that go to experts by the order of their scores, a share 2 d is so near to another choice that two runs that
+# differ by d choose differently; such a token has another expert for one of its own. That makes sqrt(2 d) / experts. An
+# indexer that chooses which tokens are attended to (DSA) counts as one expert.
 
 ALLOWED_AT_FIRST: dict[torch.dtype, float] = {
     torch.float32: 2.0**-12,
@@ -67,7 +68,7 @@ EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_exper
 def experts_of(config: Any) -> int:
     """To how many experts a token goes, by a model's configuration for text; 0 for a model without."""
     given = next((found for name in EXPERTS if (found := getattr(config, name, None))), 0)
-    return min(given) if isinstance(given, list) else given
+    return 1 if getattr(config, "index_topk", None) else min(given) if isinstance(given, list) else given
 
 
 def allowed_error(dtype: torch.dtype, layer: int) -> float:
@@ -144,7 +145,7 @@ def compare_block(
         depths = layers if deepest is None else [deepest] * len(layers)
         bounds = [hypot(own, carried * sqrt(layer + 1)) for own, layer in zip(bounds, depths, strict=True)]
     if experts:
-        bounds = [hypot(own, sqrt(own) / experts) for own in bounds]
+        bounds = [hypot(own, sqrt(2 * own) / experts) for own in bounds]
     errors = [_relative(excess, size) for size, _, excess, _ in table.tolist()]
     worst = max(range(len(rows)), key=lambda row: errors[row] / bounds[row])
     if table[:, 3].all():

@@ -461,12 +461,12 @@ def test_a_state_is_close_to_the_same_one_and_to_no_other(dtype: torch.dtype) ->
 
 def test_a_token_that_went_to_another_expert_is_no_drift() -> None:
     """Rounding decides between two experts of the same score; a block of which all tokens are off has drifted."""
-    experts = experts_of(model_of_shape("Qwen3 MoE").config)
+    experts, dsa = experts_of(model_of_shape("Qwen3 MoE").config), model_of_shape("DeepSeek V3.2").config
     now = reference(torch.bfloat16)[0]
     one, each = ({layer: [plane.clone() for plane in planes] for layer, planes in now.items()} for _ in range(2))
     one[LAST_LAYER][0][:, 5] *= 1.5
     each[LAST_LAYER][0] *= 1.5
-    assert experts == 2 and experts_of(model_of(torch.float32).config) == 0
+    assert (experts, experts_of(model_of(torch.float32).config), experts_of(dsa)) == (2, 0, 1)
     for stored, told, verdict in ((one, 0, "drifted"), (one, experts, "close"), (each, experts, "drifted")):
         assert compare_block(stored, now, "raw", experts=told).verdict == verdict
 
