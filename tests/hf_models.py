@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import transformers as T
 
 from engine_adapter.adapter import Report
 from engine_adapter.hf_cache import PrefixCache
+from kvstore.block.errors import BadInput
 
 VOCABULARY = 512
 MANY: dict[str, Any] = {
@@ -24,6 +27,7 @@ MANY: dict[str, Any] = {
 }
 """What every configuration knows; KV heads as many as heads."""
 GATED: dict[str, Any] = {**MANY, "intermediate_size": 128, "num_key_value_heads": 2, "initializer_range": 0.2}
+GATED |= {"max_position_embeddings": 2048}
 OWN_HEADS: dict[str, Any] = {**MANY, "intermediate_size": 128, "initializer_range": 0.2}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -117,6 +121,30 @@ def ask_all(cache: PrefixCache, prompts: Any, max_new_tokens: int, **options: An
     return [Answer(row, report) for row, report in zip(output[:, width:].tolist(), cache.reports, strict=True)]
 
 
+def cache_of(model: Any, store: Any = None, **options: Any) -> PrefixCache:
+    """Bit for bit, in cells of 128 tokens whatever the default is."""
+    return PrefixCache(model, store, **{"chunk_tokens": 128, "codec": "raw", **options})
+
+
+PROMPT = some_prompt(300)
+
+
+def answers(cache: PrefixCache) -> tuple[list[int], int]:
+    """Of `PROMPT`: the tokens, and how many of the prompt's came from the store. The tokens are the model's own."""
+    answer = ask(cache, PROMPT, 6)
+    assert answer.token_ids == plain_answer(cache.model, PROMPT, 6)
+    assert not answer.report.faults
+    return answer.token_ids, answer.report.restored_tokens
+
+
+@contextmanager
+def refused(said: str) -> Iterator[pytest.ExceptionInfo[BadInput]]:
+    """By one line that says this."""
+    with pytest.raises(BadInput, match=said) as caught:
+        yield caught
+    assert "\n" not in str(caught.value)
+
+
 class Each(T.StoppingCriteria):
     """Calls a function with the numbers of tokens so far, after each step; ends where it returns True."""
 
@@ -161,22 +189,6 @@ class Adapted(torch.nn.Module):
         change = self.scale * (self.parts[f"{self.active} down"] @ self.parts[f"{self.active} up"])
         self.inner.weight.data += change if isinstance(self.inner, T.pytorch_utils.Conv1D) else change.T
         self.merged = True
-
-
-class Scaled(torch.nn.Module):
-    """A projection of somebody's own: the projection inside, and a low-rank part that a number scales."""
-
-    def __init__(self, inner: torch.nn.Linear, scale: float, rank: int = 4) -> None:
-        super().__init__()
-        self.inner, self.scale = inner, scale
-        self.down = torch.nn.Linear(inner.in_features, rank, bias=False)
-        self.up = torch.nn.Linear(rank, inner.out_features, bias=False)
-        torch.nn.init.normal_(self.down.weight, std=0.2)
-        torch.nn.init.normal_(self.up.weight, std=0.2)
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.inner(states) + self.scale * self.up(self.down(states))
-        return result
 
 
 def replace_linear(model: Any, name: str, make: Callable[[torch.nn.Linear], torch.nn.Module]) -> torch.nn.Module:
