@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import transformers as T
 
 from engine_adapter.adapter import Report
 from engine_adapter.hf_cache import PrefixCache
+from kvstore.block.errors import BadInput
 
 VOCABULARY = 512
 MANY: dict[str, Any] = {
@@ -24,56 +27,57 @@ MANY: dict[str, Any] = {
 }
 """What every configuration knows; KV heads as many as heads."""
 GATED: dict[str, Any] = {**MANY, "intermediate_size": 128, "num_key_value_heads": 2, "initializer_range": 0.2}
+GATED |= {"max_position_embeddings": 2048}
 OWN_HEADS: dict[str, Any] = {**MANY, "intermediate_size": 128, "initializer_range": 0.2}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
-MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM", GATED),
-    "llama, eager": ("LlamaConfig", "LlamaForCausalLM", {**GATED, "attn_implementation": "eager"}),
-    "llama, tied": ("LlamaConfig", "LlamaForCausalLM", {**GATED, "tie_word_embeddings": True}),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", GATED),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**GATED, "head_dim": 32}),
-    "mistral": ("MistralConfig", "MistralForCausalLM", {**GATED, "sliding_window": None, "head_dim": 16}),
-    "mistral, sliding": ("MistralConfig", "MistralForCausalLM", {**GATED, "sliding_window": 64, "head_dim": 16}),
-    "phi": ("PhiConfig", "PhiForCausalLM", GATED),
-    "phi3": ("Phi3Config", "Phi3ForCausalLM", GATED),
-    "gemma": ("GemmaConfig", "GemmaForCausalLM", {**GATED, "head_dim": 16}),
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**GATED, "head_dim": 16}),
-    "olmo": ("OlmoConfig", "OlmoForCausalLM", GATED),
-    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", GATED),
-    "stablelm": ("StableLmConfig", "StableLmForCausalLM", GATED),
-    "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", GATED),
-    "cohere": ("CohereConfig", "CohereForCausalLM", GATED),
-    "granite": ("GraniteConfig", "GraniteForCausalLM", GATED),
-    "glm": ("GlmConfig", "GlmForCausalLM", {**GATED, "head_dim": 16}),
-    "glm4": ("Glm4Config", "Glm4ForCausalLM", {**GATED, "head_dim": 16}),
-    "helium": ("HeliumConfig", "HeliumForCausalLM", {**GATED, "head_dim": 16}),
-    "nemotron": ("NemotronConfig", "NemotronForCausalLM", {**GATED, "head_dim": 16}),
-    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", GATED),
-    "arcee": ("ArceeConfig", "ArceeForCausalLM", GATED),
-    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**GATED, "num_local_experts": 4}),
-    "qwen2 moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**GATED, **EXPERTS, "shared_expert_intermediate_size": 32}),
-    "qwen3 moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**GATED, **EXPERTS, "head_dim": 16}),
-    "opt": ("OPTConfig", "OPTForCausalLM", {**MANY, "ffn_dim": 128, "init_std": 0.2, "word_embed_proj_dim": 64}),
-    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {**MANY, "initializer_range": 0.2}),
-    "gpt neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", OWN_HEADS),
-    "gptj": ("GPTJConfig", "GPTJForCausalLM", {**MANY, "initializer_range": 0.2, "rotary_dim": 8}),
-    "codegen": ("CodeGenConfig", "CodeGenForCausalLM", {**MANY, "initializer_range": 0.2, "rotary_dim": 8}),
-    "bloom": ("BloomConfig", "BloomForCausalLM", {**MANY, "initializer_range": 0.2}),
-    "mpt": ("MptConfig", "MptForCausalLM", {**MANY, "initializer_range": 0.2}),
-    "falcon": ("FalconConfig", "FalconForCausalLM", {**MANY, "initializer_range": 0.2}),
-    "persimmon": ("PersimmonConfig", "PersimmonForCausalLM", OWN_HEADS),
-    "biogpt": ("BioGptConfig", "BioGptForCausalLM", OWN_HEADS),
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", GATED),
+    "llama, eager": ("LlamaForCausalLM", {**GATED, "attn_implementation": "eager"}),
+    "llama, tied": ("LlamaForCausalLM", {**GATED, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2ForCausalLM", GATED),
+    "qwen3": ("Qwen3ForCausalLM", {**GATED, "head_dim": 32}),
+    "mistral": ("MistralForCausalLM", {**GATED, "sliding_window": None, "head_dim": 16}),
+    "mistral, sliding": ("MistralForCausalLM", {**GATED, "sliding_window": 64, "head_dim": 16}),
+    "phi": ("PhiForCausalLM", GATED),
+    "phi3": ("Phi3ForCausalLM", GATED),
+    "gemma": ("GemmaForCausalLM", {**GATED, "head_dim": 16}),
+    "gemma2": ("Gemma2ForCausalLM", {**GATED, "head_dim": 16}),
+    "olmo": ("OlmoForCausalLM", GATED),
+    "olmo2": ("Olmo2ForCausalLM", GATED),
+    "stablelm": ("StableLmForCausalLM", GATED),
+    "starcoder2": ("Starcoder2ForCausalLM", GATED),
+    "cohere": ("CohereForCausalLM", GATED),
+    "granite": ("GraniteForCausalLM", GATED),
+    "glm": ("GlmForCausalLM", {**GATED, "head_dim": 16}),
+    "glm4": ("Glm4ForCausalLM", {**GATED, "head_dim": 16}),
+    "helium": ("HeliumForCausalLM", {**GATED, "head_dim": 16}),
+    "nemotron": ("NemotronForCausalLM", {**GATED, "head_dim": 16}),
+    "smollm3": ("SmolLM3ForCausalLM", GATED),
+    "arcee": ("ArceeForCausalLM", GATED),
+    "mixtral": ("MixtralForCausalLM", {**GATED, "num_local_experts": 4}),
+    "qwen2 moe": ("Qwen2MoeForCausalLM", {**GATED, **EXPERTS, "shared_expert_intermediate_size": 32}),
+    "qwen3 moe": ("Qwen3MoeForCausalLM", {**GATED, **EXPERTS, "head_dim": 16}),
+    "opt": ("OPTForCausalLM", {**MANY, "ffn_dim": 128, "init_std": 0.2, "word_embed_proj_dim": 64}),
+    "gpt2": ("GPT2LMHeadModel", {**MANY, "initializer_range": 0.2}),
+    "gpt neox": ("GPTNeoXForCausalLM", OWN_HEADS),
+    "gptj": ("GPTJForCausalLM", {**MANY, "initializer_range": 0.2, "rotary_dim": 8}),
+    "codegen": ("CodeGenForCausalLM", {**MANY, "initializer_range": 0.2, "rotary_dim": 8}),
+    "bloom": ("BloomForCausalLM", {**MANY, "initializer_range": 0.2}),
+    "mpt": ("MptForCausalLM", {**MANY, "initializer_range": 0.2}),
+    "falcon": ("FalconForCausalLM", {**MANY, "initializer_range": 0.2}),
+    "persimmon": ("PersimmonForCausalLM", OWN_HEADS),
+    "biogpt": ("BioGptForCausalLM", OWN_HEADS),
 }
-"""Configuration, class and fields. Some are refused: that is an answer too."""
+"""The class, which names its configuration, and the configuration's fields. Some are refused: that is an answer too."""
 
 
 def small_model(name: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
     """One of `MODELS`."""
-    config_name, model_name, fields = MODELS[name]
+    class_name, fields = MODELS[name]
     torch.manual_seed(seed)
-    config = getattr(T, config_name)(**{**fields, **changes})
-    model = getattr(T, model_name)(config).to(dtype).eval()
+    made = getattr(T, class_name)
+    model = made(made.config_class(**{**fields, **changes})).to(dtype).eval()
     # Wide in every architecture, whatever its initialisation makes of it; norms stay as they are.
     with torch.no_grad():
         for tensor in model.parameters():
@@ -115,6 +119,30 @@ def ask_all(cache: PrefixCache, prompts: Any, max_new_tokens: int, **options: An
     output = cache.generate(prompts, max_new_tokens=max_new_tokens, **{"do_sample": False, **options})
     width = max(report.prompt_tokens for report in cache.reports)
     return [Answer(row, report) for row, report in zip(output[:, width:].tolist(), cache.reports, strict=True)]
+
+
+def cache_of(model: Any, store: Any = None, **options: Any) -> PrefixCache:
+    """Bit for bit, in cells of 128 tokens whatever the default is."""
+    return PrefixCache(model, store, **{"chunk_tokens": 128, "codec": "raw", **options})
+
+
+PROMPT = some_prompt(300)
+
+
+def answers(cache: PrefixCache) -> tuple[list[int], int]:
+    """Of `PROMPT`: the tokens, and how many of the prompt's came from the store. The tokens are the model's own."""
+    answer = ask(cache, PROMPT, 6)
+    assert answer.token_ids == plain_answer(cache.model, PROMPT, 6)
+    assert not answer.report.faults
+    return answer.token_ids, answer.report.restored_tokens
+
+
+@contextmanager
+def refused(said: str) -> Iterator[pytest.ExceptionInfo[BadInput]]:
+    """By one line that says this."""
+    with pytest.raises(BadInput, match=said) as caught:
+        yield caught
+    assert "\n" not in str(caught.value)
 
 
 class Each(T.StoppingCriteria):
@@ -161,22 +189,6 @@ class Adapted(torch.nn.Module):
         change = self.scale * (self.parts[f"{self.active} down"] @ self.parts[f"{self.active} up"])
         self.inner.weight.data += change if isinstance(self.inner, T.pytorch_utils.Conv1D) else change.T
         self.merged = True
-
-
-class Scaled(torch.nn.Module):
-    """A projection of somebody's own: the projection inside, and a low-rank part that a number scales."""
-
-    def __init__(self, inner: torch.nn.Linear, scale: float, rank: int = 4) -> None:
-        super().__init__()
-        self.inner, self.scale = inner, scale
-        self.down = torch.nn.Linear(inner.in_features, rank, bias=False)
-        self.up = torch.nn.Linear(rank, inner.out_features, bias=False)
-        torch.nn.init.normal_(self.down.weight, std=0.2)
-        torch.nn.init.normal_(self.up.weight, std=0.2)
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.inner(states) + self.scale * self.up(self.down(states))
-        return result
 
 
 def replace_linear(model: Any, name: str, make: Callable[[torch.nn.Linear], torch.nn.Module]) -> torch.nn.Module:

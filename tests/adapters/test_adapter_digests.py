@@ -52,11 +52,12 @@ def test_files_are_read_in_the_background_and_nobody_waits(tmp_path: Path) -> No
     assert known(digests, 1, path)[0] == "of one"
 
 
-def test_two_numbers_of_the_same_content_have_one_digest(tmp_path: Path) -> None:
+def test_a_digest_is_of_the_content_and_a_number_that_names_another_folder_is_a_doubt(tmp_path: Path) -> None:
     digests = AdapterDigests(content_digest)
     assert known(digests, 1, adapter(tmp_path / "a"))[0] == "of one"
     assert known(digests, 2, adapter(tmp_path / "b"))[0] == "of one"
     assert known(digests, 3, adapter(tmp_path / "c", "two"))[0] == "of two"
+    assert digests.of(1, adapter(tmp_path / "c", "two"), reads_anew=False) == CHANGED
 
 
 def test_an_adapter_whose_files_change_is_not_cached_until_it_is_read_anew(tmp_path: Path) -> None:
@@ -70,12 +71,6 @@ def test_an_adapter_whose_files_change_is_not_cached_until_it_is_read_anew(tmp_p
     assert known(digests, 1, path, anew=True)[0] == "of one"
     adapter(tmp_path / "a", "third")
     assert known(digests, 1, path, anew=True)[0] == "of third"
-
-
-def test_a_number_that_names_another_folder_is_a_doubt(tmp_path: Path) -> None:
-    digests = AdapterDigests(content_digest)
-    assert known(digests, 1, adapter(tmp_path / "a"))[0] == "of one"
-    assert digests.of(1, adapter(tmp_path / "b", "two"), reads_anew=False) == CHANGED
 
 
 def test_files_that_change_while_they_are_read_are_a_doubt(tmp_path: Path) -> None:

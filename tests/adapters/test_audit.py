@@ -126,41 +126,23 @@ CLOSE = result_of(AuditVerdict.CLOSE, 0.003)
 DRIFTED = result_of(AuditVerdict.DRIFTED, 1.3)
 
 
-def test_the_worst_block_is_the_verdict() -> None:
-    assert judged("a", []) is None
-    assert judged("a", [EXACT, EXACT]) is AuditVerdict.EXACT
-    assert judged("a", [CLOSE, EXACT]) is AuditVerdict.CLOSE
-    assert judged("a", [EXACT, DRIFTED, CLOSE]) is AuditVerdict.DRIFTED
-    assert DRIFTED.of_allowed == pytest.approx(130)
-
-
-def test_a_drift_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_worst_block_is_the_verdict_and_a_drift_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "engine_adapter.audit.audits"):
-        assert judged("a", [DRIFTED, EXACT]) is AuditVerdict.DRIFTED
-        assert judged("c", [CLOSE]) is AuditVerdict.CLOSE
+        assert judged("a", []) is None
+        assert judged("a", [EXACT, EXACT]) is AuditVerdict.EXACT
+        assert judged("a", [CLOSE, EXACT]) is AuditVerdict.CLOSE
+        assert not caplog.records
+        assert judged("a", [EXACT, DRIFTED, CLOSE]) is AuditVerdict.DRIFTED
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.isprintable() and "namespace a is not what the engine computes: 1 of 2 blocks, layer 7" in line
+    assert line.isprintable() and "namespace a is not what the engine computes: 1 of 3 blocks, layer 7" in line
+    assert DRIFTED.of_allowed == pytest.approx(130)
 
 
 # What a hit saves -------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_said_before_there_are_two_of_each() -> None:
-    saving = TtftSaving()
-    for ttft in (0.1, 0.2, 0.3):
-        saving.record(False, 1000, 900, ttft)
-    saving.record(True, 1000, 900, 1.0)
-    saving.record(True, 100, 90, 0.5)
-    assert saving.estimate() is None
-    saving.record(True, 1000, 900, 1.4)
-    told = saving.estimate()
-    assert told is not None
-    assert told.mean_ms == pytest.approx(1000)
-    assert told.standard_error_ms == pytest.approx(1e3 * (0.01 / 3 + 0.08 / 2) ** 0.5)
-
-
 REQUESTS = st.lists(
-    st.tuples(st.booleans(), st.integers(1, 40), st.integers(1, 40), st.floats(0, 100)), min_size=1, max_size=60
+    st.tuples(st.booleans(), st.integers(1, 3), st.integers(1, 3), st.floats(0, 100)), min_size=1, max_size=60
 )
 
 

@@ -22,6 +22,7 @@ from kvstore.block.errors import BadInput
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
 from engine_adapter.hf.layers import ModelCall  # noqa: E402
+from hf_models import GATED  # noqa: E402
 from hf_shapes import model_of_shape  # noqa: E402
 from kvstore.demo.model import load_trained  # noqa: E402
 
@@ -39,17 +40,7 @@ Block = dict[int, list[torch.Tensor]]
 
 def model_of(dtype: torch.dtype, layers: int = 3, spread: float = USUAL, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=1024,
-        initializer_range=spread,
-    )
+    config = transformers.LlamaConfig(**{**GATED, "num_hidden_layers": layers, "initializer_range": spread})
     return transformers.LlamaForCausalLM(config).to(dtype).eval()
 
 
@@ -100,14 +91,6 @@ def compare(stored: list[Block], now: list[Block], codec: str, **more: bool) -> 
 
 
 # The same weights and tokens --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_was_computed_alike_is_exact(dtype: torch.dtype, codec: str) -> None:
-    for result in compare(reference(dtype), computed(model_of(dtype), prompt_of(), 256), codec):
-        assert result.verdict is AuditVerdict.EXACT
-        assert result.worst_error == result.of_allowed == 0.0
 
 
 @pytest.mark.parametrize("spread", [USUAL, WIDE])
@@ -179,20 +162,6 @@ OTHERS: dict[str, Callable[[torch.dtype], list[Block]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("codec", "is_first", "beyond"), [*((codec, True, 2) for codec in CODECS), (int8.KC64, False, 1)]
-)
-@pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_was_computed_otherwise_has_drifted(
-    dtype: torch.dtype, other: str, codec: str, is_first: bool, beyond: float
-) -> None:
-    """Also with the larger allowance of a block behind others that the codec restored."""
-    results = compare(OTHERS[other](dtype), reference(dtype), codec, is_first=is_first)
-    assert {result.verdict for result in results} == {AuditVerdict.DRIFTED}
-    assert min(result.of_allowed for result in results) > beyond
-
-
 def _transposed(plane: torch.Tensor) -> torch.Tensor:
     return plane.transpose(0, 1).contiguous().view(plane.shape)
 
@@ -216,14 +185,20 @@ LAYOUTS: dict[str, Callable[[Block], Block]] = {
 }
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("codec", "is_first", "beyond"), [*((codec, True, 2) for codec in CODECS), (int8.KC64, False, 1)]
+)
+@pytest.mark.parametrize("other", [*OTHERS, *LAYOUTS])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_lies_otherwise_has_drifted(dtype: torch.dtype, layout: str, codec: str) -> None:
-    stored = [LAYOUTS[layout](block) for block in reference(dtype)]
-    results = compare(stored, reference(dtype), codec)
+def test_what_was_computed_or_lies_otherwise_has_drifted(
+    dtype: torch.dtype, other: str, codec: str, is_first: bool, beyond: float
+) -> None:
+    """Also with the larger allowance of a block behind others that the codec restored."""
+    right = reference(dtype)
+    wrong = OTHERS[other](dtype) if other in OTHERS else [LAYOUTS[other](block) for block in right]
+    results = compare(wrong, right, codec, is_first=is_first)
     assert {result.verdict for result in results} == {AuditVerdict.DRIFTED}
-    assert min(result.of_allowed for result in results) > 2
+    assert min(result.of_allowed for result in results) > beyond
 
 
 # Weights off by these shares of themselves: (dtype, found, not found) in random models, and found in the trained one.
@@ -369,9 +344,6 @@ def test_what_cannot_be_compared_is_said() -> None:
             compare_block(stored, now, codec)
 
 
-# Through a store --------------------------------------------------------------------------------------------------
-
-
 # Pages that nobody can read as K and V --------------------------------------------------------------------------------
 
 
@@ -394,23 +366,20 @@ def test_bytes_are_compared_as_the_numbers_that_they_are(dtype: torch.dtype) -> 
         assert result.worst_layer == 1 or verdict is AuditVerdict.EXACT
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.float64, torch.int32])
-def test_of_bytes_that_are_no_such_numbers_only_equal_ones_say_something(dtype: torch.dtype) -> None:
-    plane = torch.randint(0, 256, (1, BLOCK, 40), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [*((dtype, 40) for dtype in (torch.uint8, torch.float8_e4m3fn, torch.float64, torch.int32)), (torch.float32, 6)],
+)
+def test_of_bytes_that_are_no_such_numbers_only_equal_ones_say_something(dtype: torch.dtype, width: int) -> None:
+    """Or slices that are no whole numbers."""
+    plane = torch.randint(0, 256, (1, BLOCK, width), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
     right = {0: [plane], 1: [plane.clone()]}
     result = compare_opaque(right, {0: [plane.clone()], 1: [plane]}, dtype)
     assert result is not None and result.verdict is AuditVerdict.EXACT
     other = plane.clone()
-    other[0, 63, 39] ^= 1
+    other[0, -1, -1] ^= 1
     for layer in (0, 1):
         assert compare_opaque({**right, layer: [other]}, right, dtype) is None
-
-
-def test_slices_of_bytes_that_are_no_whole_numbers_are_compared_as_bytes() -> None:
-    plane = torch.zeros((1, BLOCK, 6), dtype=torch.uint8)
-    result = compare_opaque({0: [plane]}, {0: [plane.clone()]}, torch.float32)
-    assert result is not None and result.verdict is AuditVerdict.EXACT
-    assert compare_opaque({0: [plane + 1]}, {0: [plane]}, torch.float32) is None
 
 
 # Recurrent states -------------------------------------------------------------------------------------------------

@@ -28,14 +28,15 @@ NAMES = [b"%064x" % number for number in range(150)]
 class Engine:
     """A host pool whose chunks lie in three runs each, and what is done with them."""
 
-    def __init__(self, store: SidecarStore, seed: int = 1) -> None:
+    def __init__(self, store: SidecarStore, seed: int = 1, *, opens: bool = True) -> None:
         rng = np.random.default_rng(seed)
         self.memory = [rng.integers(0, 256, (SLOTS, size), dtype=np.uint8) for size in SIZES]
         runs = [ChunkRun(one.ctypes.data, size, size) for one, size in zip(self.memory, SIZES, strict=True)]
         self.outcomes = ChunkOutcomes()
         spec = NamespaceSpec(1, "", "m", chunk_layout("kv", TOKENS, SIZES), "raw", 0, {})
         self.space = ChunkSpace(spec, runs, SLOTS, (store, store), self.outcomes)
-        wait_until(lambda: self.space.handle is not None)
+        if opens:
+            wait_until(lambda: self.space.handle is not None)
 
     def chunk(self, slot: int) -> bytes:
         return b"".join(one[slot].tobytes() for one in self.memory)
@@ -141,13 +142,11 @@ def test_clearing_evicts_for_all(engine: Engine, sidecar: Sidecar) -> None:
 
 def test_without_a_sidecar_nothing_is_found_and_nothing_raises(tmp_path: Path) -> None:
     with patient(kvstore.open(f"unix:{tmp_path / 'absent.sock'}")) as store:
-        memory = np.zeros((2, 8192), np.uint8)
-        spec = NamespaceSpec(1, "", "m", chunk_layout("kv", TOKENS, [8192]), "raw", 0, {})
-        outcomes = ChunkOutcomes()
-        space = ChunkSpace(spec, [ChunkRun(memory.ctypes.data, 8192, 8192)], 2, (store, store), outcomes)
+        engine = Engine(store, opens=False)
+        space = engine.space
         assert space.found(NAMES[:2]) == space.load(NAMES[:2], space.pages([0, 1]), 10) == 0
         assert space.store([], NAMES[:2], space.pages([0, 1]), 10) == ([False] * 2, 0) and not space.clear()
-        assert outcomes.take() == {"missing": 2, "failed_loads": 2, "failed_stores": 2}
+        assert engine.outcomes.take() == {"missing": 2, "failed_loads": 2, "failed_stores": 2}
         space.close()
 
 

@@ -125,6 +125,11 @@ def test_what_was_stored_is_loaded_bit_for_bit(engine: Engine, sidecar: Sidecar)
     assert set(stored.good) == set(NAMES) and stored.failed == [] and stored.size_bytes == 5 * CHUNK_BYTES
     assert engine.ask([*NAMES, name_of(99)]) == [ChunkState.HELD] * 5 + [ChunkState.MISSING]
     assert leases(sidecar) == 5, "what is held is pinned"
+    (space,) = sidecar.admin.facts().namespaces
+    looked = space.looked
+    assert space.block_tokens == CHUNK_TOKENS, "accounts are in the chunks' tokens"
+    told = (looked.asked_tokens, looked.found_tokens, sum(looked.hit_tokens.values()), looked.miss_tokens)
+    assert told == (6 * CHUNK_TOKENS, 0, 5 * CHUNK_TOKENS, {"absent": CHUNK_TOKENS})
     loaded = engine.load(NAMES[:4], [10, 11, 12, 13])
     assert set(loaded.good) == set(NAMES[:4]) and loaded.failed == []
     assert np.array_equal(engine.memory[10:14], before[[3, 1, 4, 0]])
@@ -134,16 +139,6 @@ def test_what_was_stored_is_loaded_bit_for_bit(engine: Engine, sidecar: Sidecar)
     wait_until(lambda: leases(sidecar) == 0)
     assert engine.outcomes.take() == {"stored": 5, "held": 5, "missing": 1, "loaded": 4}
     assert engine.outcomes.take() == {}
-
-
-def test_accounts_are_in_the_chunks_tokens(engine: Engine, sidecar: Sidecar) -> None:
-    engine.store(NAMES[:2], [0, 1])
-    engine.ask(NAMES[:3])
-    (space,) = sidecar.admin.facts().namespaces
-    looked = space.looked
-    assert space.block_tokens == CHUNK_TOKENS
-    told = (looked.asked_tokens, looked.found_tokens, sum(looked.hit_tokens.values()), looked.miss_tokens)
-    assert told == (3 * CHUNK_TOKENS, 0, 2 * CHUNK_TOKENS, {"absent": CHUNK_TOKENS})
 
 
 def test_another_process_finds_them_and_another_group_does_not(engine: Engine, sidecar: Sidecar) -> None:
@@ -160,10 +155,11 @@ def test_another_process_finds_them_and_another_group_does_not(engine: Engine, s
         assert np.array_equal(other.memory[:5], engine.memory[:5])
 
 
-def test_a_chunk_of_a_group_that_is_unknown_is_not_stored(sidecar: Sidecar) -> None:
+def test_a_chunk_of_an_unknown_group_or_without_a_slot_is_not_stored(sidecar: Sidecar) -> None:
     names = [name_of(number) for number in range(3)]
     with sidecar.client() as store, Engine(store) as engine:
         engine.opened().chunks._space_of = lambda name: {names[1]: -1, names[2]: 1}.get(name, 0)
+        assert engine.store(names, []).failed == names and engine.store([], []).failed == []
         assert engine.store(names, range(3)).failed == [names[2], names[1]]
         assert engine.ask(names) == [ChunkState.HELD, ChunkState.MISSING, ChunkState.MISSING]
         assert sidecar.store.usage().counters["stored_blocks"] == 1
@@ -318,17 +314,14 @@ class Held:
         self.go = threading.Event()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._space, name)
+        inner = getattr(self._space, name)
 
-    def get(self, *args: Any, **more: Any) -> Any:
-        self.begun.release()
-        assert self.go.wait(SECONDS)
-        return self._space.get(*args, **more)
+        def waiting(*args: Any, **more: Any) -> Any:
+            self.begun.release()
+            assert self.go.wait(SECONDS)
+            return inner(*args, **more)
 
-    def put(self, *args: Any, **more: Any) -> Any:
-        self.begun.release()
-        assert self.go.wait(SECONDS)
-        return self._space.put(*args, **more)
+        return waiting if name in ("get", "put") else inner
 
 
 @pytest.fixture
@@ -374,10 +367,6 @@ def test_a_job_above_the_bound_is_stored_whole_where_nothing_waits(held: tuple[E
     assert engine.ended(engine.begin_store([name_of(11)], [11])).failed, "behind it the bound holds"
     space.go.set()
     assert set(engine.ended(first).good) == set(names)
-
-
-def test_chunks_without_a_slot_fail(engine: Engine) -> None:
-    assert engine.store(NAMES, []).failed == NAMES and engine.store([], []).failed == []
 
 
 def test_closing_waits_for_a_copy_and_lets_go_of_what_is_held(sidecar: Sidecar) -> None:

@@ -62,8 +62,8 @@ class Case:
     queued: float
     others: bool
 
-    def choose(self, model: CostModel) -> Decision:
-        return model.choose(self.local, self.runs, self.prompt, self.block, self.queued, self.others, 0.0)
+    def choose(self, model: CostModel, now: float = 0.0) -> Decision:
+        return model.choose(self.local, self.runs, self.prompt, self.block, self.queued, self.others, now)
 
     def waiting(self, model: CostModel) -> float:
         load_ms = 1e3 * (self.queued + loading(model, self.within_prompt()))
@@ -96,6 +96,8 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(local, runs, max(prompt, local), block, queued, draw(st.booleans()))
 
 
+ANY_RUNS = st.lists(st.tuples(st.sampled_from(list(HitTier)), COUNTS), max_size=6)
+ANY_CASE = st.builds(Case, COUNTS, ANY_RUNS, COUNTS, COUNTS, FINITE, st.booleans())
 SPEEDS = st.fixed_dictionaries(
     {tier: st.builds(TierPrior, st.floats(1e-5, 0.1), st.floats(1e7, 1e11)) for tier in TIERS}
 )
@@ -128,31 +130,11 @@ def test_no_block_boundary_would_be_better(case: Case, speeds: dict[HitTier, Tie
     assert (counts.decisions, counts.finished) == (len(boundaries) > 1, decision.load_tokens > 0)
 
 
-@given(
-    COUNTS,
-    st.lists(st.tuples(st.sampled_from(list(HitTier)), COUNTS), max_size=6),
-    COUNTS,
-    COUNTS,
-    FINITE,
-    st.booleans(),
-    FINITE,
-    FINITE,
-    COUNTS,
-)
-def test_no_number_makes_it_fail(
-    local: int,
-    runs: Runs,
-    prompt: int,
-    block: int,
-    queued: float,
-    others: bool,
-    now: float,
-    actual: float,
-    loaded: int,
-) -> None:
+@given(ANY_CASE, FINITE, FINITE, COUNTS)
+def test_no_number_makes_it_fail(case: Case, now: float, actual: float, loaded: int) -> None:
     for prefill in (PrefillSpeed(), PREFILLS[0]):
         model = model_of(prefill=prefill, explore_every=1)
-        decision = model.choose(local, runs, prompt, block, queued, others, now)
+        decision = case.choose(model, now)
         assert decision.load_tokens >= 0 and decision.declined_tokens >= 0 and decision.predicted_load_ms >= 0
         model.finished(decision, actual, now, loaded)
         model.finished(decision, actual, now)

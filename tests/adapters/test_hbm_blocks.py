@@ -32,12 +32,13 @@ def test_what_comes_out_is_what_went_in(blocks: int) -> None:
     assert not any(plane[blocks:].any() for planes in target.planes.values() for plane in planes)
 
 
-def test_a_prompt_larger_than_the_pool_keeps_its_beginning() -> None:
-    pool, pages = pool_of(4), some_pages(10)
+@pytest.mark.parametrize("size", [0, 4])
+def test_a_prompt_larger_than_the_pool_keeps_its_beginning(size: int) -> None:
+    pool, pages = pool_of(size), some_pages(10)
     for blocks in (2, 6, 10):
         pool.save(KEYS[:blocks], pages)
-        assert pool.leading(KEYS) == min(blocks, 4)
-    assert len(pool) == 4
+        assert pool.leading(KEYS) == min(blocks, size)
+    assert len(pool) == size
 
 
 def test_the_ends_of_old_prompts_make_room_first() -> None:
@@ -48,12 +49,6 @@ def test_the_ends_of_old_prompts_make_room_first() -> None:
     pool.load(KEYS[:2], some_pages(2))
     pool.save(KEYS[50:54], pages)
     assert pool.leading(KEYS) == 2 and pool.leading(KEYS[40:]) == 0, "what was used last stays"
-
-
-def test_a_pool_that_is_too_small_for_one_block_holds_nothing() -> None:
-    pool = pool_of(0)
-    pool.save(KEYS[:3], some_pages(3))
-    assert pool.leading(KEYS) == 0
 
 
 def test_a_block_whose_copy_failed_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:

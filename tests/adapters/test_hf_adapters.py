@@ -8,29 +8,26 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore.block.errors import BadInput
 from kvstore.node import EmbeddedStore
 
 pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
 from engine_adapter.hf.model import fingerprint
-from engine_adapter.hf_cache import PrefixCache
-from hf_models import Each, ask, ask_all, plain_answer, projections, small_model, some_prompt
+from hf_models import (
+    PROMPT,
+    Each,
+    answers,
+    ask,
+    ask_all,
+    cache_of,
+    plain_answer,
+    projections,
+    refused,
+    small_model,
+    some_prompt,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-PROMPT = some_prompt(300)
-
-
-def cache_of(model: Any, store: Any = None, **options: Any) -> PrefixCache:
-    return PrefixCache(model, store, **{"chunk_tokens": 128, "codec": "raw", **options})
-
-
-def answers(cache: PrefixCache) -> tuple[list[int], int]:
-    """Of the prompt: the tokens, and how many of the prompt's came from the store. The tokens are the model's own."""
-    answer = ask(cache, PROMPT, 6)
-    assert answer.token_ids == plain_answer(cache.model, PROMPT, 6)
-    return answer.token_ids, answer.report.restored_tokens
 
 
 def adapted(targets: list[str] | None = None, **options: Any) -> Any:
@@ -43,6 +40,10 @@ def adapted(targets: list[str] | None = None, **options: Any) -> Any:
         )
         model.add_adapter(config, name)
     return model.eval()
+
+
+def lora_parts(model: Any) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "merged_adapters")]
 
 
 def test_two_adapters_share_nothing(store: EmbeddedStore) -> None:
@@ -73,29 +74,13 @@ def test_an_adapter_is_its_bytes_and_not_its_name(store: EmbeddedStore) -> None:
 def test_switched_scaled_merged_disabled_deleted(targets: list[str], store: EmbeddedStore) -> None:
     """Each state answers as without a store. One that changes no KV, as the head's does, may share or not."""
     model = adapted(targets)
-    cache = cache_of(model, store)
-
-    def rescaled() -> None:
-        for module in model.modules():
-            if hasattr(module, "merged_adapters"):
-                module.scaling["a"] *= 0.5
-
-    def merged() -> None:
-        for module in model.modules():
-            if hasattr(module, "merged_adapters"):
-                module.merge()
-
-    def unmerged() -> None:
-        for module in model.modules():
-            if hasattr(module, "merged_adapters"):
-                module.unmerge()
-
-    states = [
+    cache, parts = cache_of(model, store), lora_parts(model)
+    states: list[Callable[[], object]] = [
         lambda: model.set_adapter("a"),
-        rescaled,
+        lambda: [part.scaling.update(a=0.5 * part.scaling["a"]) for part in parts],
         lambda: model.set_adapter(["a", "b"]),
-        merged,
-        unmerged,
+        lambda: [part.merge() for part in parts],
+        lambda: [part.unmerge() for part in parts],
         model.disable_adapters,
         model.enable_adapters,
         lambda: model.delete_adapter("b"),
@@ -121,8 +106,8 @@ def test_an_adapter_that_changes_during_a_request_is_not_kept(store: EmbeddedSto
 def test_dropout_in_an_adapter_that_trains_is_refused() -> None:
     model = adapted(lora_dropout=0.5)
     cache_of(model)
-    next(module for module in model.modules() if hasattr(module, "merged_adapters")).train()
-    with pytest.raises(BadInput, match="does not compute the same KV twice"):
+    lora_parts(model)[0].train()
+    with refused("does not compute the same KV twice"):
         cache_of(model)
 
 
@@ -130,9 +115,8 @@ def test_models_wrapped_by_peft_are_refused_with_the_model_to_pass(store: Embedd
     peft = pytest.importorskip("peft", reason="peft is not installed: it wraps models")
     lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     wrapped = peft.get_peft_model(small_model(), lora).eval()
-    with pytest.raises(BadInput, match=r"pass model\.get_base_model\(\)") as caught:
+    with refused(r"pass model\.get_base_model\(\)"):
         cache_of(wrapped)
-    assert "\n" not in str(caught.value)
     inner = wrapped.get_base_model()
     cache = cache_of(inner, store)
     with_adapter, _ = answers(cache)
@@ -141,7 +125,7 @@ def test_models_wrapped_by_peft_are_refused_with_the_model_to_pass(store: Embedd
         assert without != with_adapter and restored == 0
     assert answers(cache) == (with_adapter, 256)
     prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    with pytest.raises(BadInput, match="virtual tokens"):
+    with refused("virtual tokens"):
         cache_of(peft.get_peft_model(small_model(), prefix).eval())
 
 
@@ -202,10 +186,8 @@ def sealed(model: Any, name: str, kind: type[torch.Tensor] = Sealed, **held: Any
 
 
 UNREADABLE: dict[str, Callable[[], dict[str, Any]]] = {
-    "not implemented": lambda: {"named": raising(NotImplementedError("sealed"))},
     "a fault of torch": lambda: {"named": raising(RuntimeError("no storage"))},
     "another protocol": lambda: {"named": raising(TypeError("one argument more"))},
-    "half made": lambda: {"named": raising(AttributeError("scale"))},
     "no pair": lambda: {"named": lambda: ["inner"]},
     "nothing": lambda: {"named": lambda: None},
     "names what is not there": lambda: {"named": lambda: (["inner"], None)},
@@ -221,9 +203,8 @@ def test_a_weight_that_cannot_be_read_is_refused_by_one_line(how: str) -> None:
     given = UNREADABLE[how]()
     sealed(model, projections(model)[0], **given)
     kind = given.get("kind", Sealed).__name__
-    with pytest.raises(BadInput, match=f"{kind} that cannot be read") as caught:
+    with refused(f"{projections(model)[0]}.*{kind} that cannot be read"):
         cache_of(model)
-    assert "\n" not in str(caught.value) and projections(model)[0] in str(caught.value)
 
 
 def test_a_weight_that_wraps_itself_is_refused_by_one_line() -> None:
@@ -231,35 +212,35 @@ def test_a_weight_that_wraps_itself_is_refused_by_one_line() -> None:
     sealed(model, projections(model)[0], named=lambda: (["inner"], None))
     weight = model.get_submodule(projections(model)[0]).weight
     weight.inner = weight
-    with pytest.raises(BadInput, match="Sealed that cannot be read") as caught:
+    with refused("Sealed that cannot be read") as caught:
         cache_of(model)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+    assert len(str(caught.value)) < 1000
 
 
 def test_compiled_models_are_refused_with_the_model_to_pass() -> None:
     """Nothing is compiled here: that happens at the first call, which never comes."""
-    with pytest.raises(BadInput, match=r"pass the model that was compiled \(model\._orig_mod\)"):
+    with refused(r"pass the model that was compiled \(model\._orig_mod\)"):
         cache_of(torch.compile(small_model(), backend="eager"))
     in_place = small_model()
     in_place.compile(backend="eager")
-    with pytest.raises(BadInput, match=r"torch\.compile works on the model itself"):
+    with refused(r"torch\.compile works on the model itself"):
         cache_of(in_place)
     by_layer = small_model()
     by_layer.model.layers[1].compile(backend="eager")
-    with pytest.raises(BadInput, match=r"torch\.compile works on model\.layers\.1"):
+    with refused(r"torch\.compile works on model\.layers\.1"):
         cache_of(by_layer)
     patched = small_model()
     patched.forward = torch.compile(patched.forward, backend="eager")
-    with pytest.raises(BadInput, match=r"torch\.compile works on the model itself"):
+    with refused(r"torch\.compile works on the model itself"):
         cache_of(patched)
 
 
 def test_other_wrappers_are_refused_with_the_model_to_pass() -> None:
-    with pytest.raises(BadInput, match=r"pass the model inside \(model\.module\)"):
+    with refused(r"pass the model inside \(model\.module\)"):
         cache_of(torch.nn.DataParallel(small_model()))
-    with pytest.raises(BadInput, match="it is not a language model of transformers"):
+    with refused("it is not a language model of transformers"):
         cache_of(torch.nn.Sequential(small_model()))
-    with pytest.raises(BadInput, match="on meta"):
+    with refused("on meta"):
         cache_of(small_model().to("meta"))
 
 

@@ -13,22 +13,13 @@ import torch
 from kvstore.node import EmbeddedStore
 
 pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
-from engine_adapter.hf_cache import PrefixCache
-from hf_models import ask, plain_answer, small_model, some_prompt
+from hf_models import PROMPT, answers, cache_of, small_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def cache_of(model: Any, store: EmbeddedStore) -> PrefixCache:
-    return PrefixCache(model, store, chunk_tokens=128, codec="raw")
-
-
-def pickled(one: object) -> bytes:
-    return pickle.dumps(one)
-
-
 @pytest.mark.parametrize("is_inside", ["alone", "in a list", "in its model"])
-@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickled])
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_copy_is_refused_by_one_line(how: Callable[[Any], object], is_inside: str, store: EmbeddedStore) -> None:
     model = small_model()
     cache = cache_of(model, store)
@@ -43,28 +34,20 @@ def test_a_copy_is_refused_by_one_line(how: Callable[[Any], object], is_inside: 
     assert "copied" in line and "pickled" in line and "PrefixCache(model, store)" in line and "\n" not in line
 
 
-def test_another_cache_on_the_same_store_finds_what_was_kept(store: EmbeddedStore) -> None:
-    model, prompt = small_model(), some_prompt(300)
-    ask(cache_of(model, store), prompt, 4)
-    again = ask(cache_of(copy.deepcopy(model), store), prompt, 4)
-    assert again.report.restored_tokens >= 256 and again.token_ids == plain_answer(model, prompt, 4)
-
-
 @pytest.mark.parametrize("how", ["data", "numpy"])
 @pytest.mark.parametrize("then", ["add_(0)", "a new cache"])
 def test_after_an_edit_that_nothing_shows_what_is_to_be_called_helps(how: str, then: str, store: EmbeddedStore) -> None:
-    model, prompt = small_model(), some_prompt(300)
+    model = small_model()
     cache = cache_of(model, store)
-    ask(cache, prompt, 6)
+    answers(cache)
     weight = model.model.embed_tokens.weight
     if how == "data":
-        weight.data[prompt[10]] += 3
+        weight.data[PROMPT[10]] += 3
     else:
-        weight.detach().numpy()[prompt[10]] += 3
+        weight.detach().numpy()[PROMPT[10]] += 3
     if then == "add_(0)":
         with torch.no_grad():
             weight.add_(0)
     else:
         cache = cache_of(model, store)
-    cold = ask(cache, prompt, 6)
-    assert cold.report.restored_tokens == 0 and cold.token_ids == plain_answer(model, prompt, 6)
+    assert answers(cache)[1] == 0

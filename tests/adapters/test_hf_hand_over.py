@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,14 @@ pytest.importorskip("transformers", reason="transformers is not installed (extra
 
 from engine_adapter.handoff import block_wait
 from engine_adapter.hf_cache import PrefixCache, SavedBlocks
-from hf_models import ask, plain_answer, small_model, some_prompt
+from hf_models import ask, cache_of, plain_answer, small_model, some_prompt
 from kvstore.block.account import HitTier, MissReason
+from programs import start_python
 from service.sidecar import Sidecar
 from tiering.counts.awaits import AwaitEnd
 from waiting import wait_until
 from workbench import open_at
 
-ROOT = Path(__file__).resolve().parents[2]
 CHUNK = 128
 NEW_TOKENS = 6
 PREFILL = """
@@ -49,38 +48,22 @@ sys.stdin.readline()
 """
 
 
-class Prefill:
-    """In a process of its own."""
-
-    def __init__(self, sidecar: Sidecar, tokens: int, stops_after: int = 0) -> None:
-        path = os.pathsep.join(map(str, [ROOT, ROOT / "kernels", ROOT / "tests"]))
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PREFILL, str(sidecar.path), str(tokens), str(stops_after)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        assert self.process.stdout is not None
-        self.ticket = self.process.stdout.readline().strip()
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait(30)
-
-
-def cache_of(sidecar: Sidecar, **options: Any) -> PrefixCache:
-    return PrefixCache(small_model(), sidecar.client(), **{"codec": "raw", "chunk_tokens": CHUNK, **options})
+@contextmanager
+def prefilling(sidecar: Sidecar, tokens: int, stops_after: int = 0) -> Iterator[str]:
+    """The ticket of a process of its own, which is killed at the end."""
+    process: Any = start_python(PREFILL, sidecar.path, tokens, stops_after)
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait(30)
 
 
 def test_one_process_prefills_and_another_one_generates(sidecar: Sidecar) -> None:
-    prompt, cache = some_prompt(900), cache_of(sidecar)
+    prompt, cache = some_prompt(900), cache_of(small_model(), sidecar.client())
     right = plain_answer(cache.model, prompt, NEW_TOKENS)
-    prefill = Prefill(sidecar, 900)
-    try:
-        answer = ask(cache, prompt, NEW_TOKENS, ticket=prefill.ticket)
-    finally:
-        prefill.end()
+    with prefilling(sidecar, 900) as ticket:
+        answer = ask(cache, prompt, NEW_TOKENS, ticket=ticket)
     assert answer.token_ids == right
     assert answer.report.account.hits == {HitTier.DRAM: 896}
 
@@ -89,15 +72,13 @@ def test_a_prefill_that_dies_between_two_chunks_costs_what_is_missing(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 1.0)
-    prompt, cache = some_prompt(900), cache_of(sidecar)
+    prompt, cache = some_prompt(900), cache_of(small_model(), sidecar.client())
     right = plain_answer(cache.model, prompt, NEW_TOKENS)
-    prefill = Prefill(sidecar, 900, stops_after=4)
-    namespace = cache.namespace
-    assert namespace is not None
+    namespace: Any = cache.namespace
     hashed = namespace.hashed(prompt)
-    wait_until(lambda: namespace.await_block(hashed, 1, 30_000).end is AwaitEnd.READABLE)
-    prefill.end()
-    answer = ask(cache, prompt, NEW_TOKENS, ticket=prefill.ticket)
+    with prefilling(sidecar, 900, stops_after=4) as ticket:
+        wait_until(lambda: namespace.await_block(hashed, 1, 30_000).end is AwaitEnd.READABLE)
+    answer = ask(cache, prompt, NEW_TOKENS, ticket=ticket)
     assert answer.token_ids == right
     assert CHUNK <= answer.report.account.hits[HitTier.DRAM] < 900 // CHUNK * CHUNK
     assert "another engine" in answer.report.detail
@@ -105,7 +86,7 @@ def test_a_prefill_that_dies_between_two_chunks_costs_what_is_missing(
 
 def test_tickets_that_are_of_no_use_are_named(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 0.2)
-    cache = cache_of(sidecar)
+    cache = cache_of(small_model(), sidecar.client())
     ticket = cache.prefill(some_prompt(400))
     for tokens, given, reason in ((500, ticket, MissReason.STALE_HINT), (600, "kv1.x", MissReason.KEY_MISMATCH)):
         prompt = some_prompt(tokens)
@@ -120,7 +101,7 @@ def test_in_one_process_and_without_a_store(kept: SavedBlocks, tmp_path: Path) -
     prompt = some_prompt(300)
     assert PrefixCache(model).prefill(prompt) == ""
     with open_at(tmp_path / "kv", dram="16MiB") as store:
-        cache = PrefixCache(model, store, codec="raw", chunk_tokens=CHUNK, kept=kept)
+        cache = cache_of(model, store, kept=kept)
         seen: list[str] = []
         ticket = cache.prefill(prompt, on_ticket=seen.append)
         assert seen == [ticket] and ticket.startswith("kv1.")

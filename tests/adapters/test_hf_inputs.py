@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvstore
-from kvstore.block.errors import BadInput
+from kvstore.node import EmbeddedStore
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
@@ -20,7 +18,7 @@ from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 from engine_adapter.hf.inputs import prompts_of  # noqa: E402
 from engine_adapter.hf_cache import PrefixCache  # noqa: E402
-from hf_models import ask, ask_all, small_model, some_prompt  # noqa: E402
+from hf_models import ask, ask_all, cache_of, refused, small_model, some_prompt  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class Settings:
     """A generation config that names padding and ends, and a configuration."""
 
-    vocab_size = 1 << 31
+    vocab_size = 512
 
     def __init__(self, pad: int | None = None, eos: Any = None) -> None:
         self.pad_token_id, self.eos_token_id = pad, eos
@@ -78,14 +76,13 @@ def test_a_mask_takes_padding_away(side: str, form: str) -> None:
 @pytest.mark.parametrize("settings", [Settings(0), Settings(0, 0), Settings(None, 0), Settings(None, [9, 0])], ids=vars)
 def test_a_padded_matrix_without_a_mask_is_refused(side: str, form: str, settings: Settings) -> None:
     make: Any = FORMS[form]
-    with pytest.raises(BadInput, match="attention_mask") as caught:
+    with refused("attention_mask"):
         read(make(PADDED[side][0]), settings=settings)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_row_of_a_padded_matrix_is_refused_too() -> None:
     for row in (torch.tensor([5, 6, 7, 0, 0]), [0, 5, 6], [[5, 0, 6]]):
-        with pytest.raises(BadInput, match="padding token 0"):
+        with refused("padding token 0"):
             read_one(row, settings=Settings(pad=0))
     assert read_one([5, 6, 0], [1, 1, 1], settings=Settings(pad=0)) == [5, 6, 0], "a mask says that it is meant"
 
@@ -96,7 +93,7 @@ def test_a_token_that_ends_prompts_is_padding_in_a_matrix_only() -> None:
     assert read_one([2, 5, 2, 6, 2], settings=settings) == [2, 5, 2, 6, 2]
     assert read([[5, 2], [5, 6, 2]], settings=settings) == [[5, 2], [5, 6, 2]], "no rectangle, so nothing is padded"
     assert read([[5, 2, 6], [5, 6, 8]], settings=settings) == [[5, 2, 6], [5, 6, 8]]
-    with pytest.raises(BadInput, match="may be padding"):
+    with refused("may be padding"):
         read([[5, 6, 2], [5, 6, 8]], settings=settings)
 
 
@@ -109,7 +106,7 @@ def test_whatever_was_padded_comes_back(prompts: list[list[int]], is_left: bool,
     masks = [gap + one if is_left else one + gap for one, gap in zip(ones, gaps, strict=True)]
     assert read(torch.tensor(rows), torch.tensor(masks)) == prompts
     if any(gaps):
-        with pytest.raises(BadInput, match="attention_mask"):
+        with refused("attention_mask"):
             read(torch.tensor(rows), settings=Settings(pad=0))
 
 
@@ -134,6 +131,8 @@ def test_whatever_was_padded_comes_back(prompts: list[list[int]], is_left: bool,
         (7, None, "inputs of type int"),
         (None, None, "inputs of type NoneType"),
         ([], None, "no prompts"),
+        ([[]], None, "empty"),
+        ([[512]], None, "0 to 511"),
         ([None], None, "token ids"),
         ([[5.5, 6.0]], None, "token ids"),
         ([[-1]], None, "token ids"),
@@ -141,21 +140,13 @@ def test_whatever_was_padded_comes_back(prompts: list[list[int]], is_left: bool,
     ],
 )
 def test_what_cannot_be_read_gets_one_line(rows: Any, mask: Any, said: str) -> None:
-    with pytest.raises(BadInput, match=said) as caught:
+    with refused(said):
         read(rows, mask)
-    assert "\n" not in str(caught.value)
 
 
 def test_one_prompt_in_any_form() -> None:
-    for form in (
-        [5, 6],
-        (5, 6),
-        torch.tensor([5, 6]),
-        torch.tensor([[5, 6]]),
-        np.array([[5, 6]]),
-        [[5, 6]],
-        range(5, 7),
-    ):
+    tensor = torch.tensor([5, 6])
+    for form in ([5, 6], (5, 6), tensor, tensor[None], np.array([[5, 6]]), [[5, 6]], range(5, 7)):
         assert read_one(form) == [5, 6]
     assert read_one(torch.tensor([[0, 5, 6]]), torch.tensor([[0, 1, 1]])) == [5, 6]
     assert read_one([0, 5, 6], [0, 1, 1]) == [5, 6]
@@ -185,40 +176,39 @@ def word_of(token: int) -> str:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_what_tokenizers_return_is_answered_as_the_prompts_alone(side: str, tmp_path: Path) -> None:
+def test_what_tokenizers_return_is_answered_as_the_prompts_alone(side: str, store: EmbeddedStore) -> None:
     model, tokenizer = small_model(), a_tokenizer(side)
     model.generation_config.pad_token_id = 0
     prompts = [some_prompt(300), some_prompt(150), some_prompt(70)]
     alone = PrefixCache(model)
     expected = [ask(alone, prompt, 6).token_ids for prompt in prompts]
-    with kvstore.open(f"embedded:{tmp_path}", dram="16MiB") as store:
-        cache = PrefixCache(model, store, codec="raw", chunk_tokens=128)
-        saved = []
-        for form in ("pt", "np", None):
-            encoded = tokenizer([text_of(prompt) for prompt in prompts], padding=True, return_tensors=form)
-            answers = ask_all(cache, encoded, 6)
-            assert [answer.token_ids for answer in answers] == expected
-            assert [answer.report.prompt_tokens for answer in answers] == [300, 150, 70]
-            output = cache.generate(**encoded, max_new_tokens=6, do_sample=False)
-            assert output[:, 300:].tolist() == expected
-            with pytest.raises(BadInput, match="attention_mask"):
-                ask_all(cache, encoded["input_ids"], 6)
-            saved.append([answer.report.saved_blocks for answer in answers])
-        assert saved == [[4, 2, 1], [0] * 3, [0] * 3], "whole blocks of the prompts, and none with padding"
-        chat = [{"role": "user", "content": text_of(prompts[0])}]
-        for options in (
-            {},
-            {"return_tensors": "pt"},
-            {"return_tensors": "pt", "return_dict": True},
-            {"return_dict": False},
-        ):
-            given = tokenizer.apply_chat_template(chat, tokenize=True, **options)
-            answer = ask(cache, given, 6)
-            assert answer.token_ids == expected[0] and answer.report.restored_tokens == 256
-        ragged = tokenizer([text_of(prompt) for prompt in prompts])
-        assert [answer.token_ids for answer in ask_all(cache, ragged, 6)] == expected
-        with pytest.raises(BadInput, match="extra_keys of type NoneType"):
-            ask(cache, prompts[0], 1, extra_keys=None)
+    cache = cache_of(model, store)
+    saved = []
+    for form in ("pt", "np", None):
+        encoded = tokenizer([text_of(prompt) for prompt in prompts], padding=True, return_tensors=form)
+        answers = ask_all(cache, encoded, 6)
+        assert [answer.token_ids for answer in answers] == expected
+        assert [answer.report.prompt_tokens for answer in answers] == [300, 150, 70]
+        output = cache.generate(**encoded, max_new_tokens=6, do_sample=False)
+        assert output[:, 300:].tolist() == expected
+        with refused("attention_mask"):
+            ask_all(cache, encoded["input_ids"], 6)
+        saved.append([answer.report.saved_blocks for answer in answers])
+    assert saved == [[4, 2, 1], [0] * 3, [0] * 3], "whole blocks of the prompts, and none with padding"
+    chat = [{"role": "user", "content": text_of(prompts[0])}]
+    for options in (
+        {},
+        {"return_tensors": "pt"},
+        {"return_tensors": "pt", "return_dict": True},
+        {"return_dict": False},
+    ):
+        given = tokenizer.apply_chat_template(chat, tokenize=True, **options)
+        answer = ask(cache, given, 6)
+        assert answer.token_ids == expected[0] and answer.report.restored_tokens == 256
+    ragged = tokenizer([text_of(prompt) for prompt in prompts])
+    assert [answer.token_ids for answer in ask_all(cache, ragged, 6)] == expected
+    with refused("extra_keys of type NoneType"):
+        ask(cache, prompts[0], 1, extra_keys=None)
 
 
 @pytest.mark.parametrize(
@@ -235,9 +225,8 @@ def test_what_tokenizers_return_is_answered_as_the_prompts_alone(side: str, tmp_
     ],
 )
 def test_arguments_that_are_not_taken_get_one_line(method: str, given: dict[str, Any], said: str) -> None:
-    with pytest.raises(BadInput, match=said) as caught:
+    with refused(said):
         getattr(PrefixCache(small_model()), method)([1, 2], **given)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("name", "said"), [("stream", "streamer="), ("generate_batch", r"generate\(prompts")])
@@ -256,9 +245,8 @@ def test_what_is_no_token_id_is_refused_by_name(name: str) -> None:
     (test_hf_adapters.py), `extra_keys` are the caller's bytes, and nothing else is taken."""
     cache = PrefixCache(small_model())
     for prompt, words in (({"input_ids": [[5, 6]], name: [[0, 1]]}, {}), ([5, 6], {name: [[0, 1]]})):
-        with pytest.raises(BadInput, match=rf"\b{name}\b") as caught:
+        with refused(rf"\b{name}\b"):
             ask(cache, prompt, 1, **words)
-        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -269,9 +257,13 @@ def test_what_is_no_token_id_is_refused_by_name(name: str) -> None:
         ({"chunk_tokens": "64"}, "PrefixCache: TypeError"),
         ({"cache_size": 3}, "PrefixCache: .* unexpected keyword argument 'cache_size'"),
         ({"model": None}, "cannot serve a NoneType: AttributeError"),
+        ({"chunk_tokens": 100}, "use 64"),
+        ({"chunk_tokens": 0}, "use 64"),
+        ({"kept": "all"}, "everything, whole_chunks"),
+        ({"hbm": "lots"}, "hbm='lots'"),
+        ({"codec": "zip"}, "codec 'zip'"),
     ],
 )
-def test_no_foreign_exception_leaves_the_constructor(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(BadInput, match=said) as caught:
-        PrefixCache(**{"model": small_model(), **given})
-    assert "\n" not in str(caught.value)
+def test_no_foreign_exception_leaves_the_constructor(given: dict[str, Any], said: str, store: EmbeddedStore) -> None:
+    with refused(said):
+        PrefixCache(**{"model": small_model(), "store": store, **given})

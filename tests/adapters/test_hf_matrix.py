@@ -35,18 +35,12 @@ def adapted(model: Any) -> list[Adapted]:
     return [replace_linear(model, name, Adapted) for name in projections(model)]  # type: ignore[misc]
 
 
-def set_on(parts: list[Adapted], **values: Any) -> None:
-    for part in parts:
-        for name, value in values.items():
-            setattr(part, name, value)
-
-
 def with_adapters(**values: Any) -> Callable[[Any], Callable[[], None]]:
     """A change that is made to a model's adapters after a cache has seen it."""
 
     def prepare(model: Any) -> Callable[[], None]:
         parts = adapted(model)
-        return lambda: set_on(parts, **values)
+        return lambda: [vars(part).update(values) for part in parts] and None
 
     return prepare
 

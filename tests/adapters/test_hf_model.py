@@ -9,32 +9,17 @@ import torch
 
 from engine_adapter.hf import model as hf_model
 from engine_adapter.hf.model import HASH_WHOLE_BYTES, _pieces, fingerprint, namespace_config
-from kvstore.block.errors import BadInput
 
-transformers = T = pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
+T = pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
 from engine_adapter.hf_cache import PrefixCache  # noqa: E402
-from hf_models import small_model  # noqa: E402
-
-SHAPE: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-
-
-def model_of(seed: int = 0, **changes: Any) -> Any:
-    torch.manual_seed(seed)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SHAPE, **changes})).eval()
+from hf_models import refused, small_model  # noqa: E402
 
 
 def test_equal_weights_have_one_fingerprint() -> None:
-    model = model_of()
-    named = model_of(_name_or_path="/somewhere/else", use_cache=False, eos_token_id=5)
-    assert fingerprint(model) == fingerprint(named) == fingerprint(model_of())
+    model = small_model()
+    named = small_model(_name_or_path="/somewhere/else", use_cache=False, eos_token_id=5)
+    assert fingerprint(model) == fingerprint(named) == fingerprint(small_model())
     assert len(fingerprint(model)) == 64
 
 
@@ -42,16 +27,16 @@ def test_whatever_changes_kv_changes_the_fingerprint() -> None:
     prints = [
         fingerprint(model)
         for model in (
-            model_of(),
-            model_of(seed=1),
-            model_of().to(torch.bfloat16),
-            model_of(rms_norm_eps=1e-5),
-            model_of(rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
-            model_of(hidden_act="gelu"),
+            small_model(),
+            small_model(seed=1),
+            small_model().to(torch.bfloat16),
+            small_model(rms_norm_eps=1e-5),
+            small_model(rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+            small_model(hidden_act="gelu"),
         )
     ]
     assert len(set(prints)) == len(prints)
-    model = model_of()
+    model = small_model()
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[3, 5] += 1e-6
     assert fingerprint(model) not in prints
@@ -59,7 +44,7 @@ def test_whatever_changes_kv_changes_the_fingerprint() -> None:
 
 def test_a_buffer_that_no_file_holds_changes_the_fingerprint() -> None:
     """Such as the frequencies of a rope, which are made from the configuration, and may be changed since."""
-    model, other = model_of(), model_of()
+    model, other = small_model(), small_model()
     buffers = dict(other.named_buffers())
     assert buffers and not buffers.keys() & other.state_dict().keys()
     for buffer in buffers.values():
@@ -89,7 +74,7 @@ def test_of_a_large_model_each_row_of_the_embeddings_counts(
     monkeypatch: pytest.MonkeyPatch, told_by: str, is_tied: bool
 ) -> None:
     """Training a few new tokens changes their rows, and nothing else. A quantised table may be of another class."""
-    model = model_of(tie_word_embeddings=is_tied)
+    model = small_model(tie_word_embeddings=is_tied)
     if told_by == "name":
         monkeypatch.setattr(torch.nn, "Embedding", type("Another", (torch.nn.Embedding,), {}))
     else:
@@ -107,22 +92,17 @@ def test_of_a_large_model_each_row_of_the_embeddings_counts(
 
 
 def test_the_namespace_names_what_a_person_would_look_for() -> None:
-    config = namespace_config(model_of())
+    config = namespace_config(small_model())
     assert config["dtype"] == "float32" and config["device"] == "cpu" and config["attention"] == "sdpa"
     assert '"rope_theta"' in config["rope"] and config["model_type"] == "llama"
 
 
-def unreadable() -> Any:
+def test_a_configuration_that_raises_is_refused_in_one_line() -> None:
     class Torn(T.LlamaConfig):
         def get_text_config(self, *_: Any, **__: Any) -> Any:
             raise KeyError("several\ncandidates")
 
     model = small_model()
     model.config.__class__ = Torn
-    return model
-
-
-def test_a_configuration_that_raises_is_refused_in_one_line() -> None:
-    with pytest.raises(BadInput, match="PrefixCache cannot serve a LlamaForCausalLM: KeyError: 'several") as caught:
-        PrefixCache(unreadable().eval())
-    assert "\n" not in str(caught.value)
+    with refused("PrefixCache cannot serve a LlamaForCausalLM: KeyError: 'several"):
+        PrefixCache(model)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import kvstore
-from adapters.test_hf_cache import cache_of, model_of, prompt_of, reasons
+from adapters.test_hf_cache import cache_of, reasons
 from engine_adapter.hf_cache import SavedBlocks
-from hf_models import Each, ask, ask_all
+from hf_models import Each, ask, ask_all, small_model, some_prompt
 from kvstore.block.account import MissReason
 from kvstore.block.errors import Unreachable
 from kvstore.client.handle import NamespaceHandle
@@ -28,36 +28,32 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
-    return model_of()
+    return small_model()
 
 
+@pytest.mark.parametrize("new_tokens", [1, 2, 3, 9, 40])
 @pytest.mark.parametrize("kept", list(SavedBlocks))
-def test_nothing_is_saved_before_the_first_token(llama: Any, store: EmbeddedStore, kept: SavedBlocks) -> None:
+def test_nothing_is_saved_before_the_first_token(
+    llama: Any, store: EmbeddedStore, kept: SavedBlocks, new_tokens: int
+) -> None:
+    """And all is found by the next request, however short the answer was."""
     cache, saved = cache_of(llama, store, kept=kept), list[int]()
 
     def step(count: int) -> None:
         saved.append(cache.report.saved_blocks)
         assert count > 1 or cache.report.save_ms == 0 == store.usage().blocks
 
-    answer = ask(cache, prompt_of(1300), 9, stopping_criteria=[Each(step)])
-    assert saved == [0, 4, 8, 12, 16, *[20] * 4], "a cell of 256 tokens between two tokens"
-    assert answer.report.saved_blocks == 20 and not answer.report.put_reasons
-    again = ask(cache, prompt_of(1300), 1)
-    assert reasons(again.report.account)["dram"] == 1280
-
-
-@pytest.mark.parametrize("new_tokens", [1, 2, 3, 40])
-def test_the_next_request_finds_what_the_last_one_computed(llama: Any, store: EmbeddedStore, new_tokens: int) -> None:
-    cache = cache_of(llama, store)
-    cold = ask(cache, prompt_of(1300), new_tokens)
-    warm = ask(cache, prompt_of(1300), new_tokens)
+    cold = ask(cache, some_prompt(1300), new_tokens, stopping_criteria=[Each(step)])
+    assert saved == [min(4 * count, 20) for count in range(new_tokens)], "a cell of 256 tokens between two tokens"
+    assert cold.report.saved_blocks == 20 and not cold.report.put_reasons
+    warm = ask(cache, some_prompt(1300), new_tokens)
     assert reasons(warm.report.account)["dram"] == 1280 and warm.token_ids == cold.token_ids
 
 
 def test_in_a_batch_what_a_prompt_shares_is_saved_before_it_is_looked_up_and_nothing_else(
     llama: Any, store: EmbeddedStore
 ) -> None:
-    one, other = prompt_of(700), prompt_of(640, seed=2)
+    one, other = some_prompt(700), some_prompt(640, seed=2)
     cache = cache_of(llama, store)
 
     def step(count: int) -> None:
@@ -73,7 +69,7 @@ def test_in_a_batch_what_a_prompt_shares_is_saved_before_it_is_looked_up_and_not
 def test_what_was_decoded_is_not_encoded_again(llama: Any, store: EmbeddedStore, codec: str) -> None:
     """Blocks are restored, and go meanwhile. With an inexact codec they are not offered, so what is computed behind
     them cannot be stored; with an exact one all are."""
-    cache, prompt = cache_of(llama, store, codec=codec), prompt_of(700)
+    cache, prompt = cache_of(llama, store, codec=codec), some_prompt(700)
     ask(cache, prompt[:450], 1)
     leaves = Each(lambda count: store.drop(cache.namespace) if count == 1 else None)  # type: ignore[arg-type]
     answer = ask(cache, prompt, 2, stopping_criteria=[leaves])
@@ -84,7 +80,7 @@ def test_what_was_decoded_is_not_encoded_again(llama: Any, store: EmbeddedStore,
 
 @pytest.mark.slow
 def test_a_sidecar_that_hangs_costs_no_token(llama: Any, tmp_path: Path) -> None:
-    prompt = prompt_of(1300)
+    prompt = some_prompt(1300)
     expected = ask(cache_of(llama), prompt, 6).token_ids
     with serving(tmp_path, "--nvme", "off") as (_, said), kvstore.open(f"unix:{said['serving'][0]}") as store:
         cache = cache_of(llama, store)
@@ -112,7 +108,7 @@ def test_a_sidecar_that_hangs_costs_no_token(llama: Any, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_sidecar_that_hangs_behind_the_first_token_costs_one_deadline(llama: Any, tmp_path: Path) -> None:
-    prompt = prompt_of(1300)
+    prompt = some_prompt(1300)
     expected = ask(cache_of(llama), prompt, 6).token_ids
     with serving(tmp_path, "--nvme", "off") as (_, said), kvstore.open(f"unix:{said['serving'][0]}") as store:
         cache = cache_of(llama, store)
@@ -139,7 +135,7 @@ def test_a_model_that_changes_while_the_store_does_not_open_anything_is_answered
 ) -> None:
     """And the store is asked again later, not by each request."""
     cache = cache_of(llama, store)
-    tokens = prompt_of(600)
+    tokens = some_prompt(600)
     before = ask(cache, tokens, 2)
     asked = []
 
@@ -147,8 +143,7 @@ def test_a_model_that_changes_while_the_store_does_not_open_anything_is_answered
         asked.append(1)
         raise Unreachable("away")
 
-    hook = llama.model.layers[0].mlp.register_forward_hook(lambda module, given, out: out * 0.5)
-    try:
+    with llama.model.layers[0].mlp.register_forward_hook(lambda module, given, out: out * 0.5):
         with monkeypatch.context() as patched:
             patched.setattr(store, "namespace", away)
             for _ in range(3):
@@ -158,7 +153,5 @@ def test_a_model_that_changes_while_the_store_does_not_open_anything_is_answered
         monkeypatch.setattr(cache, "_open_again_at", 0.0)
         assert ask(cache, tokens, 2).token_ids == changed.token_ids
         assert ask(cache, tokens, 2).report.account.hit_tokens > 0
-    finally:
-        hook.remove()
     again = ask(cache, tokens, 2)
     assert again.token_ids == before.token_ids and again.report.account.hit_tokens > 0

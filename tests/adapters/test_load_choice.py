@@ -46,6 +46,11 @@ class Engine:
     def compute(self, tokens: int, seconds: float, waited: bool = False) -> None:
         self.end(self.begin(tokens, waited), seconds)
 
+    def learned(self) -> Engine:
+        for tokens in (100, 300, 500, 700, 900) * 6:
+            self.compute(tokens, 0.001 + tokens * 1e-5)
+        return self
+
     def load(self, name: str, found: Match, seconds: float, local: int = 0) -> int:
         stop, _ = self.choice.stop_token(name, found, local, 999, BLOCK, False, self.now)
         self.choice.begins(name, self.now)
@@ -73,9 +78,7 @@ def test_what_the_engine_has_is_not_asked_about() -> None:
 
 def test_a_slow_tier_is_declined_and_where_it_is_off_it_is_not() -> None:
     for is_on in (True, False):
-        engine = Engine(choice(is_on=is_on))
-        for tokens in (100, 300, 500, 700, 900) * 6:
-            engine.compute(tokens, 0.001 + tokens * 1e-5)
+        engine = Engine(choice(is_on=is_on)).learned()
         for number in range(4):
             engine.load(f"l{number}", match((HitTier.NVME, 10)), 2.0)
         found = match((HitTier.DRAM, 2), (HitTier.NVME, 8))
@@ -138,16 +141,12 @@ def test_a_step_that_never_reports_is_nobody_elses() -> None:
 
 
 def test_loads_in_progress_are_waited_for_by_those_after_them() -> None:
-    engine = Engine(choice())
-    for tokens in (100, 300, 500, 700, 900) * 6:
-        engine.compute(tokens, 0.001 + tokens * 1e-5)
+    engine = Engine(choice()).learned()
     for number in range(6):
         engine.load(f"taught{number}", match((HitTier.DRAM, 10)), 0.004)
-    reasons = []
+    found, reasons = match((HitTier.DRAM, 10)), []
     for number in range(8):
-        reasons.append(
-            engine.choice.stop_token(f"a{number}", match((HitTier.DRAM, 10)), 0, 999, BLOCK, False, engine.now)[1]
-        )
+        reasons.append(engine.choice.stop_token(f"a{number}", found, 0, 999, BLOCK, False, engine.now)[1])
         engine.choice.begins(f"a{number}", engine.now)
     assert reasons[0] is MissReason.GRID, "alone it is sooner than computing"
     assert reasons[-1] is MissReason.CHEAPER_TO_COMPUTE, "behind others it is not"
@@ -156,9 +155,7 @@ def test_loads_in_progress_are_waited_for_by_those_after_them() -> None:
 def test_the_fetch_before_a_load_counts_in_what_it_cost() -> None:
     regrets = []
     for fetch_seconds in (0.0, 0.5):
-        engine = Engine(choice())
-        for tokens in (100, 300, 500, 700, 900) * 6:
-            engine.compute(tokens, 0.001 + tokens * 1e-5)
+        engine = Engine(choice()).learned()
         engine.choice.fetch_seconds["a"] = fetch_seconds
         engine.load("a", match((HitTier.DRAM, 10)), 0.1)
         regrets.append(engine.choice.costs.counts.regret_ms)

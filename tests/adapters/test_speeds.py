@@ -177,7 +177,7 @@ def show_loads(
     return start
 
 
-SIZES = [1, 20, 200]
+DISK = [(HitTier.NVME, 100.0 * MEBIBYTE)]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -186,7 +186,7 @@ def test_each_tier_is_learned_also_from_loads_of_several(seed: int) -> None:
     speed = LoadSpeed()
     now = show_loads(speed, Random(seed), 120, 0.0)
     for tier in TRUE:
-        for size in SIZES[1:]:
+        for size in (20, 200):
             parts = [(tier, float(size * MEBIBYTE))]
             assert speed.seconds(parts, now) == pytest.approx(true_seconds(parts), rel=0.4)
     both = [(HitTier.DRAM, 50.0 * MEBIBYTE), (HitTier.NVME, 70.0 * MEBIBYTE)]
@@ -202,22 +202,21 @@ def test_a_slow_disk_is_noticed_within_loads_and_not_put_down_to_dram(seed: int)
         now += 1.0
         parts = [(HitTier.DRAM, 50.0 * MEBIBYTE), (HitTier.NVME, 100.0 * MEBIBYTE)]
         speed.observe(parts, true_seconds(parts, {HitTier.NVME: 50.0}), now)
-    disk, memory = [(HitTier.NVME, 100.0 * MEBIBYTE)], [(HitTier.DRAM, 100.0 * MEBIBYTE)]
-    assert speed.seconds(disk, now) > 20 * true_seconds(disk)
+    memory = [(HitTier.DRAM, 100.0 * MEBIBYTE)]
+    assert speed.seconds(DISK, now) > 20 * true_seconds(DISK)
     assert speed.seconds(memory, now) < 3 * true_seconds(memory)
-    speed.observe(disk, true_seconds(disk), now + 1)
-    assert speed.seconds(disk, now + 1) < 3 * true_seconds(disk), "good news is believed at once"
+    speed.observe(DISK, true_seconds(DISK), now + 1)
+    assert speed.seconds(DISK, now + 1) < 3 * true_seconds(DISK), "good news is believed at once"
 
 
 def test_bad_news_is_believed_step_by_step() -> None:
     speed = LoadSpeed()
-    disk = [(HitTier.NVME, 100.0 * MEBIBYTE)]
     for second in range(20):
-        speed.observe(disk, true_seconds(disk), float(second))
+        speed.observe(DISK, true_seconds(DISK), float(second))
     slower = []
     for second in range(20, 24):
-        speed.observe(disk, 1000 * true_seconds(disk), float(second))
-        slower.append(speed.seconds(disk, float(second)) / true_seconds(disk))
+        speed.observe(DISK, 1000 * true_seconds(DISK), float(second))
+        slower.append(speed.seconds(DISK, float(second)) / true_seconds(DISK))
     assert (
         slower[0] < 1.2 and 3 < slower[1] < 5 and 30 < slower[2] < 5 * 17 and slower[3] == pytest.approx(1000, rel=0.1)
     )
@@ -225,30 +224,28 @@ def test_bad_news_is_believed_step_by_step() -> None:
 
 def test_beliefs_go_back_to_the_prior() -> None:
     speed = LoadSpeed()
-    disk = [(HitTier.NVME, 100.0 * MEBIBYTE)]
-    before = speed.seconds(disk, 0.0)
+    before = speed.seconds(DISK, 0.0)
     for second in range(10):
-        speed.observe(disk, 50 * before, float(second))
-    slow = speed.seconds(disk, 9.0)
+        speed.observe(DISK, 50 * before, float(second))
+    slow = speed.seconds(DISK, 9.0)
     assert slow == pytest.approx(50 * before, rel=0.2)
-    aged = [speed.seconds(disk, 9.0 + halves * HALF_LIFE_SECONDS) for halves in range(12)]
+    aged = [speed.seconds(DISK, 9.0 + halves * HALF_LIFE_SECONDS) for halves in range(12)]
     assert aged == sorted(aged, reverse=True)
     assert aged[1] == pytest.approx((slow * before) ** 0.5, rel=0.1)
     assert aged[-1] == pytest.approx(before, rel=0.01)
     later = 9.0 + 12 * HALF_LIFE_SECONDS
     assert not speed.hopes(HitTier.NVME, 9.0) and speed.hopes(HitTier.NVME, later)
-    then, now, doubted = speed.of_tier(disk[0][0], 9.0), speed.of_tier(disk[0][0], later), speed.doubted_of_tier
+    then, now, doubted = speed.of_tier(HitTier.NVME, 9.0), speed.of_tier(HitTier.NVME, later), speed.doubted_of_tier
     assert doubted(HitTier.NVME, later) == (max(then[0], now[0]), max(then[1], now[1]))
-    speed.observe(disk, slow, later)
-    assert speed.seconds(disk, later) == pytest.approx(slow), "as it was"
+    speed.observe(DISK, slow, later)
+    assert speed.seconds(DISK, later) == pytest.approx(slow), "as it was"
 
 
 def test_what_was_waited_for_is_not_put_down_to_the_tier() -> None:
     speed = LoadSpeed()
-    disk = [(HitTier.NVME, 100.0 * MEBIBYTE)]
     for second in range(50):
-        speed.observe(disk, true_seconds(disk) + 1.0, float(second), queued_seconds=1.0)
-    assert speed.seconds(disk, 50.0) < 3 * true_seconds(disk)
+        speed.observe(DISK, true_seconds(DISK) + 1.0, float(second), queued_seconds=1.0)
+    assert speed.seconds(DISK, 50.0) < 3 * true_seconds(DISK)
 
 
 def test_what_the_engine_has_costs_nothing_and_teaches_nothing() -> None:
