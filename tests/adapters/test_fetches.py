@@ -85,83 +85,84 @@ def hosts(path: Path, **options: Any) -> Iterator[Hosts]:
             assert made.courier.fetches == []
 
 
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Hosts]:
+    with hosts(tmp_path) as made:
+        yield made
+
+
 # The main job ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tier", [HitTier.PEER, HitTier.REMOTE])
-def test_what_another_host_stored_is_fetched_and_counted_by_its_tier_once(tmp_path: Path, tier: HitTier) -> None:
-    with hosts(tmp_path) as two:
-        two.courier.tier = tier
-        prompt = two.prompt(500)
-        account = two.ask("a", prompt)
-        assert account["hits"] == {str(tier): 448}, account
-        assert two.ask("b", prompt)["hits"] == {"dram": 448}, "it is here now"
-        longer = two.ask("c", [*prompt, *range(200)])
-        assert longer["hits"] == {"dram": 448} and longer["misses"]["absent"] == 192, "and no more is elsewhere"
+def test_what_another_host_stored_is_fetched_and_counted_by_its_tier_once(two: Hosts, tier: HitTier) -> None:
+    two.courier.tier = tier
+    prompt = two.prompt(500)
+    account = two.ask("a", prompt)
+    assert account["hits"] == {str(tier): 448}, account
+    assert two.ask("b", prompt)["hits"] == {"dram": 448}, "it is here now"
+    longer = two.ask("c", [*prompt, *range(200)])
+    assert longer["hits"] == {"dram": 448} and longer["misses"]["absent"] == 192, "and no more is elsewhere"
 
 
-def test_what_is_here_and_what_is_elsewhere_are_one_prefix(tmp_path: Path) -> None:
-    with hosts(tmp_path) as two:
-        prompt = two.prompt(700)
-        two.ask("short", prompt[:300])
-        two.two.settle()
-        assert two.ask("long", prompt)["hits"] == {"dram": 256, "peer": 384}
+def test_what_is_here_and_what_is_elsewhere_are_one_prefix(two: Hosts) -> None:
+    prompt = two.prompt(700)
+    two.ask("short", prompt[:300])
+    two.two.settle()
+    assert two.ask("long", prompt)["hits"] == {"dram": 256, "peer": 384}
 
 
-def test_a_prefix_that_is_here_as_a_whole_is_asked_of_nobody(tmp_path: Path) -> None:
+def test_a_prefix_that_is_here_as_a_whole_is_asked_of_nobody(two: Hosts) -> None:
     """In the store, or in the engine's own cache."""
-    with hosts(tmp_path) as two:
-        prompt = two.prompt(500)
-        two.ask("a", prompt)
-        for tokens in (63, 65, 448, 449, 500):
-            two.courier.asked.clear()
-            two.ask(f"{tokens}", prompt[:tokens])
-            assert not two.courier.asked["Locate"] + two.courier.asked["Await"], tokens
+    prompt = two.prompt(500)
+    two.ask("a", prompt)
+    for tokens in (63, 65, 448, 449, 500):
+        two.courier.asked.clear()
+        two.ask(f"{tokens}", prompt[:tokens])
+        assert not two.courier.asked["Locate"] + two.courier.asked["Await"], tokens
+    two.two.settle()
+    assert two.near.evict(100)
+    two.two.ask("its own", prompt, 2)
+    assert not two.courier.asked["Locate"]
+
+
+def test_each_request_is_one_look_up_to_the_store(two: Hosts) -> None:
+    two.knows_couriers()
+    counted: list[bool] = []
+    door, near = two.two.handle.door, two.near
+    submit = door.submit
+
+    def noted(request: Any, *given: Any) -> Any:
+        reply = submit(request, *given)
+        if isinstance(request, m.MatchPrefix):
+            is_whole = near.core.match(request.namespace, request.keys).blocks == len(request.keys)
+            counted.append(request.counts and (request.counts_short or is_whole))
+        return reply
+
+    door.submit = noted  # type: ignore[method-assign]
+    part, whole = two.prompt(500), two.prompt(500)
+    for name, share, asked, looks in (
+        ("nothing is elsewhere", 1.0, two.drawn(500), 2),
+        ("part", 0.5, part, 2),
+        ("whole", 1.0, whole, 2),
+        ("here", 1.0, whole, 1),
+    ):
+        two.courier.brings = share
+        counted.clear()
+        two.ask(name, asked)
+        assert (sum(counted), len(counted)) == (1, looks), name
         two.two.settle()
-        assert two.near.evict(100)
-        two.two.ask("its own", prompt, 2)
-        assert not two.courier.asked["Locate"]
 
 
-def test_each_request_is_one_look_up_to_the_store(tmp_path: Path) -> None:
-    with hosts(tmp_path) as two:
-        two.knows_couriers()
-        counted: list[bool] = []
-        door, near = two.two.handle.door, two.near
-        submit = door.submit
-
-        def noted(request: Any, *given: Any) -> Any:
-            reply = submit(request, *given)
-            if isinstance(request, m.MatchPrefix):
-                is_whole = near.core.match(request.namespace, request.keys).blocks == len(request.keys)
-                counted.append(request.counts and (request.counts_short or is_whole))
-            return reply
-
-        door.submit = noted  # type: ignore[method-assign]
-        part, whole = two.prompt(500), two.prompt(500)
-        for name, share, asked, looks in (
-            ("nothing is elsewhere", 1.0, two.drawn(500), 2),
-            ("part", 0.5, part, 2),
-            ("whole", 1.0, whole, 2),
-            ("here", 1.0, whole, 1),
-        ):
-            two.courier.brings = share
-            counted.clear()
-            two.ask(name, asked)
-            assert (sum(counted), len(counted)) == (1, looks), name
-            two.two.settle()
-
-
-def test_what_is_fetched_is_told_to_routers_and_what_did_not_come_is_not(tmp_path: Path) -> None:
-    with hosts(tmp_path) as two:
-        two.two.half.announce(lambda request, number: (request.request_id, number))
-        two.courier.brings = 0.5
-        two.ask("a", two.prompt(500))
-        two.two.settle()
-        wait_until(lambda: two.two.step() or len(two.two.half.announced._news) >= 7)  # type: ignore[func-returns-value]
-        news = [one.block for one in two.two.half.announced.take() if one.came is HitTier.DRAM]
-        assert news[:3] == [("a", 0), ("a", 1), ("a", 2)]
-        assert {number for name, number in news} == set(range(7)), "the others are told when they are saved"
+def test_what_is_fetched_is_told_to_routers_and_what_did_not_come_is_not(two: Hosts) -> None:
+    two.two.half.announce(lambda request, number: (request.request_id, number))
+    two.courier.brings = 0.5
+    two.ask("a", two.prompt(500))
+    two.two.settle()
+    wait_until(lambda: two.two.step() or len(two.two.half.announced._news) >= 7)  # type: ignore[func-returns-value]
+    news = [one.block for one in two.two.half.announced.take() if one.came is HitTier.DRAM]
+    assert news[:3] == [("a", 0), ("a", 1), ("a", 2)]
+    assert {number for name, number in news} == set(range(7)), "the others are told when they are saved"
 
 
 # How long, and why not ------------------------------------------------------------------------------------------------
@@ -179,92 +180,86 @@ def test_what_is_fetched_is_told_to_routers_and_what_did_not_come_is_not(tmp_pat
     ],
 )
 def test_what_was_located_and_did_not_come_is_a_miss_for_what_kept_it_away(
-    tmp_path: Path, share: float, end: AwaitEnd | None, reason: MissReason | None, missed: str
+    two: Hosts, share: float, end: AwaitEnd | None, reason: MissReason | None, missed: str
 ) -> None:
-    with hosts(tmp_path) as two:
-        courier = two.courier
-        courier.brings, courier.end = share, end
-        prompt = two.prompt(500)
-        courier.reason = reason
-        account = two.ask("a", [*prompt[:448], *range(100)])
-        came = 64 * int(share * 7)
-        assert account["hits"] == ({"peer": came} if came else {})
-        assert account["misses"] == {missed: 448 - came, "absent": 64, "partial_block": 36}, account
-        assert "far away" in account["detail"]
+    courier = two.courier
+    courier.brings, courier.end = share, end
+    prompt = two.prompt(500)
+    courier.reason = reason
+    account = two.ask("a", [*prompt[:448], *range(100)])
+    came = 64 * int(share * 7)
+    assert account["hits"] == ({"peer": came} if came else {})
+    assert account["misses"] == {missed: 448 - came, "absent": 64, "partial_block": 36}, account
+    assert "far away" in account["detail"]
 
 
-def test_a_courier_that_brings_nothing_is_waited_for_no_longer_than_chosen(tmp_path: Path) -> None:
-    with hosts(tmp_path) as two:
-        two.courier.brings = None
-        prompt = two.prompt(500)
-        began = time.monotonic()
-        account = two.ask("a", prompt)
-        assert account["misses"]["deadline"] == 448 and account["hits"] == {}
-        assert time.monotonic() - began >= model.LEAST_WAIT_SECONDS
-        counts = two.two.half.choice.costs.counts
-        assert (counts.locates, counts.fetches, counts.short_fetches) == (1, 1, 1) and counts.regret_ms >= 50
+def test_a_courier_that_brings_nothing_is_waited_for_no_longer_than_chosen(two: Hosts) -> None:
+    two.courier.brings = None
+    prompt = two.prompt(500)
+    began = time.monotonic()
+    account = two.ask("a", prompt)
+    assert account["misses"]["deadline"] == 448 and account["hits"] == {}
+    assert time.monotonic() - began >= model.LEAST_WAIT_SECONDS
+    counts = two.two.half.choice.costs.counts
+    assert (counts.locates, counts.fetches, counts.short_fetches) == (1, 1, 1) and counts.regret_ms >= 50
 
 
-def test_others_run_while_one_waits(tmp_path: Path) -> None:
-    with hosts(tmp_path) as two:
-        two.courier.brings = None
-        two.courier.milliseconds = inf
-        waits = two.two.add("waits", two.prompt(500), 2)
-        others = [two.two.add(f"{at}", [at] * 40, 4) for at in range(4)]
-        while any(one.status is not Status.OVER for one in others):
-            two.two.step()
-        assert waits.status is Status.WAITING and len(two.courier.fetches) == 1
-        two.courier.bring(two.courier.fetches[0])
-        two.two.run()
-        assert waits.account["hits"] == {"peer": 448}
+def test_others_run_while_one_waits(two: Hosts) -> None:
+    two.courier.brings = None
+    two.courier.milliseconds = inf
+    waits = two.two.add("waits", two.prompt(500), 2)
+    others = [two.two.add(f"{at}", [at] * 40, 4) for at in range(4)]
+    while any(one.status is not Status.OVER for one in others):
+        two.two.step()
+    assert waits.status is Status.WAITING and len(two.courier.fetches) == 1
+    two.courier.bring(two.courier.fetches[0])
+    two.two.run()
+    assert waits.account["hits"] == {"peer": 448}
 
 
-def test_a_locate_that_is_not_answered_costs_milliseconds(tmp_path: Path) -> None:
-    with hosts(tmp_path) as two:
-        two.courier.answers = False
-        assert two.ask("a", two.prompt(500))["misses"]["absent"] == 448
-        assert not two.courier.asked["Await"]
+def test_a_locate_that_is_not_answered_costs_milliseconds(two: Hosts) -> None:
+    two.courier.answers = False
+    assert two.ask("a", two.prompt(500))["misses"]["absent"] == 448
+    assert not two.courier.asked["Await"]
 
 
 @pytest.mark.parametrize("steps", range(5))
-def test_a_request_that_is_given_up_leaves_nothing(tmp_path: Path, steps: int) -> None:
-    with hosts(tmp_path) as two:
-        two.knows_couriers()
-        two.courier.brings, two.courier.milliseconds = None, inf
-        two.courier.answers = steps > 1
-        request = two.two.add("a", two.prompt(500), 2)
-        for _ in range(steps):
-            two.two.step()
-        assert bool(two.courier.fetches) is (steps > 1)
-        two.two.abort(request)
-        assert two.courier.fetches == [] and two.near.core.awaits.counts().parked == 0
+def test_a_request_that_is_given_up_leaves_nothing(two: Hosts, steps: int) -> None:
+    two.knows_couriers()
+    two.courier.brings, two.courier.milliseconds = None, inf
+    two.courier.answers = steps > 1
+    request = two.two.add("a", two.prompt(500), 2)
+    for _ in range(steps):
+        two.two.step()
+    assert bool(two.courier.fetches) is (steps > 1)
+    two.two.abort(request)
+    assert two.courier.fetches == [] and two.near.core.awaits.counts().parked == 0
 
 
 # Tickets --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_ticket_goes_along_and_is_asked_again_while_the_other_engine_stores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_wait, "RELOCATE_SECONDS", 0.005)
     monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 20.0)
-    with hosts(tmp_path) as two:
-        prompt, near = two.drawn(500), two.two.handle
-        spec = two.handed_over(prompt)
-        request = two.two.add("d", prompt, 2, spec)
-        while two.courier.asked["Locate"] < 2:
-            two.two.step()
-        two.one.ask("p", prompt)
-        two.one.settle()
-        two.courier.holds(two.one.handle, near, prompt[:200])
-        while near.match(prompt, counts=False).blocks < 3:
-            two.two.step()
-        two.courier.holds(two.one.handle, near, prompt)
-        two.two.run()
-        assert request.account["hits"] == {"peer": 448} and set(two.courier.tickets) == {spec.ticket}
-        choice = two.two.half.choice
-        assert choice is not None and choice.costs.counts.fetches > 0
-        assert not choice.costs.loads.has_seen(HitTier.PEER), "how long the other engine computed is no speed"
+    prompt, near = two.drawn(500), two.two.handle
+    spec = two.handed_over(prompt)
+    request = two.two.add("d", prompt, 2, spec)
+    while two.courier.asked["Locate"] < 2:
+        two.two.step()
+    two.one.ask("p", prompt)
+    two.one.settle()
+    two.courier.holds(two.one.handle, near, prompt[:200])
+    while near.match(prompt, counts=False).blocks < 3:
+        two.two.step()
+    two.courier.holds(two.one.handle, near, prompt)
+    two.two.run()
+    assert request.account["hits"] == {"peer": 448} and set(two.courier.tickets) == {spec.ticket}
+    choice = two.two.half.choice
+    assert choice is not None and choice.costs.counts.fetches > 0
+    assert not choice.costs.loads.has_seen(HitTier.PEER), "how long the other engine computed is no speed"
 
 
 @pytest.mark.parametrize("reason", [MissReason.UNREACHABLE, MissReason.STALE_HINT])
