@@ -17,7 +17,7 @@ from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import NamedLease
-from paged_engine import stored_blocks
+from paged_engine import SharedStore, stored_blocks
 from tiering.counts.awaits import AwaitEnd
 
 
@@ -77,20 +77,17 @@ class Courier:
             reply.ended = m.Awaited(0, AwaitEnd.SHORT, MissReason.UNREACHABLE)
 
 
-class FarStore:
-    """As `SharedStore`, with a courier."""
+class FarStore(SharedStore):
+    """With a courier."""
 
     def __init__(self, store: EmbeddedStore, courier: Courier) -> None:
-        self.store, self.courier = store, courier
-        self.release_request = store.release_request
+        super().__init__(store)
+        self.courier = courier
 
     def namespace(self, **given: Any) -> NamespaceHandle:
-        handle = self.store.namespace(**given)
+        handle = super().namespace(**given)
         handle.door = FarDoor(handle.door, self.courier)  # type: ignore[assignment]
         return handle
-
-    def close(self) -> None:
-        """It is not theirs."""
 
 
 class FarDoor:
@@ -128,11 +125,11 @@ class FarDoor:
         if isinstance(answer, m.Matched):
             return m.Matched(answer.reply, self._courier.is_there)
         if isinstance(request, m.LeasePrefix) and isinstance(answer, NamedLease) and answer.reply.lease:
-            came, runs = self._courier.came, list[tuple[HitTier, int]]()
-            for key in request.keys[: answer.reply.blocks]:
-                runs.append((self._courier.tier if key in came else HitTier.DRAM, 1))
+            came, tier = self._courier.came, self._courier.tier
+            leased = request.keys[: answer.reply.blocks]
+            runs = tuple((tier if key in came else HitTier.DRAM, 1) for key in leased)
             came.difference_update(request.keys)
-            reply = msgspec.structs.replace(answer.reply, tiers=tuple(runs))
+            reply = msgspec.structs.replace(answer.reply, tiers=runs)
             return msgspec.structs.replace(answer, reply=reply)
         return answer
 

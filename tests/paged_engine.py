@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from random import Random
@@ -36,6 +35,8 @@ from kvstore.block.account import MissReason
 from kvstore.block.layout import Attention, Layout
 from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
+from kvstore.node import EmbeddedStore
+from waiting import wait_until
 from workbench import blank_pages
 
 HEADS, WIDTH = 2, 8
@@ -55,7 +56,7 @@ class Form:
     width]. is_turned: axes 1 and 2 lie in memory in the other order."""
 
     shape: Callable[[int, int, int, int], tuple[int, ...]]
-    planes: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    planes: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
     is_turned: bool = False
 
     def turned(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -63,41 +64,28 @@ class Form:
         return tensor.transpose(-3, -2).contiguous().transpose(-3, -2) if self.is_turned else tensor
 
 
-def _halves(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    k, v = tensor.chunk(2, dim=-1)
-    return k, v
-
-
-def _slabs(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _slabs(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     pages, heads, tokens, both = tensor.shape
     rows = tensor.view(pages, heads, 2 * tokens, both // 2).permute(0, 2, 1, 3)
     return rows[:, :tokens], rows[:, tokens:]
 
 
-def _across(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _across(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     pages, heads, tokens, both = tensor.shape
     k = tensor.view(pages, heads, -1)[..., : tokens * both // 2].unflatten(2, (both // 2, tokens))
     return k.permute(0, 3, 1, 2), _slabs(tensor)[1]
 
 
-def _swapped(planes: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    return planes[0].transpose(1, 2), planes[1].transpose(1, 2)
-
-
-def _both(planes: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    return planes[0], planes[1]
-
-
 FORMS: dict[str, Form] = {
-    "heads-first": Form(lambda p, n, h, w: (p, h, n, 2 * w), lambda t: _halves(t.transpose(1, 2))),
-    "heads-first, turned": Form(lambda p, n, h, w: (p, h, n, 2 * w), lambda t: _halves(t.transpose(1, 2)), True),
-    "tokens-first": Form(lambda p, n, h, w: (p, n, h, 2 * w), _halves),
+    "heads-first": Form(lambda p, n, h, w: (p, h, n, 2 * w), lambda t: t.transpose(1, 2).chunk(2, -1)),
+    "heads-first, turned": Form(lambda p, n, h, w: (p, h, n, 2 * w), lambda t: t.transpose(1, 2).chunk(2, -1), True),
+    "tokens-first": Form(lambda p, n, h, w: (p, n, h, 2 * w), lambda t: t.chunk(2, -1)),
     "slabs": Form(lambda p, n, h, w: (p, h, n, 2 * w), _slabs),
     "slabs-k-across": Form(lambda p, n, h, w: (p, h, n, 2 * w), _across),
-    "planes-0-tokens": Form(lambda p, n, h, w: (2, p, n, h, w), lambda t: _both(t.unbind(0))),
-    "planes-1-tokens": Form(lambda p, n, h, w: (p, 2, n, h, w), lambda t: _both(t.unbind(1))),
-    "planes-0-heads": Form(lambda p, n, h, w: (2, p, h, n, w), lambda t: _swapped(t.unbind(0))),
-    "planes-1-heads": Form(lambda p, n, h, w: (p, 2, h, n, w), lambda t: _swapped(t.unbind(1))),
+    "planes-0-tokens": Form(lambda p, n, h, w: (2, p, n, h, w), lambda t: t.unbind(0)),
+    "planes-1-tokens": Form(lambda p, n, h, w: (p, 2, n, h, w), lambda t: t.unbind(1)),
+    "planes-0-heads": Form(lambda p, n, h, w: (2, p, h, n, w), lambda t: t.transpose(2, 3).unbind(0)),
+    "planes-1-heads": Form(lambda p, n, h, w: (p, 2, h, n, w), lambda t: t.transpose(2, 3).unbind(1)),
 }
 
 
@@ -130,20 +118,29 @@ class Shape:
     """On any other one steps are put into a stream of the engine's own, and each is long on its way."""
 
 
+def hashes_of(tokens: Sequence[int], weights: int = 0) -> numpy.ndarray:
+    """Behind each token, of all tokens up to it and of the weights."""
+    value, found = 0x9E3779B97F4A7C15 + weights, numpy.empty(len(tokens), numpy.uint64)
+    for at, token in enumerate(tokens):
+        value = ((value ^ (token + 1)) * 0x5851F42D4C957F2D + 0x14057B7EF767814F) % (1 << 64)
+        found[at] = value = value ^ (value >> 31)
+    return found
+
+
+def bytes_of(hashes: numpy.ndarray, layer: int, count: int) -> torch.Tensor:
+    """[hashes, count]: of each what a layer makes of it."""
+    places = numpy.arange(1 + layer * 4096, 1 + layer * 4096 + -(-count // 8), dtype=numpy.uint64)
+    mixed = (hashes[:, None] ^ (places * numpy.uint64(0xD1342543DE82EF95))) * numpy.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> numpy.uint64(29)
+    mixed *= numpy.uint64(0xBF58476D1CE4E5B9)
+    return torch.from_numpy(mixed.view(numpy.uint8)[:, :count].copy())
+
+
 def kv_numbers(tokens: Sequence[int], layers: int, weights: int) -> torch.Tensor:
     """[layers, 2, tokens, HEADS, WIDTH] in 0 .. 1: of each token a function of all tokens up to it, and of the
     weights."""
-    hashes, value = numpy.empty(len(tokens), numpy.uint64), 0x9E3779B97F4A7C15 * (weights + 1) % (1 << 64)
-    for at, token in enumerate(tokens):
-        value = ((value ^ (token + 1)) * 0x5851F42D4C957F2D + 0x14057B7EF767814F) % (1 << 64)
-        value ^= value >> 31
-        hashes[at] = value
-    places = numpy.arange(1, 1 + layers * 2 * HEADS * WIDTH, dtype=numpy.uint64) * numpy.uint64(0xD1342543DE82EF95)
-    mixed = (hashes[:, None] ^ places[None, :]) * numpy.uint64(0x9E3779B97F4A7C15)
-    mixed ^= mixed >> numpy.uint64(29)
-    mixed *= numpy.uint64(0xBF58476D1CE4E5B9)
-    made = (mixed >> numpy.uint64(56)).astype(numpy.float32) / 256  # as many bits as bfloat16 has
-    return torch.from_numpy(made).view(len(tokens), layers, 2, HEADS, WIDTH).permute(1, 2, 0, 3, 4).contiguous()
+    made = bytes_of(hashes_of(tokens, weights), 0, layers * 2 * HEADS * WIDTH).to(torch.float32) / 256
+    return made.view(len(tokens), layers, 2, HEADS, WIDTH).permute(1, 2, 0, 3, 4).contiguous()
 
 
 def named_of(
@@ -190,7 +187,6 @@ class Request:
     flying: int = 0
     named: int = 0
     stale: int = 0
-    preempted: int = 0
     was_parked: bool = False
     status: Status = Status.WAITING
     tables: list[list[int]] = field(default_factory=list)
@@ -199,6 +195,14 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return self.known
+
+    @property
+    def account(self) -> dict[str, Any]:
+        """What is told of it once it is over: where each token of its prompt came from."""
+        told = self.told
+        assert told is not None and told["asked"] == self.num_prompt_tokens
+        assert sum(told["hits"].values()) + sum(told["misses"].values()) == told["asked"], told
+        return told
 
     def token_ids(self, first: int, stop: int) -> list[int]:
         assert stop <= self.known, "a token that the engine does not know yet"
@@ -316,14 +320,12 @@ class SlowWorker(PagedWorker):
         self.gate = gate
         self.faults = faults
         self.pause = Random(faults.seed)
-        self.saved_orders: list[int] = []
         super().__init__(*given, **options)
 
     def begin_reading(self, save: Any) -> bool:
         self.gate.go_through()
         may = super().begin_reading(save)
         if may:
-            self.saved_orders.append(save.order.number)
             time.sleep(self.faults.pause * self.pause.random())
         return may
 
@@ -393,9 +395,12 @@ class Rank:
 class SharedStore:
     """A store in this process that several halves use: whoever opened it closes it."""
 
-    def __init__(self, store: Any) -> None:
-        self.namespace = store.namespace
+    def __init__(self, store: EmbeddedStore) -> None:
+        self.store = store
         self.release_request = store.release_request
+
+    def namespace(self, **given: Any) -> NamespaceHandle:
+        return self.store.namespace(**given)
 
     def close(self) -> None:
         """It is not theirs."""
@@ -415,8 +420,6 @@ class PagedEngine:
         *,
         faults: Faults | None = None,
         session: str = "",
-        worker: type[SlowWorker] = SlowWorker,
-        clock: Callable[[], float] = time.monotonic,
         save_patience: float = 0.0,
         **settings: Any,
     ) -> None:
@@ -432,9 +435,9 @@ class PagedEngine:
         self.pool = PagePool(shape.pages, random)
         self.layers = len(shape.windows) * shape.layers_each
         checked = ConnectorSettings.of({"url": "unix:none", **given})
-        self.half = PagedScheduler(checked, lambda: open_store(session), clock, random.random, time.sleep)
+        self.half = PagedScheduler(checked, lambda: open_store(session), time.monotonic, random.random, time.sleep)
         self.workers = [
-            worker(
+            SlowWorker(
                 self.gate,
                 replace(self.faults, seed=self.faults.seed + rank),
                 one.pages,
@@ -460,7 +463,6 @@ class PagedEngine:
         self.arrived: dict[str, int] = {}
         self.over: list[Request] = []
         self.steps = 0
-        self.loaded_tokens = 0
         self.preemptions = 0
         self.crossed: deque[bytes] = deque(maxlen=100)
         """Orders and reports, as they went from process to process."""
@@ -480,6 +482,11 @@ class PagedEngine:
         for worker in self.workers:
             worker.close()
         self.half.close()
+
+    @property
+    def handle(self) -> NamespaceHandle:
+        """Its scheduler's."""
+        return self.half.opener.now()
 
     # What its users do
 
@@ -523,6 +530,12 @@ class PagedEngine:
             request.numbers = kv_numbers(request.stream, self.layers, self.weights)
         self.half.renamed(self.weights)
 
+    def ask(self, name: str, prompt: Sequence[int], outputs: int = 1, facts: RequestSpec | None = None) -> Request:
+        """Alone, to its end."""
+        request = self.add(name, prompt, outputs, facts)
+        self.run()
+        return request
+
     def run(self) -> None:
         """Until nothing is left to do."""
         deadline = time.monotonic() + SECONDS
@@ -536,11 +549,15 @@ class PagedEngine:
     def settle(self) -> None:
         """Until nothing waits to be saved, and that is known."""
         deadline = time.monotonic() + SECONDS
-        while any(worker._saves or worker._saving for worker in self.workers) or self.half._plan._offers:
+        while self.is_saving or self.half._plan._offers:
             assert time.monotonic() < deadline, "saves do not come to an end"
             self.step()
             time.sleep(0.001)
         self.drain()
+
+    @property
+    def is_saving(self) -> bool:
+        return any(worker._saves or worker._saving for worker in self.workers)
 
     def drain(self) -> None:
         while self.flying:
@@ -550,7 +567,8 @@ class PagedEngine:
         """As vLLM's engine core does."""
         step = self._schedule()
         self.flying.append(step)
-        self._execute(step)
+        with torch.cuda.stream(self._stream):  # what is put into one is done later; on a CPU there is none
+            self._execute(step)
         while len(self.flying) > self.shape.ahead or (self.flying and not step.scheduled):
             self._output(self.flying.popleft())
 
@@ -618,7 +636,6 @@ class PagedEngine:
                 break
             self.half.allocated(name, request.tables, loaded)
             request.computed = computed
-            self.loaded_tokens += loaded
             if is_async:
                 request.status, request.was_parked = Status.PARKED, True
                 skipped.append(request)
@@ -661,19 +678,6 @@ class PagedEngine:
     # Execute
 
     def _execute(self, step: Step) -> None:
-        with self._in_stream():
-            self._run(step)
-
-    @contextmanager
-    def _in_stream(self) -> Iterator[None]:
-        """As an engine on a GPU: what is put in here is done later."""
-        if self.shape.device == "cpu":
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def _run(self, step: Step) -> None:
         given: list[StepPlan] = [pickle.loads(self._crossing(step.orders)) for _ in self.workers]
         for worker, orders in zip(self.workers, given, strict=True):
             worker.begin(orders)
@@ -920,7 +924,6 @@ class PagedEngine:
         self._free(request)
         request.status, request.computed, request.placeholders = Status.WAITING, 0, 0
         request.stale = request.flying
-        request.preempted += 1
         self.preemptions += 1
         self.waiting.appendleft(request)
 
@@ -939,6 +942,17 @@ class PagedEngine:
 
 
 # What is stored ----------------------------------------------------------------------------------------------------
+
+
+def check_nothing_is_held(store: EmbeddedStore, *engines: PagedEngine) -> None:
+    """For anybody, once these engines are closed, which they are here."""
+    for engine in engines:
+        engine.settle()
+        engine.close()
+    wait_until(lambda: not store.usage().leases and not store.core.awaits.counts().parked)
+    usage = store.usage()
+    assert (usage.reservations, usage.pinned_bytes) == (0, 0)
+    store.check()
 
 
 def stored_blocks(handle: NamespaceHandle, stream: Sequence[int]) -> Iterator[tuple[int, Pages]]:

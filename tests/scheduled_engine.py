@@ -41,30 +41,11 @@ from engine_adapter.paged.requests import RequestCounts
 from engine_adapter.vllm_config import kind_of, layer_specs
 from engines import models
 from kvstore.block.layout import Attention
+from paged_engine import bytes_of, hashes_of
 
 SECONDS = 60
 VOCAB = 997
 GARBAGE = 0x5A
-WORDS = 0xD1342543DE82EF95
-
-
-def hashes_of(tokens: Sequence[int], weights: int = 0) -> np.ndarray:
-    """Behind each token, of all tokens up to it and of the weights."""
-    value, found = 0x9E3779B97F4A7C15 + weights, np.empty(len(tokens), np.uint64)
-    for at, token in enumerate(tokens):
-        value = ((value ^ (token + 1)) * 0x5851F42D4C957F2D + 0x14057B7EF767814F) % (1 << 64)
-        found[at] = value = value ^ (value >> 31)
-    return found
-
-
-def bytes_of(hashes: np.ndarray, layer: int, count: int) -> torch.Tensor:
-    """[hashes, count]: of each what a layer makes of it."""
-    with np.errstate(over="ignore"):
-        places = np.arange(1 + layer * 4096, 1 + layer * 4096 + -(-count // 8), dtype=np.uint64) * np.uint64(WORDS)
-        mixed = (hashes[:, None] ^ places[None, :]) * np.uint64(0x9E3779B97F4A7C15)
-        mixed ^= mixed >> np.uint64(29)
-        mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    return torch.from_numpy(mixed.view(np.uint8)[:, :count].copy())
 
 
 class _SecondRunner(VllmConfig):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import secrets
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -20,16 +21,6 @@ from waiting import wait_until
 from workbench import MODEL, ids, random_pages, small_layout
 
 LAYOUT = small_layout()
-
-
-class HandClock:
-    """Time passes by itself: each question is due."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
 
 
 class Router:
@@ -69,8 +60,8 @@ def key(number: int) -> bytes:
 
 
 def announced(namespace: Told | NamespaceHandle | None, most: int = 1000) -> Announcements[bytes]:
-    """A block is called by its key, which a request is asked for."""
-    return Announcements(HandClock(), lambda request, number: request[number], lambda: namespace, most)
+    """A block is called by its key, which a request is asked for. Time passes by itself: each question is due."""
+    return Announcements(count(1.0).__next__, lambda request, number: request[number], lambda: namespace, most)
 
 
 def save(news: Announcements[bytes], keys: list[bytes], held: int, first: int = 0) -> None:

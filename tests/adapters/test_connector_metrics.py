@@ -34,12 +34,8 @@ def everything() -> RequestCounts:
 
 def scraped(*steps: dict[str, Any]) -> Scrape:
     registry = CollectorRegistry()
-    series = ConnectorSeries(
-        partial(Counter, registry=registry),
-        partial(Gauge, registry=registry),
-        partial(Histogram, registry=registry),
-        ["engine"],
-    )
+    make = (partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram))
+    series = ConnectorSeries(*make, ["engine"])
     for step in steps:
         series.observe(step, ["0"])
     return Scrape(generate_latest(registry).decode())

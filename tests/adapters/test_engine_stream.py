@@ -100,19 +100,16 @@ def test_all_that_threads_of_a_worker_do_with_pages_is_behind_the_step_it_belong
             setattr(bench.worker, name, stream.tell(name.strip("_"), getattr(bench.worker, name)))
         stream.steps = 5
         load, lease = bench.load(ids(128), [9, 10, 11, 12], waits=False)
-        bench.begin(loads=[load])
-        bench.worker.start_loads()
+        bench.step(loads=[load])
         stream.steps = 6
         wait_until(lambda: bool(bench.worker.finished()[0]))
         audit = audit_of(lease.ticket(), 64, (PageRun(2, [3, 4]),))
-        bench.begin(saves=[audit, bench.save(ids(64, 700), [5, 6])])
-        bench.worker.start_saves()
+        bench.step(saves=[audit, bench.save(ids(64, 700), [5, 6])])
         stream.steps = 7
         assert bench.reports(saves=2).saves[0].results[0].verdict is AuditVerdict.EXACT
         lease.release()
         waiting, lease = bench.load(ids(128), [9, 10, 11, 12])
-        bench.begin(loads=[waiting])
-        bench.worker.start_loads()
+        bench.step(loads=[waiting])
         lease.release()
     read = [("begin_reading", 6), ("waited", 6), ("end_reading", 6)]
     assert stream.told[0] == ("load", 5)

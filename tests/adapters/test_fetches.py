@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from random import Random, SystemRandom
@@ -25,10 +26,9 @@ from engine_adapter.paged.requests import RequestSpec
 from far import Courier, FarStore
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.identity import Prompt
-from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
-from paged_engine import PagedEngine, Request, Shape, SharedStore, Status
+from paged_engine import PagedEngine, Request, Shape, SharedStore, Status, check_nothing_is_held
 from tiering.counts.awaits import AwaitEnd
 from waiting import wait_until
 from workbench import open_at
@@ -49,134 +49,120 @@ class Hosts:
         self.one = PagedEngine(Shape(), lambda _: SharedStore(far), Random(1), session="1")
         self.two = PagedEngine(Shape(), lambda _: FarStore(near, self.courier), Random(2), session="2", **given)
 
-    def prompt(self, tokens: int, outputs: int = 1) -> list[int]:
+    def drawn(self, tokens: int) -> list[int]:
+        return [self.random.randrange(1000) for _ in range(tokens)]
+
+    def prompt(self, tokens: int) -> list[int]:
         """Stored on the first host, and known to be there."""
-        prompt = [self.random.randrange(1000) for _ in range(tokens)]
-        self.one.add(f"p{self.random.random()}", prompt, outputs)
-        self.one.run()
+        prompt = self.drawn(tokens)
+        self.one.ask(f"p{self.random.random()}", prompt)
         self.one.settle()
-        self.courier.holds(handle(self.one), handle(self.two), prompt)
+        self.courier.holds(self.one.handle, self.two.handle, prompt)
         return prompt
 
     def ask(self, name: str, prompt: list[int], spec: RequestSpec | None = None) -> dict[str, Any]:
         self.two.forget()
-        request = self.two.add(name, prompt, 2, spec)
-        self.two.run()
-        return told(request)
+        return self.two.ask(name, prompt, 2, spec).account
+
+    def handed_over(self, prompt: list[int]) -> RequestSpec:
+        """What a request for it says that comes with a ticket."""
+        near = self.two.handle
+        return RequestSpec(ticket=near.seal(near.hashed(prompt), 60).ticket)
 
     def knows_couriers(self) -> None:
         """The first look-up tells an engine that there is one."""
         self.ask("first", [1] * 70)
         self.courier.asked.clear()
 
-    def check(self) -> None:
-        """Nothing is held for anybody."""
-        for engine in (self.one, self.two):
-            engine.settle()
-            engine.close()
-        usage = self.near.usage()
-        assert (usage.leases, usage.reservations, usage.pinned_bytes) == (0, 0, 0)
-        assert self.near.core.awaits.counts().parked == 0 and self.courier.fetches == []
-        self.near.check()
-
 
 @contextmanager
 def hosts(path: Path, **options: Any) -> Iterator[Hosts]:
     with open_at(path / "far", dram="16MiB") as far, open_at(path / "near", dram="16MiB") as near:
         made = Hosts(far, near, **options)
-        try:
+        with made.one, made.two:
             yield made
-            made.check()
-        finally:
-            made.one.close()
-            made.two.close()
+            check_nothing_is_held(near, made.one, made.two)
+            assert made.courier.fetches == []
 
 
-def handle(engine: PagedEngine) -> NamespaceHandle:
-    opened = engine.half.opener.now()
-    assert opened is not None
-    return opened
-
-
-def told(request: Request) -> dict[str, Any]:
-    account = request.told
-    assert account is not None and sum(account["hits"].values()) + sum(account["misses"].values()) == account["asked"]
-    return account
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Hosts]:
+    with hosts(tmp_path) as made:
+        yield made
 
 
 # The main job ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tier", [HitTier.PEER, HitTier.REMOTE])
-def test_what_another_host_stored_is_fetched_and_counted_by_its_tier_once(tmp_path: Path, tier: HitTier) -> None:
-    with hosts(tmp_path) as two:
-        two.courier.tier = tier
-        prompt = two.prompt(500)
-        account = two.ask("a", prompt)
-        assert account["hits"] == {str(tier): 448}, account
-        assert two.ask("b", prompt)["hits"] == {"dram": 448}, "it is here now"
-        longer = two.ask("c", [*prompt, *range(200)])
-        assert longer["hits"] == {"dram": 448} and longer["misses"]["absent"] == 192, "and no more is elsewhere"
+def test_what_another_host_stored_is_fetched_and_counted_by_its_tier_once(two: Hosts, tier: HitTier) -> None:
+    two.courier.tier = tier
+    prompt = two.prompt(500)
+    account = two.ask("a", prompt)
+    assert account["hits"] == {str(tier): 448}, account
+    assert two.ask("b", prompt)["hits"] == {"dram": 448}, "it is here now"
+    longer = two.ask("c", [*prompt, *range(200)])
+    assert longer["hits"] == {"dram": 448} and longer["misses"]["absent"] == 192, "and no more is elsewhere"
 
 
-def test_what_is_here_and_what_is_elsewhere_are_one_prefix(tmp_path: Path) -> None:
-    with hosts(tmp_path) as two:
-        prompt = two.prompt(700)
-        two.ask("short", prompt[:300])
+def test_what_is_here_and_what_is_elsewhere_are_one_prefix(two: Hosts) -> None:
+    prompt = two.prompt(700)
+    two.ask("short", prompt[:300])
+    two.two.settle()
+    assert two.ask("long", prompt)["hits"] == {"dram": 256, "peer": 384}
+
+
+def test_a_prefix_that_is_here_as_a_whole_is_asked_of_nobody(two: Hosts) -> None:
+    """In the store, or in the engine's own cache."""
+    prompt = two.prompt(500)
+    two.ask("a", prompt)
+    for tokens in (63, 65, 448, 449, 500):
+        two.courier.asked.clear()
+        two.ask(f"{tokens}", prompt[:tokens])
+        assert not two.courier.asked["Locate"] + two.courier.asked["Await"], tokens
+    two.two.settle()
+    assert two.near.evict(100)
+    two.two.ask("its own", prompt, 2)
+    assert not two.courier.asked["Locate"]
+
+
+def test_each_request_is_one_look_up_to_the_store(two: Hosts) -> None:
+    two.knows_couriers()
+    counted: list[bool] = []
+    door, near = two.two.handle.door, two.near
+    submit = door.submit
+
+    def noted(request: Any, *given: Any) -> Any:
+        reply = submit(request, *given)
+        if isinstance(request, m.MatchPrefix):
+            is_whole = near.core.match(request.namespace, request.keys).blocks == len(request.keys)
+            counted.append(request.counts and (request.counts_short or is_whole))
+        return reply
+
+    door.submit = noted  # type: ignore[method-assign]
+    part, whole = two.prompt(500), two.prompt(500)
+    for name, share, asked, looks in (
+        ("nothing is elsewhere", 1.0, two.drawn(500), 2),
+        ("part", 0.5, part, 2),
+        ("whole", 1.0, whole, 2),
+        ("here", 1.0, whole, 1),
+    ):
+        two.courier.brings = share
+        counted.clear()
+        two.ask(name, asked)
+        assert (sum(counted), len(counted)) == (1, looks), name
         two.two.settle()
-        assert two.ask("long", prompt)["hits"] == {"dram": 256, "peer": 384}
 
 
-def test_a_prefix_that_is_here_as_a_whole_is_asked_of_nobody(tmp_path: Path) -> None:
-    with hosts(tmp_path) as two:
-        prompt = two.prompt(500)
-        two.ask("a", prompt)
-        for tokens in (63, 65, 448, 449, 500):
-            two.courier.asked.clear()
-            two.ask(f"{tokens}", prompt[:tokens])
-            assert not two.courier.asked["Locate"] + two.courier.asked["Await"], tokens
-
-
-def test_each_request_is_one_look_up_to_the_store(tmp_path: Path) -> None:
-    with hosts(tmp_path) as two:
-        two.knows_couriers()
-        counted: list[bool] = []
-        door, near = handle(two.two).door, two.near
-        submit = door.submit
-
-        def noted(request: Any, *given: Any) -> Any:
-            reply = submit(request, *given)
-            if isinstance(request, m.MatchPrefix):
-                is_whole = near.core.match(request.namespace, request.keys).blocks == len(request.keys)
-                counted.append(request.counts and (request.counts_short or is_whole))
-            return reply
-
-        door.submit = noted  # type: ignore[method-assign]
-        part, whole = two.prompt(500), two.prompt(500)
-        unknown = [two.random.randrange(1000) for _ in range(500)]
-        for name, share, asked, looks in (
-            ("nothing is elsewhere", 1.0, unknown, 2),
-            ("part", 0.5, part, 2),
-            ("whole", 1.0, whole, 2),
-            ("here", 1.0, whole, 1),
-        ):
-            two.courier.brings = share
-            counted.clear()
-            two.ask(name, asked)
-            assert (sum(counted), len(counted)) == (1, looks), name
-            two.two.settle()
-
-
-def test_what_is_fetched_is_told_to_routers_and_what_did_not_come_is_not(tmp_path: Path) -> None:
-    with hosts(tmp_path) as two:
-        two.two.half.announce(lambda request, number: (request.request_id, number))
-        two.courier.brings = 0.5
-        two.ask("a", two.prompt(500))
-        two.two.settle()
-        wait_until(lambda: two.two.step() or len(two.two.half.announced._news) >= 7)  # type: ignore[func-returns-value]
-        news = [one.block for one in two.two.half.announced.take() if one.came is HitTier.DRAM]
-        assert news[:3] == [("a", 0), ("a", 1), ("a", 2)]
-        assert {number for name, number in news} == set(range(7)), "the others are told when they are saved"
+def test_what_is_fetched_is_told_to_routers_and_what_did_not_come_is_not(two: Hosts) -> None:
+    two.two.half.announce(lambda request, number: (request.request_id, number))
+    two.courier.brings = 0.5
+    two.ask("a", two.prompt(500))
+    two.two.settle()
+    wait_until(lambda: two.two.step() or len(two.two.half.announced._news) >= 7)  # type: ignore[func-returns-value]
+    news = [one.block for one in two.two.half.announced.take() if one.came is HitTier.DRAM]
+    assert news[:3] == [("a", 0), ("a", 1), ("a", 2)]
+    assert {number for name, number in news} == set(range(7)), "the others are told when they are saved"
 
 
 # How long, and why not ------------------------------------------------------------------------------------------------
@@ -194,107 +180,86 @@ def test_what_is_fetched_is_told_to_routers_and_what_did_not_come_is_not(tmp_pat
     ],
 )
 def test_what_was_located_and_did_not_come_is_a_miss_for_what_kept_it_away(
-    tmp_path: Path, share: float, end: AwaitEnd | None, reason: MissReason | None, missed: str
+    two: Hosts, share: float, end: AwaitEnd | None, reason: MissReason | None, missed: str
 ) -> None:
-    with hosts(tmp_path) as two:
-        courier = two.courier
-        courier.brings, courier.end = share, end
-        prompt = two.prompt(500)
-        courier.reason = reason
-        account = two.ask("a", [*prompt[:448], *range(100)])
-        came = 64 * int(share * 7)
-        assert account["hits"] == ({"peer": came} if came else {})
-        assert account["misses"] == {missed: 448 - came, "absent": 64, "partial_block": 36}, account
-        assert "far away" in account["detail"]
+    courier = two.courier
+    courier.brings, courier.end = share, end
+    prompt = two.prompt(500)
+    courier.reason = reason
+    account = two.ask("a", [*prompt[:448], *range(100)])
+    came = 64 * int(share * 7)
+    assert account["hits"] == ({"peer": came} if came else {})
+    assert account["misses"] == {missed: 448 - came, "absent": 64, "partial_block": 36}, account
+    assert "far away" in account["detail"]
 
 
-def test_a_courier_that_brings_nothing_is_waited_for_no_longer_than_chosen(tmp_path: Path) -> None:
-    with hosts(tmp_path) as two:
-        two.courier.brings = None
-        prompt = two.prompt(500)
-        began = time.monotonic()
-        account = two.ask("a", prompt)
-        assert account["misses"]["deadline"] == 448 and account["hits"] == {}
-        assert time.monotonic() - began >= model.LEAST_WAIT_SECONDS
-        counts = two.two.half.choice.costs.counts
-        assert (counts.locates, counts.fetches, counts.short_fetches) == (1, 1, 1) and counts.regret_ms >= 50
+def test_a_courier_that_brings_nothing_is_waited_for_no_longer_than_chosen(two: Hosts) -> None:
+    two.courier.brings = None
+    prompt = two.prompt(500)
+    began = time.monotonic()
+    account = two.ask("a", prompt)
+    assert account["misses"]["deadline"] == 448 and account["hits"] == {}
+    assert time.monotonic() - began >= model.LEAST_WAIT_SECONDS
+    counts = two.two.half.choice.costs.counts
+    assert (counts.locates, counts.fetches, counts.short_fetches) == (1, 1, 1) and counts.regret_ms >= 50
 
 
-def test_others_run_while_one_waits(tmp_path: Path) -> None:
-    with hosts(tmp_path) as two:
-        two.courier.brings = None
-        two.courier.milliseconds = inf
-        waits = two.two.add("waits", two.prompt(500), 2)
-        others = [two.two.add(f"{at}", [at] * 40, 4) for at in range(4)]
-        while any(one.status is not Status.OVER for one in others):
-            two.two.step()
-        assert waits.status is Status.WAITING and len(two.courier.fetches) == 1
-        two.courier.bring(two.courier.fetches[0])
-        two.two.run()
-        assert told(waits)["hits"] == {"peer": 448}
+def test_others_run_while_one_waits(two: Hosts) -> None:
+    two.courier.brings = None
+    two.courier.milliseconds = inf
+    waits = two.two.add("waits", two.prompt(500), 2)
+    others = [two.two.add(f"{at}", [at] * 40, 4) for at in range(4)]
+    while any(one.status is not Status.OVER for one in others):
+        two.two.step()
+    assert waits.status is Status.WAITING and len(two.courier.fetches) == 1
+    two.courier.bring(two.courier.fetches[0])
+    two.two.run()
+    assert waits.account["hits"] == {"peer": 448}
 
 
-def test_a_locate_that_is_not_answered_costs_milliseconds(tmp_path: Path) -> None:
-    with hosts(tmp_path) as two:
-        two.courier.answers = False
-        assert two.ask("a", two.prompt(500))["misses"]["absent"] == 448
-        assert not two.courier.asked["Await"]
-
-
-def test_what_the_engine_has_itself_is_not_fetched_for_it(tmp_path: Path) -> None:
-    with hosts(tmp_path) as two:
-        prompt = two.prompt(500)
-        two.courier.is_there = False
-        two.ask("a", prompt)
-        two.two.settle()
-        two.near.evict(100)
-        two.courier.is_there = True
-        two.two.add("b", prompt, 2)
-        two.two.run()
-        assert not two.courier.asked["Locate"], "its own cache has all that could be loaded"
+def test_a_locate_that_is_not_answered_costs_milliseconds(two: Hosts) -> None:
+    two.courier.answers = False
+    assert two.ask("a", two.prompt(500))["misses"]["absent"] == 448
+    assert not two.courier.asked["Await"]
 
 
 @pytest.mark.parametrize("steps", range(5))
-def test_a_request_that_is_given_up_leaves_nothing(tmp_path: Path, steps: int) -> None:
-    with hosts(tmp_path) as two:
-        two.knows_couriers()
-        two.courier.brings, two.courier.milliseconds = None, inf
-        two.courier.answers = steps > 1
-        request = two.two.add("a", two.prompt(500), 2)
-        for _ in range(steps):
-            two.two.step()
-        assert bool(two.courier.fetches) is (steps > 1)
-        two.two.abort(request)
-        assert two.courier.fetches == [] and two.near.core.awaits.counts().parked == 0
+def test_a_request_that_is_given_up_leaves_nothing(two: Hosts, steps: int) -> None:
+    two.knows_couriers()
+    two.courier.brings, two.courier.milliseconds = None, inf
+    two.courier.answers = steps > 1
+    request = two.two.add("a", two.prompt(500), 2)
+    for _ in range(steps):
+        two.two.step()
+    assert bool(two.courier.fetches) is (steps > 1)
+    two.two.abort(request)
+    assert two.courier.fetches == [] and two.near.core.awaits.counts().parked == 0
 
 
 # Tickets --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_ticket_goes_along_and_is_asked_again_while_the_other_engine_stores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_wait, "RELOCATE_SECONDS", 0.005)
     monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 20.0)
-    with hosts(tmp_path) as two:
-        prompt = [two.random.randrange(1000) for _ in range(500)]
-        near = handle(two.two)
-        ticket = near.seal(near.hashed(prompt), 60).ticket
-        request = two.two.add("d", prompt, 2, RequestSpec(ticket=ticket))
-        while two.courier.asked["Locate"] < 2:
-            two.two.step()
-        two.one.add("p", prompt, 1)
-        two.one.run()
-        two.one.settle()
-        two.courier.holds(handle(two.one), near, prompt[:200])
-        while near.match(prompt, counts=False).blocks < 3:
-            two.two.step()
-        two.courier.holds(handle(two.one), near, prompt)
-        two.two.run()
-        assert told(request)["hits"] == {"peer": 448} and set(two.courier.tickets) == {ticket}
-        choice = two.two.half.choice
-        assert choice is not None and choice.costs.counts.fetches > 0
-        assert not choice.costs.loads.has_seen(HitTier.PEER), "how long the other engine computed is no speed"
+    prompt, near = two.drawn(500), two.two.handle
+    spec = two.handed_over(prompt)
+    request = two.two.add("d", prompt, 2, spec)
+    while two.courier.asked["Locate"] < 2:
+        two.two.step()
+    two.one.ask("p", prompt)
+    two.one.settle()
+    two.courier.holds(two.one.handle, near, prompt[:200])
+    while near.match(prompt, counts=False).blocks < 3:
+        two.two.step()
+    two.courier.holds(two.one.handle, near, prompt)
+    two.two.run()
+    assert request.account["hits"] == {"peer": 448} and set(two.courier.tickets) == {spec.ticket}
+    choice = two.two.half.choice
+    assert choice is not None and choice.costs.counts.fetches > 0
+    assert not choice.costs.loads.has_seen(HitTier.PEER), "how long the other engine computed is no speed"
 
 
 @pytest.mark.parametrize("reason", [MissReason.UNREACHABLE, MissReason.STALE_HINT])
@@ -303,9 +268,9 @@ def test_a_ticket_whose_node_has_nothing_is_a_miss_for_that(
 ) -> None:
     monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 0.1)
     with hosts(tmp_path, lease_deadline_ms=50) as two:
-        prompt, near = [two.random.randrange(1000) for _ in range(500)], handle(two.two)
+        prompt = two.drawn(500)
         two.courier.reason = reason
-        account = two.ask("d", prompt, RequestSpec(ticket=near.seal(near.hashed(prompt), 60).ticket))
+        account = two.ask("d", prompt, two.handed_over(prompt))
         assert account["misses"][str(reason)] == 448, account
 
 
@@ -315,8 +280,8 @@ def test_a_holder_that_fails_at_once_is_not_asked_without_a_pause(
     monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 0.3)
     with hosts(tmp_path, lease_deadline_ms=50) as two:
         two.courier.brings = 0.0
-        prompt, near = two.prompt(500), handle(two.two)
-        two.ask("d", prompt, RequestSpec(ticket=near.seal(near.hashed(prompt), 60).ticket))
+        prompt = two.prompt(500)
+        two.ask("d", prompt, two.handed_over(prompt))
         assert two.courier.asked["Locate"] <= 2 + 0.3 / block_wait.RELOCATE_SECONDS
 
 
@@ -351,7 +316,7 @@ def test_whatever_comes_when_nothing_is_left_and_every_number_is_right(
     print(f"FETCH_SEED={SEED}, history {history}")
     draw = Random(seed)
     with hosts(tmp_path, cost_model=draw.random() < 0.5, lease_deadline_ms=draw.choice([1, 50])) as two:
-        courier, near = two.courier, handle(two.two)
+        courier = two.courier
         prompts = [two.prompt(draw.randrange(65, 600)) for _ in range(4)]
         asked: list[Request] = []
         for at in range(60):
@@ -359,8 +324,9 @@ def test_whatever_comes_when_nothing_is_left_and_every_number_is_right(
             if action < 0.3:
                 prompt = draw.choice(prompts)
                 prompt = prompt[: draw.randrange(1, len(prompt) + 1)] + [at] * draw.randrange(100)
-                ticket = near.seal(near.hashed(prompt), 60).ticket if draw.random() < 0.3 and len(prompt) > 64 else ""
-                spec = RequestSpec(ticket=ticket, awaits=draw.random() < 0.05)
+                is_handed_over = draw.random() < 0.3 and len(prompt) > 64
+                spec = two.handed_over(prompt) if is_handed_over else RequestSpec()
+                spec = replace(spec, awaits=draw.random() < 0.05)
                 asked.append(two.two.add(f"r{at}", prompt, draw.randrange(1, 5), spec))
             elif action < 0.4:
                 two.two.abort(draw.choice(asked)) if asked else None
@@ -384,8 +350,7 @@ def test_whatever_comes_when_nothing_is_left_and_every_number_is_right(
             courier.bring(one, draw.choice([0.0, 1.0]))
         courier.brings = draw.choice([0.0, 1.0])
         two.two.run()
-        for one in asked:
-            told(one)
+        assert all(one.account for one in asked)
 
 
 # The parts ------------------------------------------------------------------------------------------------------------
@@ -477,10 +442,7 @@ def test_a_located_chain_is_waited_for_within_the_bound_that_was_given() -> None
     assert bounded.choose(m.Located(1, 20, HitTier.PEER, 300.0), 0) == (10, 0.2)
     assert bounded.choose(m.Located(1, 20, HitTier.PEER, inf), 4) == (10, 0.2)
     assert not bounded.asks(10) and bounded.asks(9)
-
-
-def test_every_end_of_a_wait_has_a_reason() -> None:
-    assert set(REASON_OF_END) == set(AwaitEnd)
+    assert set(REASON_OF_END) == set(AwaitEnd), "every end of a wait has a reason"
     policy = FetchPolicy(10, 1.0, 64)
     assert policy.chosen(m.Located(0, 9, HitTier.PEER, 1.0), 2) == (2, 0.0), "no number, nothing to fetch"
     assert policy.is_over

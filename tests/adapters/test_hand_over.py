@@ -23,7 +23,7 @@ from kvstore.block.identity import Identity, Prompt
 from kvstore.client.edge import contained
 from kvstore.node import EmbeddedStore
 from kvstore.protocol.hand_off_ticket import HandOff
-from paged_engine import PagedEngine, Request, Shape, SharedStore
+from paged_engine import PagedEngine, Shape, SharedStore, check_nothing_is_held
 from service.sidecar import Sidecar
 from tiering.counts.awaits import AwaitEnd
 from waiting import wait_until
@@ -55,30 +55,12 @@ class Pair:
         sealing = self.prefill.half._states[name].sealing
         wait_until(lambda: sealing is None or sealing.poll() is not None)  # these engines compute in no time
         self.prefill.run()
-        assert request.told is not None
-        return request.told
+        return request.account
 
-    def decoded(self, name: str, prompt: list[int], spec: RequestSpec, *, outputs: int = 4) -> dict[str, Any]:
+    def decoded(self, name: str, prompt: list[int], ticket: str = "", **hints: Any) -> dict[str, Any]:
         """What the second one tells, whose own cache has nothing."""
         self.decode.forget()
-        request = self.decode.add(name, prompt, outputs, spec)
-        self.decode.run()
-        return self.told(request)
-
-    def told(self, request: Request) -> dict[str, Any]:
-        told = request.told
-        assert told is not None and sum(told["hits"].values()) + sum(told["misses"].values()) == told["asked"]
-        return told
-
-    def check(self) -> None:
-        """Nothing is held for anybody."""
-        for engine in (self.prefill, self.decode):
-            engine.settle()
-            engine.close()
-        wait_until(lambda: not any((self.store.usage().leases, self.store.core.awaits.counts().parked)))
-        usage = self.store.usage()
-        assert (usage.reservations, usage.pinned_bytes) == (0, 0)
-        self.store.check()
+        return self.decode.ask(name, prompt, 4, RequestSpec(ticket=ticket, **hints)).account
 
 
 @contextmanager
@@ -89,12 +71,9 @@ def pair(
     with Sidecar(path, dram=dram) as sidecar:
         shared = SharedStore(sidecar.store)
         made = Pair(sidecar.store, sidecar.client if is_apart else lambda _: shared, patience_ms, **options)
-        try:
+        with made.prefill, made.decode:
             yield made
-            made.check()
-        finally:
-            made.prefill.close()
-            made.decode.close()
+            check_nothing_is_held(made.store, made.prefill, made.decode)
 
 
 def full(tokens: int) -> int:
@@ -113,7 +92,7 @@ def test_what_one_engine_prefilled_the_other_one_loads(tmp_path: Path, is_apart:
             prompt = both.prompt(tokens)
             told = both.prefilled(f"p{at}", prompt)
             assert ("ticket" in told) is (tokens >= 64)
-            decoded = both.decoded(f"d{at}", prompt, RequestSpec(ticket=told.get("ticket", "")))
+            decoded = both.decoded(f"d{at}", prompt, told.get("ticket", ""))
             assert decoded["hits"].get("dram", 0) == full(tokens), decoded
             assert "ignored" not in decoded
 
@@ -129,7 +108,7 @@ def test_a_ticket_is_waited_for_where_its_blocks_are_still_being_stored(tmp_path
         assert request.computed == 0 and both.store.core.awaits.counts().parked == 1
         both.prefill.gate.open()
         both.decode.run()
-        assert both.told(request)["hits"] == {"dram": full(600)}
+        assert request.account["hits"] == {"dram": full(600)}
 
 
 def test_chunk_by_chunk_while_the_other_one_computes(tmp_path: Path) -> None:
@@ -142,18 +121,12 @@ def test_chunk_by_chunk_while_the_other_one_computes(tmp_path: Path) -> None:
         seen: Counter[int] = Counter()
         while prefilled.told is None:
             both.prefill.step()
-            wait_until(lambda: not any(one._saves or one._saving for one in both.prefill.workers))
+            wait_until(lambda: not both.prefill.is_saving)
             both.decode.step()
-            seen[stored(both, prompt)] += 1
+            seen[both.decode.handle.match(prompt).blocks] += 1
         both.decode.run()
         assert len(seen) > 2, "it came in pieces"
-        assert both.told(waiting)["hits"] == {"dram": full(900)}
-
-
-def stored(both: Pair, prompt: list[int]) -> int:
-    namespace = both.decode.half.opener.now()
-    assert namespace is not None
-    return namespace.match(prompt).blocks
+        assert waiting.account["hits"] == {"dram": full(900)}
 
 
 def test_nothing_comes_and_it_computes_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +134,7 @@ def test_nothing_comes_and_it_computes_after_a_while(tmp_path: Path, monkeypatch
     with pair(tmp_path, patience_ms=50) as both:
         prompt = both.prompt(400)
         began = time.monotonic()
-        told = both.decoded("d", prompt, RequestSpec(awaits=True))
+        told = both.decoded("d", prompt, awaits=True)
         assert told["misses"]["absent"] == 384 and told["hits"] == {}
         assert "deadline" in told["detail"] and 0.05 <= time.monotonic() - began < 5.0
 
@@ -184,15 +157,14 @@ def test_a_prefill_that_is_given_up_costs_no_more_than_computing(
             both.decode.step()
         both.prefill.abort(request)
         both.prefill.settle()
-        there = stored(both, prompt)
+        there = both.decode.handle.match(prompt).blocks
         both.decode.run()
-        assert both.told(waiting)["hits"].get("dram", 0) <= 64 * there
+        assert waiting.account["hits"].get("dram", 0) <= 64 * there
 
 
 def forged(both: Pair, prompt: list[int], **fields: Any) -> str:
     """A ticket for a prompt, with other fields, and rightly sealed."""
-    namespace = both.decode.half.opener.now()
-    assert namespace is not None
+    namespace = both.decode.handle
     core, keys = both.store.core, both.store.tenant_keys(both.store.tenant)
     identity, hashed = Identity.of(keys, core.node), namespace.hashed(prompt)
     now = int(1000 * core.clock.wall_seconds())
@@ -218,19 +190,19 @@ def test_the_five_ways_in_which_a_stale_reference_serves_another_prompts_kv(
     monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 0.1)
     with pair(tmp_path, dram="1MiB", patience_ms=100) as both:
         first, second = both.prompt(500), both.prompt(500)
-        unknown = both.decoded("unknown", second, RequestSpec(ticket=forged(both, second)))
+        unknown = both.decoded("unknown", second, forged(both, second))
         assert unknown["hits"] == {} and unknown["misses"]["absent"] == 448
         for at, fields in enumerate(({"blocks": 60_000}, {"blocks": 1}, {"blocks": 0}, {"head": bytes(32)})):
             prompt = both.prompt(450)
-            told = both.decoded(f"range{at}", prompt, RequestSpec(ticket=forged(both, prompt, **fields)))
+            told = both.decoded(f"range{at}", prompt, forged(both, prompt, **fields))
             reason = "key_mismatch" if fields == {"blocks": 0} else "stale_hint"
             assert told["hits"] == {} and told["misses"][reason] == 448, told
         ticket = both.prefilled("p", first)["ticket"]
         both.prefill.settle()  # all of it is stored: a busy machine takes longer than the patience here
-        assert both.decoded("used", first, RequestSpec(ticket=ticket))["hits"] == {"dram": 448}
-        assert both.decoded("again", first, RequestSpec(ticket=ticket))["hits"] == {"dram": 448}
+        assert both.decoded("used", first, ticket)["hits"] == {"dram": 448}
+        assert both.decoded("again", first, ticket)["hits"] == {"dram": 448}
         other = both.prompt(500)
-        stale = both.decoded("for another prompt", other, RequestSpec(ticket=ticket))
+        stale = both.decoded("for another prompt", other, ticket)
         assert stale["hits"] == {} and stale["misses"]["stale_hint"] == 448
         assert "another prompt" in stale["detail"]
         both.store.evict(1 << 20)
@@ -239,12 +211,12 @@ def test_the_five_ways_in_which_a_stale_reference_serves_another_prompts_kv(
         both.prefill.settle()
         both.decode.settle()
         both.store.evict(1 << 20)
-        reused = both.decoded("reused", first, RequestSpec(ticket=ticket))
+        reused = both.decoded("reused", first, ticket)
         assert reused["hits"] == {} and reused["misses"]["evicted"] == 448
         for at in range(3):
             both.prefilled(f"r{at}", both.prompt(500))
         late = forged(both, other, until_ms=1)
-        told = both.decoded("over", both.prompt(500), RequestSpec(ticket=late))
+        told = both.decoded("over", both.prompt(500), late)
         assert told["hits"] == {} and told["misses"]["stale_hint"] == 448 and "time is over" in told["detail"]
 
 
@@ -264,12 +236,12 @@ def test_a_ticket_of_elsewhere_is_told_and_waits_for_nothing(
     with pair(tmp_path) as both:
         prompt = both.prompt(300)
         began = time.monotonic()
-        told = both.decoded("d", prompt, RequestSpec(ticket=forged(both, prompt, **fields)))
+        told = both.decoded("d", prompt, forged(both, prompt, **fields))
         assert told["misses"][reason] == 256 and time.monotonic() - began < block_wait.UNLEARNED_SECONDS
         both.decode.settle()
         both.prefilled("p", prompt)
         both.prefill.settle()
-        told = both.decoded("again", prompt, RequestSpec(ticket=forged(both, prompt, **fields)))
+        told = both.decoded("again", prompt, forged(both, prompt, **fields))
         assert told["hits"] == {"dram": 256}, "what is there is taken all the same: the keys are the prompt's own"
 
 
@@ -281,7 +253,7 @@ def test_what_a_producer_has_itself_is_stored_again_before_it_is_handed_over(tmp
         both.store.evict(1 << 20)
         again = both.prefilled("again", prompt)
         assert again["hits"].get("engine"), "its own cache has it"
-        assert both.decoded("d", prompt, RequestSpec(ticket=again["ticket"]))["hits"]["dram"] >= full(400) - 64
+        assert both.decoded("d", prompt, again["ticket"])["hits"]["dram"] >= full(400) - 64
 
 
 def test_a_chain_that_was_handed_over_is_kept_while_others_have_to_go(tmp_path: Path) -> None:
@@ -290,11 +262,9 @@ def test_a_chain_that_was_handed_over_is_kept_while_others_have_to_go(tmp_path: 
         ticket = both.prefilled("p", prompt)["ticket"]
         both.prefill.settle()
         for at in range(25):
-            other = both.prefill.add(f"o{at}", both.prompt(600), 1)
-            both.prefill.run()
-            assert other.told is not None and "ticket" not in other.told
+            assert "ticket" not in both.prefill.ask(f"o{at}", both.prompt(600)).account
         both.prefill.settle()
-        assert both.decoded("d", prompt, RequestSpec(ticket=ticket))["hits"] == {"dram": full(400)}
+        assert both.decoded("d", prompt, ticket)["hits"] == {"dram": full(400)}
 
 
 def test_users_say_for_how_long_and_a_ticket_says_at_least() -> None:
@@ -353,36 +323,34 @@ WAITING = 200
 
 
 def test_asking_two_hundred_waiting_requests_touches_no_socket_lock_or_hash(tmp_path: Path) -> None:
-    with Sidecar(tmp_path, dram="16MiB") as sidecar:
-        engine = PagedEngine(Shape(), lambda session: sidecar.client(session), Random(1), session="a" * 32)
+    with (
+        Sidecar(tmp_path, dram="16MiB") as sidecar,
+        PagedEngine(Shape(), sidecar.client, Random(1), session="a" * 32) as engine,
+    ):
+        random = Random(SEED)
+        for at in range(WAITING):
+            engine.add(f"r{at}", [random.randrange(1000) for _ in range(300)], 1, RequestSpec(awaits=True))
+        wait_until(lambda: sidecar.core.awaits.counts().parked >= WAITING, engine.step)
+        engine.half._idle_seconds = 0.0  # as while others run
+        called: Counter[str] = Counter()
+
+        def note(frame: Any, event: str, arg: Any) -> None:
+            if event == "c_call":
+                called[f"{type(getattr(arg, '__self__', None)).__name__}.{arg.__name__}"] += 1
+            elif event == "call":
+                called[frame.f_code.co_qualname.rpartition("<locals>.")[2]] += 1
+
+        sys.setprofile(note)
         try:
-            random = Random(SEED)
-            prompts = [[random.randrange(1000) for _ in range(300)] for _ in range(WAITING)]
-            for at, prompt in enumerate(prompts):
-                engine.add(f"r{at}", prompt, 1, RequestSpec(awaits=True))
-            wait_until(lambda: sidecar.core.awaits.counts().parked >= WAITING, engine.step)
-            engine.half._idle_seconds = 0.0  # as while others run
-            called: Counter[str] = Counter()
-
-            def note(frame: Any, event: str, arg: Any) -> None:
-                if event == "c_call":
-                    called[f"{type(getattr(arg, '__self__', None)).__name__}.{arg.__name__}"] += 1
-                elif event == "call":
-                    called[frame.f_code.co_qualname.rpartition("<locals>.")[2]] += 1
-
-            sys.setprofile(note)
-            try:
-                answers = [engine.half.matched(f"r{at}", 0) for at in range(WAITING)]
-            finally:
-                sys.setprofile(None)
-            assert answers == [(None, False)] * WAITING
-            words = ("socket", "recv", "send", "acquire", "Lock", "Condition", "blake", "update", "digest", "__enter__")
-            names = called.keys() - {f"{contained.__name__}.__enter__"}  # the guard against errors: it holds nothing
-            touched = {name for name in names if any(word in name for word in words) or name.endswith(".poll")}
-            assert called[BlockWait.may_look.__qualname__] >= WAITING, "they are asked"
-            assert touched == set(), touched
-            for at in range(WAITING):
-                engine.abort(engine.requests[f"r{at}"])
-            wait_until(lambda: sidecar.core.awaits.counts().parked == 0)
+            answers = [engine.half.matched(f"r{at}", 0) for at in range(WAITING)]
         finally:
-            engine.close()
+            sys.setprofile(None)
+        assert answers == [(None, False)] * WAITING
+        words = ("socket", "recv", "send", "acquire", "Lock", "Condition", "blake", "update", "digest", "__enter__")
+        names = called.keys() - {f"{contained.__name__}.__enter__"}  # the guard against errors: it holds nothing
+        touched = {name for name in names if any(word in name for word in words) or name.endswith(".poll")}
+        assert called[BlockWait.may_look.__qualname__] >= WAITING, "they are asked"
+        assert touched == set(), touched
+        for at in range(WAITING):
+            engine.abort(engine.requests[f"r{at}"])
+        wait_until(lambda: sidecar.core.awaits.counts().parked == 0)

@@ -45,14 +45,6 @@ def engine_at(store: EmbeddedStore, shape: Shape, random: Random, **options: Any
     return PagedEngine(shape, lambda session: SharedStore(store), random, **options)
 
 
-def handle_of(store: Any, facts: NamespaceSpec) -> NamespaceHandle:
-    """The namespace of an engine, for whoever has pages with all heads."""
-    handle: NamespaceHandle = store.namespace(
-        model=facts.model, layout=facts.layout, codec=facts.codec, weights_epoch=facts.weights_epoch
-    )
-    return handle
-
-
 @dataclass
 class Drawn:
     """What was asked of an engine, and in which namespace: streams, by weights."""
@@ -64,7 +56,6 @@ class Drawn:
 def drive(engine: PagedEngine, random: Random, steps: int, evict: Callable[[int], object], weights: bool) -> Drawn:
     """Requests come and go for so many steps. Then all that is left is brought to its end."""
     stems = [[random.randrange(997) for _ in range(500)] for _ in range(4)]
-    assert engine.half._facts is not None
     drawn = Drawn([], [engine.half._facts])
     asked: list[Request] = []
     for number in range(steps):
@@ -106,10 +97,7 @@ def check_accounts(engine: PagedEngine) -> RequestCounts:
     counts = engine.half.take_counts()
     assert counts.requests == len(engine.over)
     assert sum(counts.hits.values()) + sum(counts.misses.values()) == counts.asked
-    for request in engine.over:
-        told: Any = request.told
-        assert told["asked"] == request.num_prompt_tokens
-        assert sum(told["hits"].values()) + sum(told["misses"].values()) == told["asked"], told
+    assert all(request.account for request in engine.over)
     return counts
 
 
@@ -117,7 +105,9 @@ def check_stored(store: Any, drawn: Drawn, error: float) -> int:
     """Everything that is stored is right; how many blocks that is."""
     blocks = 0
     for number, facts in enumerate(drawn.facts):
-        handle = handle_of(store, facts)
+        handle = store.namespace(
+            model=facts.model, layout=facts.layout, codec=facts.codec, weights_epoch=facts.weights_epoch
+        )
         for weights, stream in drawn.streams:
             if weights <= number:
                 count, wrong = wrong_blocks(handle, stream, number, error)
@@ -198,15 +188,16 @@ def test_no_page_that_is_read_is_wrong_and_no_block_that_is_stored(name: str, lo
 # It finds what is wrong ----------------------------------------------------------------------------------------------
 
 
+def on_half(**changed: Any) -> Callable[[PagedEngine], object]:
+    return lambda engine: vars(engine.half).update(changed)
+
+
+def on_workers(**changed: Any) -> Callable[[PagedEngine], object]:
+    return lambda engine: [vars(worker).update(changed) for worker in engine.workers]
+
+
 def no_fences(engine: PagedEngine) -> None:
-    step = engine.half.step
-
-    def unfenced(*given: Any) -> Any:
-        orders = step(*given)
-        orders.cancelled_saves = []
-        return orders
-
-    engine.half.step = unfenced  # type: ignore[method-assign]
+    engine.half._plan.taken = lambda pages: []  # type: ignore[method-assign]
 
 
 def no_growth(engine: PagedEngine) -> None:
@@ -233,37 +224,15 @@ def stale_saves(engine: PagedEngine) -> None:
         worker.start_saves = start  # type: ignore[method-assign]
 
 
-def silent_failures(engine: PagedEngine) -> None:
-    for worker in engine.workers:
-        worker._mark_invalid = lambda report, order: None  # type: ignore[method-assign]
-
-
-def spoiled_pages_are_kept(engine: PagedEngine) -> None:
-    engine.half.take_invalid_pages = lambda: set()  # type: ignore[method-assign]
-
-
-def pages_on_their_way_are_shared(engine: PagedEngine) -> None:
-    engine.half._loads._is_unsure = lambda state, local_tokens: False  # type: ignore[method-assign]
-
-
-def decoded_again(engine: PagedEngine) -> None:
-    engine.half._is_exact = True
-
-
-def reads_after_the_fence(engine: PagedEngine) -> None:
-    for worker in engine.workers:
-        worker._fence = lambda numbers: None  # type: ignore[method-assign]
-
-
-WRONGS: dict[str, tuple[Callable[[PagedEngine], None], Shape, str]] = {
+WRONGS: dict[str, tuple[Callable[[PagedEngine], object], Shape, str]] = {
     "no fences": (no_fences, Shape(), "auto"),
     "pages of a growing request are not fenced": (no_growth, Shape(), "auto"),
     "pages of a second admission are not fenced": (no_second_admission, Shape(), "async"),
-    "a fence waits for nothing": (reads_after_the_fence, Shape(ahead=1), "async"),
+    "a fence waits for nothing": (on_workers(_fence=lambda numbers: None), Shape(ahead=1), "async"),
     "saved behind a load that failed": (stale_saves, Shape(), "sync"),
-    "pages that a failed load left behind stay cached": (spoiled_pages_are_kept, Shape(), "sync"),
-    "pages that did not come are not named": (silent_failures, Shape(), "async"),
-    "decoded numbers are encoded again": (decoded_again, Shape(codec="int8-kc64", error=INT8_ERROR), "sync"),
+    "pages that a failed load left behind stay cached": (on_half(take_invalid_pages=set), Shape(), "sync"),
+    "pages that did not come are not named": (on_workers(_mark_invalid=lambda report, order: None), Shape(), "async"),
+    "decoded numbers are encoded again": (on_half(_is_exact=True), Shape(codec="int8-kc64", error=INT8_ERROR), "sync"),
 }
 
 
@@ -292,64 +261,48 @@ def test_what_is_wrong_is_found(name: str, tmp_path: Path) -> None:
 # One thing at a time -------------------------------------------------------------------------------------------------
 
 
-def finished(engine: PagedEngine, name: str, prompt: list[int], outputs: int = 1) -> Request:
-    request = engine.add(name, prompt, outputs)
-    engine.run()
-    return request
-
-
-def hits(request: Request) -> dict[str, int]:
-    assert request.told is not None
-    found: dict[str, int] = request.told["hits"]
-    return found
-
-
 def test_a_page_that_is_given_away_while_its_save_waits_is_not_read(store: EmbeddedStore) -> None:
     with engine_at(store, Shape(pages=14), Random(1)) as engine:
         engine.gate.shut()
-        finished(engine, "a", ids(300))
+        engine.ask("a", ids(300))
         wait_until(lambda: bool(engine.workers[0]._saving))  # it is at the gate
-        finished(engine, "b", ids(300, 500))
+        engine.ask("b", ids(300, 500))
         engine.gate.open()
         engine.settle()
-        handle = handle_of(store, engine.half._facts)  # type: ignore[arg-type]
         assert engine.half.take_counts().dropped_saves == 1
-        assert wrong_blocks(handle, ids(300), 0, 0.0)[1] == [] and wrong_blocks(handle, ids(300, 500), 0, 0.0) == (
-            4,
-            [],
-        )
+        assert wrong_blocks(engine.handle, ids(300), 0, 0.0)[1] == []
+        assert wrong_blocks(engine.handle, ids(300, 500), 0, 0.0) == (4, [])
 
 
 def test_a_decoded_block_is_not_put_again(store: EmbeddedStore) -> None:
     """Evicted from the store while an engine has its decoded pages: it is not stored from those."""
     shape = Shape(codec="int8-kc64", error=INT8_ERROR)
     with engine_at(store, shape, Random(1)) as one:
-        finished(one, "a", ids(260))
+        one.ask("a", ids(260))
         one.settle()
-        handle = handle_of(store, one.half._facts)  # type: ignore[arg-type]
-        exact = [prompt_values(pages, 1, 0, 0, 64) for _, pages in _blocks(handle, ids(256))]
+        exact = stored_values(one.handle, ids(256))
     with engine_at(store, shape, Random(2), save="all") as other:
-        loaded = finished(other, "b", ids(330))
+        loaded = other.ask("b", ids(330))
         other.settle()
-        assert hits(loaded) == {"dram": 256}
+        assert loaded.account["hits"] == {"dram": 256}
         assert store.evict(100) >= 5
-        finished(other, "c", ids(400))
+        own = other.ask("c", ids(400))
         other.settle()
-        assert hits(other.over[-1]) == {"engine": 320}
-        assert handle.match(ids(400)).blocks == 0, "nothing of what was decoded"
+        assert own.account["hits"] == {"engine": 320}
+        assert other.handle.match(ids(400)).blocks == 0, "nothing of what was decoded"
         other.forget()
-        finished(other, "d", ids(400))
+        other.ask("d", ids(400))
         other.settle()
-        assert handle.match(ids(400)).blocks == 6, "computed anew, and stored"
-        again = [prompt_values(pages, 1, 0, 0, 64) for _, pages in _blocks(handle, ids(256))]
-        assert all(bool((mine == theirs).all()) for mine, theirs in zip(exact, again, strict=True))
+        assert other.handle.match(ids(400)).blocks == 6, "computed anew, and stored"
+        assert torch.equal(stored_values(other.handle, ids(256)), exact)
 
 
-def _blocks(handle: NamespaceHandle, stream: list[int]) -> list[tuple[int, Any]]:
+def stored_values(handle: NamespaceHandle, stream: list[int]) -> torch.Tensor:
+    """K of the second layer, of a prompt that is stored as a whole."""
     pages = blank_pages(handle.layout, len(stream) // 64, 64)
     with handle.lease(handle.match(stream)) as lease:
         assert handle.get(lease, pages).tokens == len(stream)
-    return [(first, pages.cut(first // 64, first // 64 + 1)) for first in range(0, len(stream), 64)]
+    return prompt_values(pages, 1, 0, 0, len(stream))
 
 
 def test_what_was_evicted_meanwhile_is_offered_again_with_the_next_block(store: EmbeddedStore) -> None:
@@ -358,17 +311,19 @@ def test_what_was_evicted_meanwhile_is_offered_again_with_the_next_block(store: 
         while request.known < 390:
             engine.step()
         engine.drain()
-        handle = handle_of(store, engine.half._facts)  # type: ignore[arg-type]
-        wait_until(lambda: not engine.workers[0]._saves and not engine.workers[0]._saving)
-        assert handle.match(request.stream).blocks == 6
-        assert store.evict(3) == 3 and handle.match(request.stream).blocks == 3
+        wait_until(lambda: not engine.is_saving)
+        assert engine.handle.match(request.stream).blocks == 6
+        assert store.evict(3) == 3 and engine.handle.match(request.stream).blocks == 3
         while request.status is not Status.OVER:
             engine.step()
-            wait_until(lambda: not engine.workers[0]._saves and not engine.workers[0]._saving)
-        assert handle.match(request.stream).blocks == len(request.stream) // 64
+            wait_until(lambda: not engine.is_saving)
+        assert engine.handle.match(request.stream).blocks == len(request.stream) // 64
 
 
-@pytest.mark.parametrize("windows", [(20,), (100,), (0, 100), (100, 40)])
+WINDOWS = pytest.mark.parametrize("windows", [(20,), (100,), (0, 100), (100, 40)])
+
+
+@WINDOWS
 def test_prompts_longer_than_every_window_are_loaded_whole(
     store: EmbeddedStore, windows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,46 +331,43 @@ def test_prompts_longer_than_every_window_are_loaded_whole(
     monkeypatch.setattr(paged_worker, "WINDOW_FENCE_SECONDS", SECONDS)
     shape = Shape(pages=80, windows=windows, own_cache=False)
     with engine_at(store, shape, Random(1)) as one:
-        first = finished(one, "a", ids(300), 60)
+        first = one.ask("a", ids(300), 60)
         one.settle()
-        count, wrong = wrong_blocks(handle_of(store, one.half._facts), first.stream, 0, 0.0)  # type: ignore[arg-type]
+        count, wrong = wrong_blocks(one.handle, first.stream, 0, 0.0)
         # Of a window shorter than a page, pages are gone before a block that is generated is complete.
         assert not wrong and count == (4 if max(windows) == 20 else 5)
     with engine_at(store, shape, Random(2)) as other:
-        second, third = finished(other, "b", ids(300)), finished(other, "c", [*first.stream[:339], 5])
+        second, third = other.ask("b", ids(300)), other.ask("c", [*first.stream[:339], 5])
         assert other.half.take_counts().failed_loads == 0
-    assert hits(second) == {"dram": 256} and hits(third) == {"dram": 64 * count}
+    assert second.account["hits"] == {"dram": 256} and third.account["hits"] == {"dram": 64 * count}
 
 
-@pytest.mark.parametrize("windows", [(20,), (100,), (0, 100), (100, 40)])
+@WINDOWS
 def test_blocks_that_are_offered_when_their_pages_are_gone_are_not_others(
     store: EmbeddedStore, windows: tuple[int, ...]
 ) -> None:
     """A save is given up, its pages leave the window, and the blocks are offered again with what is left of them."""
     shape = Shape(pages=80, windows=windows, own_cache=False)
     with engine_at(store, shape, Random(1)) as engine:
-        for worker in engine.workers:
-            worker._save_bytes = 0
+        (worker,) = engine.workers
+        worker._save_bytes = 0
         request = engine.add("a", ids(200), 200)
         while request.known < 230:
             engine.step()
-        for worker in engine.workers:
-            worker._save_bytes = 1 << 30
+        worker._save_bytes = 1 << 30
         engine.run()
         engine.settle()
-        facts = engine.half._facts
-        assert facts is not None
-        assert request.told is not None and set(request.told["put_reasons"]) == {"busy", "incomplete"}
-        assert wrong_blocks(handle_of(store, facts), request.stream, 0, 0.0) == (0, [])
+        assert set(request.account["put_reasons"]) == {"busy", "incomplete"}
+        assert wrong_blocks(engine.handle, request.stream, 0, 0.0) == (0, [])
 
 
 def test_orders_and_reports_name_no_tokens(store: EmbeddedStore) -> None:
     token = 123456789
     with engine_at(store, Shape(), Random(1)) as engine:
-        finished(engine, "a", [token] * 200)
+        engine.ask("a", [token] * 200)
         engine.settle()
         engine.forget()
-        assert hits(finished(engine, "b", [token] * 200)) == {"dram": 192}
+        assert engine.ask("b", [token] * 200).account["hits"] == {"dram": 192}
         told = [pickle.loads(crossed) for crossed in engine.crossed]
         for kind in ("saves", "loads"):
             assert {type(one) for one in told if getattr(one, kind)} == {StepPlan, StepReports}
@@ -427,13 +379,12 @@ def test_orders_and_reports_name_no_tokens(store: EmbeddedStore) -> None:
 @pytest.mark.parametrize("load", MODES)
 def test_a_load_that_fails_is_computed_and_counted(store: EmbeddedStore, load: str) -> None:
     with engine_at(store, Shape(), Random(1)) as engine:
-        finished(engine, "a", ids(300))
+        engine.ask("a", ids(300))
         engine.settle()
     with engine_at(store, Shape(), Random(1), faults=Faults(3, failing=1.0), load=load) as other:
-        request = finished(other, "b", ids(300))
-        assert request.told is not None and request.status is Status.OVER
-        lost = request.told["misses"].get("corrupt", 0)
-        assert lost > 0 and lost + hits(request).get("dram", 0) == 256, request.told
+        request = other.ask("b", ids(300))
+        lost = request.account["misses"].get("corrupt", 0)
+        assert lost > 0 and lost + request.account["hits"].get("dram", 0) == 256, request.told
         counts = other.half.take_counts()
         assert counts.failed_loads == counts.loads == 1 and counts.misses[MissReason.CORRUPT] == lost
         assert counts.hits.get(HitTier.DRAM, 0) == 256 - lost
@@ -447,11 +398,11 @@ def test_pages_that_a_step_waits_for_are_nobody_elses_until_they_are_there(
     """The engine names them at once. The request that loads them comes with another one, and is given up when they did
     not come: the other one must not go on behind them."""
     with engine_at(store, Shape(), Random(1)) as one:
-        finished(one, "a", ids(330))
+        one.ask("a", ids(330))
         one.settle()
     with engine_at(store, Shape(), Random(2), faults=Faults(3, failing=1.0), load="sync") as other:
         if is_broken:
-            pages_on_their_way_are_shared(other)
+            other.half._loads._is_unsure = lambda state, local_tokens: False  # type: ignore[method-assign]
         first, second = (other.add(name, [*ids(320), 7]) for name in "bc")
         while not other.turned_back:
             other.step()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import pytest
@@ -20,7 +21,6 @@ from engine_adapter.paged.worker import PagedWorker
 from kvstore.block.account import MissReason
 from kvstore.block.layout import Attention
 from kvstore.block.pages import Pages
-from kvstore.client.states import PrefixStates
 from kvstore.node import EmbeddedStore
 from paged_engine import Request, SharedStore, named_of
 from waiting import wait_until
@@ -60,21 +60,25 @@ def half_at(
     """A half at a store with five blocks of `ids` from `start` on, and states behind some of them."""
     half, prompt = Half(SharedStore(store), facts=FACTS, **settings), ids(320, start)
     handle = half.half.opener.now()
-    assert handle is not None and handle.put(prompt, plausible_pages(handle.layout, 5)).reason is None
+    assert handle.put(prompt, plausible_pages(handle.layout, 5)).reason is None
     for end in ends:
-        states, key = states_of(half), handle.hashed(prompt).keys[end - 1]
+        states, key = half.half.opener.states, handle.hashed(prompt).keys[end - 1]
         assert states.handle.put(states.prompt_of(key), state).stored == 1
     return half
-
-
-def states_of(half: Half) -> PrefixStates:
-    assert half.half.opener.states is not None
-    return half.half.opener.states
 
 
 def passing(half: Half, *boundaries: Boundary) -> StepPlan:
     """A step that computes the states at these."""
     return half.half.step(set(), [], [], StepWork((), 0), boundaries)
+
+
+@contextmanager
+def working(store: EmbeddedStore) -> Iterator[PagedWorker]:
+    worker = PagedWorker(PAGES_OF, lambda _: SharedStore(store), time.monotonic, load_threads=1, save_bytes=1 << 20)
+    with closing(worker):
+        worker.begin(StepPlan(namespace=FACTS))
+        assert worker._opened(0, 30) is not None
+        yield worker
 
 
 @pytest.mark.parametrize(("ends", "hit"), [((), 0), ((2,), 128), ((1, 3), 192), ((3, 5), 320)])
@@ -107,7 +111,7 @@ def test_only_whole_states_of_whole_blocks_are_saved(store: EmbeddedStore) -> No
     (order,) = passing(half, Boundary("a", 320, {1: 5})).saves
     assert order.is_state and order.tables == (PageRun(0, [5]),)
     handle = half.half.opener.now()
-    assert handle is not None and order.keys == handle.hashed(ids(320)).keys[-1]
+    assert order.keys == handle.hashed(ids(320)).keys[-1]
     assert passing(half, Boundary("a", 320, {1: 5})).saves == [], "once"
     assert half.half.step(set(), [], [5], StepWork((), 0)).cancelled_saves == [order.number], "its page is wanted"
 
@@ -121,13 +125,9 @@ def test_states_that_are_stored_are_not_saved_again(store: EmbeddedStore) -> Non
 @pytest.mark.parametrize("has_state", [True, False])
 def test_without_its_state_nothing_is_loaded(store: EmbeddedStore, has_state: bool) -> None:
     half = half_at(store)
-    handle, states = half.half.opener.now(), states_of(half)
-    assert handle is not None
+    handle, states = half.half.opener.now(), half.half.opener.states
     prompt = handle.hashed(ids(320))
-    worker = PagedWorker(PAGES_OF, lambda _: SharedStore(store), time.monotonic, load_threads=1, save_bytes=1 << 20)
-    try:
-        worker.begin(StepPlan(namespace=FACTS))
-        assert worker._opened(0, 30) is not None
+    with working(store) as worker:
         MEMORY[1][9], MEMORY[1][3] = 0, torch.randint(0, 100, (1, 1, 96), dtype=torch.int8)
         if has_state:
             save = SaveOrder(1, "s", 0, prompt.keys[4], 0, (PageRun(0, [3]),), None, 0, is_state=True)
@@ -142,15 +142,12 @@ def test_without_its_state_nothing_is_loaded(store: EmbeddedStore, has_state: bo
             report = worker._load(order, 0.0)
         assert report.tokens == (320 if has_state else 0) and (report.reason is None) == has_state
         assert torch.equal(MEMORY[1][3], MEMORY[1][9]) == has_state
-    finally:
-        worker.close()
     store.release_request("l")
 
 
 @pytest.mark.parametrize("compares_state", [True, False])
 def test_an_audit_that_compared_no_state_proves_nothing(store: EmbeddedStore, compares_state: bool) -> None:
     half = half_at(store, (5,), audit=0.001)
-    assert half.half.choice is not None
     left = half.half.choice.holdout.first_left
     request: Request = half.add("a", ids(330))
     assert half.matched(request) == (0, False)
@@ -179,23 +176,21 @@ PLANTED = ["right", "of the block before", "of another prompt", "off by four tim
 @pytest.mark.parametrize("planted", PLANTED)
 def test_the_first_audited_hit_finds_another_state(store: EmbeddedStore, planted: str) -> None:
     """20 of 20: nothing of that namespace is loaded from there on."""
-    worker = PagedWorker(PAGES_OF, lambda _: SharedStore(store), time.monotonic, load_threads=1, save_bytes=1 << 20)
-    worker.begin(StepPlan(namespace=FACTS))
-    for run in range(20):
-        before, now = sums(run)
-        MEMORY[1][9] = now.view(torch.int8)
-        raw = {1: [now.view(torch.uint8)]}
-        tensors, made_of = {1: PAGES_OF.facts.groups[1].tensors}, getattr(torch, PAGES_OF.facts.groups[1].made_of)
-        allowed = compare_states(raw, raw, tensors, made_of, 320, "raw").allowed_error
-        each = (now * (1 + allowed / 2), before, sums(run + 20)[1], now * (1 + 4 * allowed))
-        stored = each[PLANTED.index(planted)].view(torch.uint8).view(1, 1, 1, 96)
-        half = half_at(store, (5,), 1000 * run, Pages({1: [stored]}, [0], PAGE), audit=0.001)
-        assert half.matched(half.add("a", ids(330, 1000 * run))) == (0, False)
-        worker.begin(passing(half, Boundary("a", 320, {1: 9})))
-        worker.start_saves()
-        assert worker.settle(30)
-        reports = worker.take_reports()
-        assert reports is not None and reports.saves[0].results
-        half.half.reported(reports)
-        assert (half.half._refused or [None])[0] is (None if planted == "right" else MissReason.AUDIT)
-    worker.close()
+    with working(store) as worker:
+        for run in range(20):
+            before, now = sums(run)
+            MEMORY[1][9] = now.view(torch.int8)
+            raw = {1: [now.view(torch.uint8)]}
+            tensors, made_of = {1: PAGES_OF.facts.groups[1].tensors}, getattr(torch, PAGES_OF.facts.groups[1].made_of)
+            allowed = compare_states(raw, raw, tensors, made_of, 320, "raw").allowed_error
+            each = (now * (1 + allowed / 2), before, sums(run + 20)[1], now * (1 + 4 * allowed))
+            stored = each[PLANTED.index(planted)].view(torch.uint8).view(1, 1, 1, 96)
+            half = half_at(store, (5,), 1000 * run, Pages({1: [stored]}, [0], PAGE), audit=0.001)
+            assert half.matched(half.add("a", ids(330, 1000 * run))) == (0, False)
+            worker.begin(passing(half, Boundary("a", 320, {1: 9})))
+            worker.start_saves()
+            assert worker.settle(30)
+            reports = worker.take_reports()
+            assert reports is not None and reports.saves[0].results
+            half.half.reported(reports)
+            assert (half.half._refused or [None])[0] is (None if planted == "right" else MissReason.AUDIT)

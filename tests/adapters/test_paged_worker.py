@@ -62,15 +62,17 @@ class GatedWorker(PagedWorker):
 
 
 class Bench:
-    """A worker with pages, and a handle on the same namespace."""
+    """A worker with pages, and a handle on the same namespace. save_pages: that may wait to be saved."""
 
-    def __init__(self, store: EmbeddedStore, shape: Shape | None = None, **options: Any) -> None:
+    def __init__(
+        self, store: EmbeddedStore, shape: Shape | None = None, *, save_pages: int = 128, **options: Any
+    ) -> None:
         self.shape = shape or Shape(pages=30)
         self.rank = Rank(self.shape, 0)
         self.layout = layout_of([self.rank.pages.facts], 2, 64)
         self.facts = replace(named_of(self.layout, self.rank.pages.facts.groups), model="m")
         self.handle: NamespaceHandle = store.namespace(model="m", layout=self.layout)
-        given = {"load_threads": 1, "save_bytes": 1 << 20, **options}
+        given = {"load_threads": 1, "save_bytes": save_pages * self.rank.pages.facts.page_bytes, **options}
         self.worker = GatedWorker(self.rank.pages, lambda session: SharedStore(store), time.monotonic, **given)
         self.begin(namespace=self.facts)
         assert self.worker._opened(0, SECONDS) is not None
@@ -148,6 +150,12 @@ class Bench:
         return found
 
 
+@pytest.fixture
+def bench(store: EmbeddedStore) -> Iterator[Bench]:
+    with Bench(store) as bench:
+        yield bench
+
+
 def blocks_for(seconds: float, call: Callable[[], Any]) -> threading.Thread:
     """A call in a thread, which has not returned after that time."""
     thread = threading.Thread(target=call, daemon=True)
@@ -165,21 +173,20 @@ def ends(thread: threading.Thread) -> None:
 # Fences --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_fence_does_not_wait_for_a_save_of_other_pages(store: EmbeddedStore) -> None:
-    with Bench(store) as bench:
-        bench.fill(ids(64), [1, 2])
-        bench.worker.in_read.clear()
-        first, other = bench.save(ids(64), [1, 2]), bench.save(ids(64, 100), [3, 4])
-        bench.step(saves=[first, other])
-        assert bench.worker.reads.wait(SECONDS)
-        fence = threading.Thread(target=lambda: bench.begin(cancelled_saves=[other.number, 99]), daemon=True)
-        fence.start()
-        ends(fence)  # while the first save reads
-        (report,) = bench.reports(saves=1).saves
-        assert (report.number, report.dropped, report.stored) == (other.number, True, 0)
-        bench.worker.in_read.set()
-        (report,) = bench.reports(saves=1).saves
-        assert (report.number, report.stored) == (first.number, 1)
+def test_a_fence_does_not_wait_for_a_save_of_other_pages(bench: Bench) -> None:
+    bench.fill(ids(64), [1, 2])
+    bench.worker.in_read.clear()
+    first, other = bench.save(ids(64), [1, 2]), bench.save(ids(64, 100), [3, 4])
+    bench.step(saves=[first, other])
+    assert bench.worker.reads.wait(SECONDS)
+    fence = threading.Thread(target=lambda: bench.begin(cancelled_saves=[other.number, 99]), daemon=True)
+    fence.start()
+    ends(fence)  # while the first save reads
+    (report,) = bench.reports(saves=1).saves
+    assert (report.number, report.dropped, report.stored) == (other.number, True, 0)
+    bench.worker.in_read.set()
+    (report,) = bench.reports(saves=1).saves
+    assert (report.number, report.stored) == (first.number, 1)
 
 
 def test_of_two_saves_that_read_a_fence_waits_for_its_own(store: EmbeddedStore) -> None:
@@ -195,18 +202,17 @@ def test_of_two_saves_that_read_a_fence_waits_for_its_own(store: EmbeddedStore) 
         assert bench.worker.settle(SECONDS) and not bench.worker._saving
 
 
-def test_a_save_waits_for_loads_and_goes_when_they_are_over(store: EmbeddedStore) -> None:
-    with Bench(store) as bench:
-        bench.stored(ids(64))
-        load, lease = bench.load(ids(64), [11, 12], waits=False)
-        bench.worker.load_gate.clear()
-        bench.step(loads=[load], saves=[bench.save(ids(64, 700), [5, 6])])
-        assert not bench.worker.settle(0.1) and not bench.worker._saving
-        bench.worker.load_gate.set()
-        found = bench.reports(saves=1)
-        assert found.saves[0].stored == 1, "before the engine takes the load's report"
-        wait_until(lambda: bool(bench.worker.finished()[0]))
-        lease.release()
+def test_a_save_waits_for_loads_and_goes_when_they_are_over(bench: Bench) -> None:
+    bench.stored(ids(64))
+    load, lease = bench.load(ids(64), [11, 12], waits=False)
+    bench.worker.load_gate.clear()
+    bench.step(loads=[load], saves=[bench.save(ids(64, 700), [5, 6])])
+    assert not bench.worker.settle(0.1) and not bench.worker._saving
+    bench.worker.load_gate.set()
+    found = bench.reports(saves=1)
+    assert found.saves[0].stored == 1, "before the engine takes the load's report"
+    wait_until(lambda: bool(bench.worker.finished()[0]))
+    lease.release()
 
 
 def test_with_windows_a_fence_waits_a_little_for_saves_that_wait(
@@ -249,9 +255,8 @@ def test_a_save_waits_for_the_engine_to_have_nothing_to_do(store: EmbeddedStore)
 def test_a_save_waits_no_longer_than_that(store: EmbeddedStore) -> None:
     with Bench(store, save_patience=0.2) as bench:
         bench.fill(ids(64), [1, 2])
-        bench.begin(number=1, saves=[bench.save(ids(64), [1, 2])])
         started = time.monotonic()
-        bench.worker.start_saves()
+        bench.step(number=1, saves=[bench.save(ids(64), [1, 2])])
         wait_until(lambda: not bench.worker._saves and not bench.worker._saving)
         assert time.monotonic() - started >= 0.2, "the step is still on"
         assert bench.reports(saves=1).saves[0].stored == 1
@@ -259,8 +264,7 @@ def test_a_save_waits_no_longer_than_that(store: EmbeddedStore) -> None:
 
 def test_where_waiting_loses_something_saves_do_not_wait(store: EmbeddedStore) -> None:
     """When much waits, behind a save that a fence has cost, where an audit has a lease, and at the end."""
-    page = Rank(Shape(pages=30), 0).pages.facts.page_bytes
-    with Bench(store, save_patience=SECONDS, save_bytes=8 * page) as bench:
+    with Bench(store, save_patience=SECONDS, save_pages=8) as bench:
         bench.fill(ids(256), [1, 2, 3, 4, 5, 6, 7, 8])
         first = bench.save(ids(128), [1, 2, 3, 4])
         bench.step(number=1, saves=[first])
@@ -306,16 +310,13 @@ def test_a_save_behind_a_waiting_one_does_not_wake_the_saver(
 
 
 def test_a_save_that_finds_no_room_ends_the_patience(store: EmbeddedStore) -> None:
-    page = Rank(Shape(pages=30), 0).pages.facts.page_bytes
-    with Bench(store, save_patience=SECONDS, save_bytes=8 * page) as bench:
+    with Bench(store, save_patience=SECONDS, save_pages=8) as bench:
         bench.fill(ids(320), list(range(1, 11)))
         bench.step(number=1, saves=[bench.save(ids(128), [1, 2, 3, 4])])
-        bench.begin(number=2, saves=[bench.save(ids(320), list(range(1, 11)), first=128)])
-        bench.worker.start_saves()
+        bench.step(number=2, saves=[bench.save(ids(320), list(range(1, 11)), first=128)])
         dropped, stored = bench.reports(saves=2).saves
         assert dropped.dropped and dropped.reason is MissReason.BUSY and stored.stored == 2
-        bench.begin(number=3, saves=[bench.save(ids(320), list(range(1, 11)), first=128)])
-        bench.worker.start_saves()
+        bench.step(number=3, saves=[bench.save(ids(320), list(range(1, 11)), first=128)])
         assert bench.reports(saves=1).saves[0].stored == 3, "the next one has room, and waits for nobody"
 
 
@@ -342,130 +343,107 @@ def test_between_two_pieces_a_save_waits_again(store: EmbeddedStore, monkeypatch
 # Loads ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_in_the_schedulers_process_reads_with_its_lease(store: EmbeddedStore) -> None:
-    with Bench(store) as bench:
-        bench.stored(ids(128))
-        order, lease = bench.load(ids(128), [15, 16, 17, 18])
-        here = replace(order, ticket=b"", here=LeaseHere(lease, bench.handle))
-        bench.begin(loads=[here])
-        bench.worker.start_loads()
-        assert bench.is_right(ids(128), [15, 16, 17, 18], 0, 128)
-        (report,) = bench.reports(loads=1).loads
-        assert (report.tokens, report.reason) == (128, None)
-        assert not lease.released, "its holder lets go of it when it hears of the load"
-        elsewhere = pickle.loads(pickle.dumps(here))
-        assert elsewhere == replace(order, ticket=b"")
-        lease.release()
+def test_a_worker_in_the_schedulers_process_reads_with_its_lease(bench: Bench) -> None:
+    bench.stored(ids(128))
+    order, lease = bench.load(ids(128), [15, 16, 17, 18])
+    here = replace(order, ticket=b"", here=LeaseHere(lease, bench.handle))
+    bench.step(loads=[here])
+    assert bench.is_right(ids(128), [15, 16, 17, 18], 0, 128)
+    (report,) = bench.reports(loads=1).loads
+    assert (report.tokens, report.reason) == (128, None)
+    assert not lease.released, "its holder lets go of it when it hears of the load"
+    elsewhere = pickle.loads(pickle.dumps(here))
+    assert elsewhere == replace(order, ticket=b"")
+    lease.release()
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_what_a_load_does_not_bring_is_named_by_its_pages(store: EmbeddedStore, waits: bool) -> None:
-    with Bench(store) as bench:
-        bench.stored(ids(256))
-        order, lease = bench.load(ids(192), list(range(11, 19)), 64, stop=256, waits=waits)
-        bench.begin(loads=[order])
-        bench.worker.start_loads()
-        ended: list[tuple[set[str], set[str], set[int]]] = []
-
-        def is_named() -> bool:
-            ended.append(bench.worker.finished())
-            return bool(ended[-1][2])
-
-        wait_until(is_named)
-        parked = set() if waits else {order.request}
-        assert ended[-1] == (parked, parked, {17, 18})
-        assert bench.reports(loads=1).loads[0].tokens == 192
-        lease.release()
+def test_what_a_load_does_not_bring_is_named_by_its_pages(bench: Bench, waits: bool) -> None:
+    bench.stored(ids(256))
+    order, lease = bench.load(ids(192), list(range(11, 19)), 64, stop=256, waits=waits)
+    bench.step(loads=[order])
+    ended = wait_until(lambda: found if (found := bench.worker.finished())[2] else None)
+    parked = set() if waits else {order.request}
+    assert ended == (parked, parked, {17, 18})
+    assert bench.reports(loads=1).loads[0].tokens == 192
+    lease.release()
 
 
 @pytest.mark.parametrize("ticket", [b"", b"no ticket of anybody's", None])
-def test_a_ticket_that_names_nothing_is_a_load_that_brought_nothing(store: EmbeddedStore, ticket: bytes | None) -> None:
-    with Bench(store) as bench:
-        bench.stored(ids(256))
-        order, lease = bench.load(ids(256), list(range(11, 19)), 96)
-        lease.release()
-        given = LoadOrder(
-            5, "r", 0, order.ticket if ticket is None else ticket, 96, 256, order.tables, waits=True, layerwise=False
-        )
-        bench.begin(loads=[given])
-        bench.worker.start_loads()
-        assert bench.worker.finished() == (set(), set(), set(range(14, 19)))
-        reports = bench.reports(loads=1)
-        assert reports.loads[0].tokens == 96 and reports.loads[0].reason is MissReason.STALE_HINT
-        assert reports.failures == {0: 1}
+def test_a_ticket_that_names_nothing_is_a_load_that_brought_nothing(bench: Bench, ticket: bytes | None) -> None:
+    bench.stored(ids(256))
+    order, lease = bench.load(ids(256), list(range(11, 19)), 96)
+    lease.release()
+    bench.step(loads=[order if ticket is None else replace(order, ticket=ticket)])
+    assert bench.worker.finished() == (set(), set(), set(range(14, 19)))
+    reports = bench.reports(loads=1)
+    assert reports.loads[0].tokens == 96 and reports.loads[0].reason is MissReason.STALE_HINT
+    assert reports.failures == {0: 1}
 
 
-def test_a_layer_is_waited_for_until_it_is_there(store: EmbeddedStore) -> None:
-    with Bench(store) as bench:
-        bench.stored(ids(256))
-        table = list(range(11, 19))
-        order, lease = bench.load(ids(256), table, layerwise=True)
-        gate = bench.worker.layer_gate = threading.Semaphore(0)
-        bench.begin(loads=[order])
-        bench.worker.start_loads()
-        first = blocks_for(0.1, lambda: bench.worker.wait_layer("layer.0"))
-        gate.release()
-        ends(first)
-        assert bench.is_right(ids(256), table, 0, 256, layers=1)
-        second = blocks_for(0.1, lambda: bench.worker.wait_layer("layer.1"))
-        other = blocks_for(0.05, lambda: bench.worker.wait_layer("a layer of another name"))
-        saves = blocks_for(0.05, bench.worker.start_saves)
-        gate.release()
-        ends(second)
-        assert bench.is_right(ids(256), table, 0, 256)
-        gate.release(9)
-        ends(other)
-        ends(saves)
-        assert bench.reports(loads=1).loads[0].tokens == 256
-        bench.worker.wait_layer("layer.1")
-        lease.release()
+def test_a_layer_is_waited_for_until_it_is_there(bench: Bench) -> None:
+    bench.stored(ids(256))
+    table = list(range(11, 19))
+    order, lease = bench.load(ids(256), table, layerwise=True)
+    gate = bench.worker.layer_gate = threading.Semaphore(0)
+    bench.begin(loads=[order])
+    bench.worker.start_loads()
+    first = blocks_for(0.1, lambda: bench.worker.wait_layer("layer.0"))
+    gate.release()
+    ends(first)
+    assert bench.is_right(ids(256), table, 0, 256, layers=1)
+    second = blocks_for(0.1, lambda: bench.worker.wait_layer("layer.1"))
+    other = blocks_for(0.05, lambda: bench.worker.wait_layer("a layer of another name"))
+    saves = blocks_for(0.05, bench.worker.start_saves)
+    gate.release()
+    ends(second)
+    assert bench.is_right(ids(256), table, 0, 256)
+    gate.release(9)
+    ends(other)
+    ends(saves)
+    assert bench.reports(loads=1).loads[0].tokens == 256
+    bench.worker.wait_layer("layer.1")
+    lease.release()
 
 
-def test_an_idle_step_waits_a_little_for_loads_and_no_other_does(
-    store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Bench(store) as bench:
-        bench.stored(ids(64))
-        bench.worker.load_gate.clear()
-        order, lease = bench.load(ids(64), [11, 12], waits=False)
+def test_an_idle_step_waits_a_little_for_loads_and_no_other_does(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.stored(ids(64))
+    bench.worker.load_gate.clear()
+    order, lease = bench.load(ids(64), [11, 12], waits=False)
 
-        def took(idle_seconds: float, **orders: Any) -> float:
-            monkeypatch.setattr(paged_worker, "IDLE_WAIT_SECONDS", idle_seconds)
-            bench.begin(**orders)
-            bench.worker.start_loads()
-            started = time.monotonic()
-            assert bench.worker.finished() == (set(), set(), set())
-            return time.monotonic() - started
-
-        assert took(SECONDS) < SECONDS / 2, "there is no load"
-        assert took(SECONDS, loads=[order], number=1) < SECONDS / 2, "there is something to compute"
-        assert took(0.4) >= 0.35
-        monkeypatch.setattr(paged_worker, "IDLE_WAIT_SECONDS", SECONDS)
-        bench.begin()
-        waiting = threading.Timer(0.05, bench.worker.load_gate.set)
-        waiting.start()
+    def took(idle_seconds: float, **orders: Any) -> float:
+        monkeypatch.setattr(paged_worker, "IDLE_WAIT_SECONDS", idle_seconds)
+        bench.step(**orders)
         started = time.monotonic()
-        assert bench.worker.finished()[0] == {order.request}
-        assert time.monotonic() - started < SECONDS / 2, "until one is over, and no longer"
-        lease.release()
+        assert bench.worker.finished() == (set(), set(), set())
+        return time.monotonic() - started
+
+    assert took(SECONDS) < SECONDS / 2, "there is no load"
+    assert took(SECONDS, loads=[order], number=1) < SECONDS / 2, "there is something to compute"
+    assert took(0.4) >= 0.35
+    monkeypatch.setattr(paged_worker, "IDLE_WAIT_SECONDS", SECONDS)
+    bench.begin()
+    waiting = threading.Timer(0.05, bench.worker.load_gate.set)
+    waiting.start()
+    started = time.monotonic()
+    assert bench.worker.finished()[0] == {order.request}
+    assert time.monotonic() - started < SECONDS / 2, "until one is over, and no longer"
+    lease.release()
 
 
-def test_a_load_of_a_namespace_that_is_no_more_is_over_at_once(store: EmbeddedStore) -> None:
+def test_a_load_of_a_namespace_that_is_no_more_is_over_at_once(bench: Bench) -> None:
     """After the weights were changed nobody waits for the old namespace to come back."""
-    with Bench(store) as bench:
-        bench.stored(ids(64))
-        order, lease = bench.load(ids(64), [11, 12], waits=False)
-        saves = [bench.save(ids(64, 100 * number), [1, 2]) for number in range(1, 5)]
-        bench.begin(namespace=NamespaceSpec(1, "", "m", bench.layout, "raw", 1, {}), loads=[order], saves=saves)
-        started = time.monotonic()
-        bench.worker.start_loads()
-        bench.worker.start_saves()
-        wait_until(lambda: bool(bench.worker.finished()[0]))
-        reports = bench.reports(loads=1, saves=4)
-        assert time.monotonic() - started < paged_worker.OPEN_SECONDS / 2
-        assert reports.loads[0].reason is MissReason.DISABLED, "the store is there, and asked for nothing"
-        assert {report.reason for report in reports.saves} == {MissReason.DISABLED}
-        lease.release()
+    bench.stored(ids(64))
+    order, lease = bench.load(ids(64), [11, 12], waits=False)
+    saves = [bench.save(ids(64, 100 * number), [1, 2]) for number in range(1, 5)]
+    started = time.monotonic()
+    bench.step(namespace=NamespaceSpec(1, "", "m", bench.layout, "raw", 1, {}), loads=[order], saves=saves)
+    wait_until(lambda: bool(bench.worker.finished()[0]))
+    reports = bench.reports(loads=1, saves=4)
+    assert time.monotonic() - started < paged_worker.OPEN_SECONDS / 2
+    assert reports.loads[0].reason is MissReason.DISABLED, "the store is there, and asked for nothing"
+    assert {report.reason for report in reports.saves} == {MissReason.DISABLED}
+    lease.release()
 
 
 def test_without_a_store_loads_and_saves_end_in_time(store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,31 +472,27 @@ def test_without_a_store_loads_and_saves_end_in_time(store: EmbeddedStore, monke
 # Saves ---------------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_saved_or_compared_of_a_step_that_waited_for_a_load_that_failed(store: EmbeddedStore) -> None:
+def test_nothing_is_saved_or_compared_of_a_step_that_waited_for_a_load_that_failed(bench: Bench) -> None:
     """Its numbers are wrong and are computed again: they say nothing about what is stored."""
-    with Bench(store) as bench:
-        bench.stored(ids(256))
-        order, lease = bench.load(ids(256), list(range(11, 19)))
-        lease.release()
-        bench.fill(ids(64, 500), [20, 21])
-        held = bench.handle.lease(bench.handle.match(ids(128)), 64)
-        audit = audit_of(held.ticket(), 64, (PageRun(2, [13, 14]),))
-        bench.step(loads=[order], saves=[audit, bench.save(ids(64, 500), [20, 21])])
-        first = bench.reports(saves=2)
-        assert first.saves[0].results == ()
-        held.release()
-        assert first.saves[1].dropped and first.saves[1].reason is None and first.failures == {0: 1}
-        bench.step(saves=[bench.save(ids(64, 500), [20, 21])])
-        assert bench.reports(saves=1).saves[0].dropped, "the scheduler does not know yet"
-        bench.step(saves=[bench.save(ids(64, 500), [20, 21])], failures_seen={0: 1, 1: 7})
-        assert bench.reports(saves=1).saves[0].stored == 1
+    bench.stored(ids(256))
+    order, lease = bench.load(ids(256), list(range(11, 19)))
+    lease.release()
+    bench.fill(ids(64, 500), [20, 21])
+    held = bench.handle.lease(bench.handle.match(ids(128)), 64)
+    audit = audit_of(held.ticket(), 64, (PageRun(2, [13, 14]),))
+    bench.step(loads=[order], saves=[audit, bench.save(ids(64, 500), [20, 21])])
+    first = bench.reports(saves=2)
+    assert first.saves[0].results == ()
+    held.release()
+    assert first.saves[1].dropped and first.saves[1].reason is None and first.failures == {0: 1}
+    bench.step(saves=[bench.save(ids(64, 500), [20, 21])])
+    assert bench.reports(saves=1).saves[0].dropped, "the scheduler does not know yet"
+    bench.step(saves=[bench.save(ids(64, 500), [20, 21])], failures_seen={0: 1, 1: 7})
+    assert bench.reports(saves=1).saves[0].stored == 1
 
 
 def test_no_more_waits_to_be_saved_than_may(store: EmbeddedStore) -> None:
-    rank_bytes = Bench(store)
-    page = rank_bytes.rank.pages.facts.page_bytes
-    rank_bytes.worker.close()
-    with Bench(store, save_bytes=5 * page) as bench:
+    with Bench(store, save_pages=5) as bench:
         bench.worker.before_read.clear()
         orders = [bench.save(ids(64, 100 * number), [2 * number, 2 * number + 1]) for number in range(1, 5)]
         bench.step(saves=orders)
@@ -534,15 +508,13 @@ def test_no_more_waits_to_be_saved_than_may(store: EmbeddedStore) -> None:
 def test_close_saves_what_waits_as_far_as_there_is_time(store: EmbeddedStore) -> None:
     bench = Bench(store)
     bench.fill(ids(256), list(range(1, 9)))
-    bench.begin(saves=[bench.save(ids(256), list(range(1, 9)))])
-    bench.worker.start_saves()
+    bench.step(saves=[bench.save(ids(256), list(range(1, 9)))])
     bench.worker.close()
     assert bench.handle.match(ids(256)).blocks == 4
     bench.worker.close()
     late = Bench(store)
     late.worker.before_read.clear()
-    late.begin(saves=[late.save(ids(256, 900), list(range(1, 9)))])
-    late.worker.start_saves()
+    late.step(saves=[late.save(ids(256, 900), list(range(1, 9)))])
     started = time.monotonic()
     late.worker.close(0.2)
     assert time.monotonic() - started < 3.0
@@ -566,66 +538,58 @@ def audited(bench: Bench, tables: tuple[PageRun, ...], first: int = 64, behind: 
 
 @pytest.mark.parametrize(("off", "verdict"), [(0.0, "exact"), (1e-6, "close"), (0.1, "drifted")])
 def test_an_audit_says_how_far_the_stored_block_is_from_the_computed_one(
-    store: EmbeddedStore, off: float, verdict: str
+    bench: Bench, off: float, verdict: str
 ) -> None:
-    with Bench(store) as bench:
+    bench.stored(ids(128))
+    bench.fill(ids(128), [11, 12, 13, 14])
+    bench.rank.planes[1][0][torch.tensor([13, 14])] *= 1 + off
+    assert audited(bench, (PageRun(2, [13, 14]),)) == [AuditVerdict(verdict)]
+    bench.rank.planes[1][0][torch.tensor([11, 12])] += 1
+    assert audited(bench, (PageRun(2, [13, 14]),)) == [AuditVerdict(verdict)], "the block's own pages alone"
+
+
+WHOLE, REST, NOTHING = PageRun(2, [3, 4]), PageRun(3, [4]), PageRun(4, [])
+"""What an engine still has of a group's pages of the second block."""
+
+
+@pytest.mark.parametrize(
+    ("window", "second", "changed", "verdict"),
+    [
+        (40, WHOLE, [], AuditVerdict.EXACT),
+        (40, WHOLE, [1], AuditVerdict.DRIFTED),
+        (40, REST, [1], AuditVerdict.EXACT),
+        (40, NOTHING, [0, 1], AuditVerdict.DRIFTED),
+        (20, WHOLE, [1], AuditVerdict.EXACT),
+        (20, REST, [1], AuditVerdict.EXACT),
+        (20, NOTHING, [0, 1], AuditVerdict.DRIFTED),
+    ],
+)
+def test_of_two_groups_each_is_compared_whose_pages_a_load_would_bring_and_the_engine_has(
+    store: EmbeddedStore,
+    window: int,
+    second: PageRun,
+    changed: list[int],
+    verdict: AuditVerdict,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of a window of 20 tokens, a load brings the block's last page only."""
+    with Bench(store, Shape(windows=(0, window))) as bench:
         bench.stored(ids(128))
-        bench.fill(ids(128), [11, 12, 13, 14])
-        bench.rank.planes[1][0][torch.tensor([13, 14])] *= 1 + off
-        assert audited(bench, (PageRun(2, [13, 14]),)) == [AuditVerdict(verdict)]
-        bench.rank.planes[1][0][torch.tensor([11, 12])] += 1
-        assert audited(bench, (PageRun(2, [13, 14]),)) == [AuditVerdict(verdict)], "the block's own pages alone"
-
-
-def two_groups(store: EmbeddedStore, window: int) -> Bench:
-    bench = Bench(store, Shape(windows=(0, window)))
-    bench.fill(ids(128), [1, 2, 3, 4])
-    bench.step(saves=[bench.save(ids(128), [1, 2, 3, 4])])
-    assert bench.reports(saves=1).saves[0].stored == 2
-    return bench
-
-
-def test_of_two_groups_each_is_compared(store: EmbeddedStore) -> None:
-    with two_groups(store, 40) as bench:
-        runs = PageRun(2, [3, 4]), PageRun(2, [3, 4])
-        assert audited(bench, runs) == [AuditVerdict.EXACT]
-        bench.rank.planes[2][1][torch.tensor([4])] += 1  # of the second group, in its window
-        assert audited(bench, runs) == [AuditVerdict.DRIFTED]
-
-
-@pytest.mark.parametrize("window", [20, 40])
-def test_a_group_with_freed_pages_is_left_out(
-    store: EmbeddedStore, window: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    with two_groups(store, window) as bench:
-        bench.rank.planes[2][1][torch.tensor([4])] += 1
-        assert audited(bench, (PageRun(2, [3, 4]), PageRun(3, [4]))) == [AuditVerdict.EXACT]
-        bench.rank.planes[1][1][torch.tensor([4])] += 1
-        assert audited(bench, (PageRun(2, [3, 4]), PageRun(4, []))) == [AuditVerdict.DRIFTED]
+        for group in changed:
+            bench.rank.planes[2 * group + 1][1][4] += 1
+        assert audited(bench, (WHOLE, second)) == [verdict]
     assert not caplog.records, "nothing has failed"
 
 
-def test_a_group_with_a_window_that_is_shorter_than_a_block_is_left_out(store: EmbeddedStore) -> None:
-    """Of it a load brings the last page only."""
-    with two_groups(store, 20) as bench:
-        bench.fill(ids(128), [11, 12, 13, 14])
-        for planes in bench.rank.planes:
-            for plane in planes:
-                plane[:3] = 7
-        assert audited(bench, (PageRun(2, [13, 14]), PageRun(2, [13, 14]))) == [AuditVerdict.EXACT]
-
-
-def test_an_audit_whose_pages_are_somebody_elses_finds_nothing(store: EmbeddedStore) -> None:
-    with Bench(store) as bench:
-        bench.stored(ids(128))
-        bench.worker.before_read.clear()
-        lease = bench.handle.lease(bench.handle.match(ids(128)), 64)
-        bench.begin(saves=[audit_of(lease.ticket(), 64, (PageRun(2, [13, 14]),))])
-        bench.worker.start_saves()
-        bench.begin(cancelled_saves=[77])
-        bench.worker.before_read.set()
-        assert bench.reports(saves=1).saves[0].results == ()
-        lease.release()
+def test_an_audit_whose_pages_are_somebody_elses_finds_nothing(bench: Bench) -> None:
+    bench.stored(ids(128))
+    bench.worker.before_read.clear()
+    lease = bench.handle.lease(bench.handle.match(ids(128)), 64)
+    bench.step(saves=[audit_of(lease.ticket(), 64, (PageRun(2, [13, 14]),))])
+    bench.begin(cancelled_saves=[77])
+    bench.worker.before_read.set()
+    assert bench.reports(saves=1).saves[0].results == ()
+    lease.release()
 
 
 def test_an_audit_does_not_wait_for_the_engine(store: EmbeddedStore) -> None:
@@ -640,10 +604,8 @@ def test_an_audit_does_not_wait_for_the_engine(store: EmbeddedStore) -> None:
 
 
 @pytest.mark.parametrize("which", range(2))
-def test_a_lease_that_is_gone_ends_an_audit_without_a_verdict(store: EmbeddedStore, which: int) -> None:
-    with Bench(store) as bench:
-        bench.stored(ids(128))
-        ticket = [b"x" * 40, bench.handle.lease(bench.handle.match(ids(64)), 0).ticket()][which]
-        bench.begin(saves=[audit_of(ticket, 64, (PageRun(2, [13, 14]),))])
-        bench.worker.start_saves()
-        assert bench.reports(saves=1).saves[0].results == ()
+def test_a_lease_that_is_gone_ends_an_audit_without_a_verdict(bench: Bench, which: int) -> None:
+    bench.stored(ids(128))
+    ticket = [b"x" * 40, bench.handle.lease(bench.handle.match(ids(64)), 0).ticket()][which]
+    bench.step(saves=[audit_of(ticket, 64, (PageRun(2, [13, 14]),))])
+    assert bench.reports(saves=1).saves[0].results == ()

@@ -70,7 +70,7 @@ def test_a_lease_of_less_says_what_was_found(store: EmbeddedStore, stop: int, ke
     """By that the sidecar knows which look-up it belongs to, and counts what was asked for once."""
     asked = Asked(store)
     asked.matched(0, stop)
-    (lease,) = asked.late.leases
+    (lease,) = asked.late.of_kind(LeasePrefix)
     assert len(lease.keys) == keys and lease.found == found
     asked.lookup.give_back()
 

@@ -25,25 +25,20 @@ SHAPES = {"as it is": Shape(), "8 bits": Shape(codec="int8-kc64", error=1 / 250)
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_wish_holds_for_what_is_stored_already(name: str, forgets: bool, wish: RequestSpec, tmp_path: Path) -> None:
     shape = SHAPES[name]
-    with kvstore.open(f"embedded:{tmp_path}", dram="64MiB") as store:
-        assert isinstance(store, EmbeddedStore)
+    with kvstore.embedded(str(tmp_path), dram="64MiB") as store:
         engine = PagedEngine(shape, lambda session: SharedStore(store), Random(1), session="5e" * 16)
         with engine:
             prompt = ids(BLOCKS * engine.layout.block_tokens + 5)
             for number, facts in enumerate((None, None, wish)):
-                engine.add(f"r{number}", prompt, 1, facts)
-                engine.run()
+                request = engine.ask(f"r{number}", prompt, 1, facts)
                 engine.settle()
                 assert (store.usage().dram_retained_bytes > 0) == (facts is wish)
                 if forgets:
                     engine.forget()
-            told = engine.over[-1].told
-            assert told is not None
-            hits = told["hits"]
-            assert hits == {str(HitTier.DRAM if forgets else HitTier.ENGINE): BLOCKS * engine.layout.block_tokens}
+            tier = HitTier.DRAM if forgets else HitTier.ENGINE
+            assert request.account["hits"] == {str(tier): BLOCKS * engine.layout.block_tokens}
             renewed = store.usage().dram_retained_bytes
-            engine.add("new", ids(len(prompt), start=400), 1, wish)
-            engine.run()
+            engine.ask("new", ids(len(prompt), start=400), 1, wish)
             engine.settle()
             assert store.usage().dram_retained_bytes == 2 * renewed, "as much as of one that is stored with it"
 

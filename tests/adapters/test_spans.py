@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from adapters.test_vllm_requests import request
 from engine_adapter.adapter_digests import AdapterDigests
 from engine_adapter.paged.lookup import PrefixLookup
 from engine_adapter.paged.settings import ConnectorSettings
@@ -51,36 +52,16 @@ class Exported:
         return found
 
 
-def promised(lookup: PrefixLookup) -> int:
-    found: list[int] = []
-
-    def is_there() -> bool:
-        tokens = lookup.matched(0, 1 << 20, MissReason.GRID)
-        found.append(tokens if tokens is not None else -1)
-        return tokens is not None
-
-    wait_until(is_there)
-    return found[-1]
-
-
-PATIENT = ConnectorSettings("unix:x", match_deadline_ms=5000, lease_deadline_ms=5000)
-
-
-def looked_up(handle: Any, tokens: int, trace: Any, start: int = SECRET) -> PrefixLookup:
-    prompt = handle.hashed(ids(tokens, start))
-    lookup = PrefixLookup(handle, prompt, "r", time.monotonic, PATIENT)
-    lookup.trace = trace
-    return lookup
-
-
 def test_a_hit_has_a_look_up_and_a_lease_below_the_engines_span(tmp_path: Path) -> None:
     exported = Exported()
     with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
         handle = store.namespace(model=MODEL, layout=LAYOUT)
         handle.put(ids(320, SECRET), random_pages(LAYOUT, 5))
         began = time.time_ns()
-        lookup = looked_up(handle, 400, exported.queue.trace(HEADERS))
-        assert promised(lookup) == 320
+        settings = ConnectorSettings("unix:x", match_deadline_ms=5000, lease_deadline_ms=5000)
+        lookup = PrefixLookup(handle, handle.hashed(ids(400, SECRET)), "r", time.monotonic, settings)
+        lookup.trace = exported.queue.trace(HEADERS)
+        assert wait_until(lambda: lookup.matched(0, 1 << 20, MissReason.GRID)) == 320
         lookup.give_back()
         match, lease = exported.spans(2)
         ended = time.time_ns()
@@ -100,20 +81,13 @@ def test_a_hit_has_a_look_up_and_a_lease_below_the_engines_span(tmp_path: Path) 
         assert match.attributes["kvstore.miss.absent"] == 64 or match.attributes["kvstore.miss.diverged"] == 64
 
 
-def test_a_load_says_what_need_not_be_computed() -> None:
+def test_a_load_says_what_need_not_be_computed_and_none_is_sampled_that_the_parent_did_not_choose() -> None:
     exported = Exported()
+    exported.queue.trace({"traceparent": f"00-{TRACE}-{PARENT}-00"}).loaded(0.1, 1)
     exported.queue.trace(HEADERS).loaded(0.25, 192)
     (span,) = exported.spans(1)
     assert span.name == "kvstore load" and span.attributes["gen_ai.usage.cache_read.input_tokens"] == 192
     assert span.end_time - span.start_time == 250_000_000
-
-
-def test_the_parents_choice_not_to_be_sampled_is_kept() -> None:
-    exported = Exported()
-    exported.queue.trace({"traceparent": f"00-{TRACE}-{PARENT}-00"}).loaded(0.1, 1)
-    exported.queue.trace(HEADERS).loaded(0.1, 2)
-    (span,) = exported.spans(1)
-    assert span.attributes["gen_ai.usage.cache_read.input_tokens"] == 2
 
 
 @pytest.mark.parametrize(
@@ -203,18 +177,8 @@ def test_nothing_of_opentelemetry_is_imported_by_the_adapter() -> None:
 
 def test_it_is_off_until_it_is_set() -> None:
     assert ConnectorSettings.of({"url": "unix:x"}).traces is False
-    request = SimpleNamespace(
-        prompt_embeds=None,
-        sampling_params=object(),
-        lora_request=None,
-        cache_salt=None,
-        mm_features=[],
-        kv_transfer_params=None,
-        trace_headers=HEADERS,
-    )
     digests = AdapterDigests(lambda path: ("", ""))
-    assert RequestReader(digests).facts(request).trace is NO_TRACE
-    traced = RequestReader(digests, traced=SimpleNamespace(served_model_name="m")).facts(request)
-    assert traced.trace is not NO_TRACE
-    request.trace_headers = None
-    assert RequestReader(digests, traced=SimpleNamespace(served_model_name="m")).facts(request).trace is NO_TRACE
+    traced = RequestReader(digests, traced=SimpleNamespace(served_model_name="m"))
+    assert RequestReader(digests).facts(request(trace_headers=HEADERS)).trace is NO_TRACE
+    assert traced.facts(request(trace_headers=HEADERS)).trace is not NO_TRACE
+    assert traced.facts(request(trace_headers=None)).trace is NO_TRACE

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from adapters.test_opened_namespace import facts
-from adapters.test_paged_scheduler import FACTS, SECONDS, Request
+from adapters.test_paged_scheduler import FACTS, SECONDS
 from engine_adapter.paged import namespace_opener as opened_namespace
 from engine_adapter.paged.namespace_opener import NamespaceOpener
 from engine_adapter.paged.requests import RequestSpec
@@ -22,21 +22,22 @@ from kvstore.block.errors import BadInput, LayoutMismatch, LeaseExpired, NotRead
 from kvstore.block.identity import Namespace
 from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
+from paged_engine import Request, SharedStore
 from service.sidecar import Sidecar
 from waiting import wait_until
 from workbench import MODEL, FakeClock, bench, blank_pages, ids, random_pages, small_layout
 
 
-class Gated:
-    """A store that opens a namespace once it is let."""
+class Gated(SharedStore):
+    """Opens a namespace once it is let."""
 
     def __init__(self, store: EmbeddedStore) -> None:
+        super().__init__(store)
         self.gate = threading.Event()
-        self._store = store
 
     def namespace(self, **given: Any) -> Any:
         assert self.gate.wait(SECONDS)
-        return self._store.namespace(**given)
+        return super().namespace(**given)
 
     def close(self) -> None:
         self.gate.set()
@@ -127,27 +128,19 @@ def test_a_namespace_that_is_not_opened_says_why(store: EmbeddedStore, monkeypat
     assert opened.why(1) is MissReason.DISABLED
 
 
-def test_a_codec_is_prepared_before_anything_is_asked_of_the_store() -> None:
+def test_a_codec_is_prepared_before_anything_is_asked_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiling it takes as long as a sidecar's start, and looked like one that is not there."""
     order: list[str] = []
-    door, layout, codec = bench().door(), small_layout(), codec_named("raw")
+    door, codec = bench().door(), codec_named("raw")
+    call = door.call
 
-    class Codec:
-        def prepare(self, layout: Any) -> None:
-            order.append("prepared")
+    def noted(request: Any, *given: Any) -> Any:
+        order.append(type(request).__name__)
+        return call(request, *given)
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(codec, name)
-
-    class Door:
-        def call(self, request: Any, *given: Any) -> Any:
-            order.append(type(request).__name__)
-            return door.call(request, *given)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(door, name)
-
-    NamespaceHandle(Door(), Namespace(MODEL, layout, "raw", 0, {}), Codec())  # type: ignore[arg-type]
+    monkeypatch.setattr(door, "call", noted)
+    monkeypatch.setattr(codec, "prepare", lambda layout: order.append("prepared"))
+    NamespaceHandle(door, Namespace(MODEL, small_layout(), "raw", 0, {}), codec)
     assert order == ["prepared", "OpenNamespace"]
 
 

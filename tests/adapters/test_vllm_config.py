@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,16 +158,9 @@ def test_what_the_engine_does_not_reuse_itself_is_not_reused(is_on: bool) -> Non
     assert is_on or ("prefix caching is off" in said and '"without_prefix_caching": true' in said)
 
 
-@pytest.mark.parametrize(
-    ("speculative", "has_layers"),
-    [
-        (None, False),
-        (SimpleNamespace(method="ngram"), False),
-        (SimpleNamespace(method="eagle"), True),
-        (SimpleNamespace(method="mtp"), True),
-    ],
-)
-def test_drafts_of_layers_are_told_from_others(speculative: Any, has_layers: bool) -> None:
+@pytest.mark.parametrize(("method", "has_layers"), [(None, False), ("ngram", False), ("eagle", True), ("mtp", True)])
+def test_drafts_of_layers_are_told_from_others(method: str | None, has_layers: bool) -> None:
+    speculative = SimpleNamespace(method=method) if method else None
     assert has_draft_layers(SimpleNamespace(speculative_config=speculative)) == has_layers
 
 
@@ -188,10 +182,22 @@ def test_weights_that_are_not_there_have_no_fingerprint() -> None:
 FACTS = WorkerSpec(0, 32, (), "slabs", "", "cpu", 4096)
 
 
-def model(place: str = "/here", **changed: Any) -> Any:
-    """An engine's configuration, as far as it decides KV."""
-    hf_config = {"_name_or_path": place, "transformers_version": place, "rope_theta": 10000.0, "layers": [1, {"a": 2}]}
-    of_model = dict(
+DYNAMIC = SimpleNamespace(rope_parameters={"rope_type": "dynamic"})
+
+
+def fields(
+    place: str = "/here",
+    *,
+    hf_config: dict[str, Any] | None = None,
+    parallel: dict[str, int] | None = None,
+    cache_dtype: str = "auto",
+    **of_model: Any,
+) -> dict[str, str]:
+    """Of an engine's configuration, as far as it decides KV."""
+    read = {"_name_or_path": place, "transformers_version": place, "rope_theta": 10000.0, "layers": [1, {"a": 2}]}
+    read |= hf_config or {}
+    usual = dict(
+        hf_config=SimpleNamespace(to_dict=lambda: read),
         hf_text_config=SimpleNamespace(rope_parameters={"rope_type": "default"}),
         dtype="torch.float32",
         quantization=None,
@@ -200,56 +206,44 @@ def model(place: str = "/here", **changed: Any) -> Any:
         max_model_len=2048,
         model=place,
     )
-    hf_config |= changed.pop("hf_config", {})
-    stages = changed.pop("stages", 1)
-    of_cache = dict(cache_dtype=changed.pop("cache_dtype", "auto"))
-    of_model |= changed
-    return SimpleNamespace(
-        model_config=SimpleNamespace(**of_model, hf_config=SimpleNamespace(to_dict=lambda: hf_config)),
-        cache_config=SimpleNamespace(**of_cache),
+    given = SimpleNamespace(
+        model_config=SimpleNamespace(**{**usual, **of_model}),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
         load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
         speculative_config=None,
-        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+        parallel_config=SimpleNamespace(**{"pipeline_parallel_size": 1, **(parallel or {})}),
     )
+    return config_fields(given, [FACTS], "0.32.0")
+
+
+def of_ranks(ranks: int, turn: int) -> dict[str, str]:
+    return fields(parallel={"decode_context_parallel_size": ranks, "cp_kv_cache_interleave_size": turn})
 
 
 def test_the_same_model_at_another_place_has_the_same_fields() -> None:
-    fields = config_fields(model(), [FACTS], "0.32.0")
-    assert fields == config_fields(model("/there"), [FACTS], "0.32.0")
-    assert fields["engine"] == "vllm 0.32.0" and fields["dtype"] == "float32" and "max_model_len" not in fields
-    assert not set(fields) & {"quantization", "kv_scales", "draft"}, "what is empty is left out"
+    found = fields()
+    assert found == fields("/there") == of_ranks(1, 4)
+    assert found["engine"] == "vllm 0.32.0" and found["dtype"] == "float32" and "max_model_len" not in found
+    assert not set(found) & {"quantization", "kv_scales", "draft"}, "what is empty is left out"
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        dict(hf_config={"rope_theta": 500000.0}),
-        dict(hf_config={"layers": [1, {"a": 3}]}),
-        dict(dtype="torch.bfloat16"),
-        dict(quantization="fp8"),
-        dict(model_impl="transformers"),
-        dict(disable_sliding_window=True),
-        dict(cache_dtype="fp8"),
-        dict(stages=2),
-    ],
-)
-def test_whatever_decides_kv_is_in_the_fields(changed: dict[str, Any]) -> None:
-    assert config_fields(model(**changed), [FACTS], "0.32.0") != config_fields(model(), [FACTS], "0.32.0")
-
-
-def test_which_tokens_a_rank_has_is_in_the_namespace() -> None:
-    def fields(ranks: int, turn: int) -> frozenset[tuple[str, str]]:
-        given = model()
-        vars(given.parallel_config).update(decode_context_parallel_size=ranks, cp_kv_cache_interleave_size=turn)
-        return frozenset(config_fields(given, [FACTS], "0.32.0").items())
-
-    assert fields(1, 4) == frozenset(config_fields(model(), [FACTS], "0.32.0").items())
-    assert len({fields(ranks, turn) for ranks, turn in ((1, 1), (2, 1), (4, 1), (2, 4))}) == 4
-
-
-def test_where_rope_depends_on_the_longest_prompt_that_is_in_the_fields() -> None:
-    rope = SimpleNamespace(rope_parameters={"rope_type": "dynamic"})
-    one, other = (
-        config_fields(model(hf_text_config=rope, max_model_len=length), [FACTS], "0.32.0") for length in (2048, 4096)
-    )
-    assert one != other and one["max_model_len"] == "2048"
+def test_whatever_decides_kv_is_in_the_fields() -> None:
+    """Also which tokens a rank has, and the longest prompt where rope depends on it."""
+    assert fields(hf_text_config=DYNAMIC)["max_model_len"] == "2048"
+    found = [
+        fields(),
+        fields(hf_config={"rope_theta": 500000.0}),
+        fields(hf_config={"layers": [1, {"a": 3}]}),
+        fields(hf_text_config=DYNAMIC),
+        fields(hf_text_config=DYNAMIC, max_model_len=4096),
+        fields(dtype="torch.bfloat16"),
+        fields(quantization="fp8"),
+        fields(model_impl="transformers"),
+        fields(disable_sliding_window=True),
+        fields(cache_dtype="fp8"),
+        fields(parallel={"pipeline_parallel_size": 2}),
+        of_ranks(2, 1),
+        of_ranks(4, 1),
+        of_ranks(2, 4),
+    ]
+    assert [one for one, other in combinations(found, 2) if one == other] == []

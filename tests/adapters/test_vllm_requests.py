@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from adapters.test_paged_scheduler import state_of
 from engine_adapter.adapter_digests import AdapterDigests
 from engine_adapter.paged.requests import RequestSpec
 from engine_adapter.vllm_requests import HINTS, EngineView, RequestReader, hinted
@@ -257,18 +258,7 @@ def test_what_is_right_beside_what_is_wrong_has_its_effect() -> None:
 
 # Hand-overs ----------------------------------------------------------------------------------------------------------
 
-TOLD = {
-    "asked": 3,
-    "hits": {},
-    "misses": {},
-    "detail": "",
-    "load_ms": None,
-    "saved_blocks": 0,
-    "put_reasons": {},
-    "ignored": [],
-    "block_tokens": 64,
-    "ticket": "kv1.x",
-}
+TOLD = {**state_of("r").told(), "ignored": [], "block_tokens": 64, "ticket": "kv1.x"}
 """What a prefilling engine tells."""
 
 
