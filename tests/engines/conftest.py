@@ -6,11 +6,13 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from select import select
 from typing import Any, ClassVar
@@ -18,6 +20,10 @@ from typing import Any, ClassVar
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are made here
+PATHS = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks"), *filter(None, [os.environ.get("ENGINE_PATH")])]
+PRODUCT = {"PYTHONPATH": os.pathsep.join(PATHS)}
+"""The environment of commands that are run as users run them."""
 SECONDS = 500 + 2 * int(os.environ.get("ENGINE_PROMPTS", "20"))
 """That one run may take."""
 
@@ -28,6 +34,29 @@ meanwhile take the cores from the sidecar, and from each other where a core has 
 times as long."""
 
 
+class WithoutEngine(pytest.Module):
+    """A file of tests whose engine is missing. It is not read."""
+
+    def collect(self) -> list[Any]:
+        pytest.skip(f"{engine_of(self.path)} is not installed here: make test-engines has an environment of its own")
+
+
+def engine_of(path: Path) -> str:
+    return next((name for name in ("sglang", "lmcache") if name in path.name), "vllm")
+
+
+@cache
+def is_installed(engine: str) -> bool:
+    return find_spec(engine) is not None
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    if is_installed(engine_of(module_path)):
+        return None
+    missing: pytest.Module = WithoutEngine.from_parent(parent, path=module_path)
+    return missing
+
+
 def sidecar_python() -> str:
     """The Python that has the sidecar's packages: another one than the engine's, as in production."""
     given = os.environ.get("KVSTORE_PYTHON") or str(ROOT / ".venv/bin/python")
@@ -35,7 +64,7 @@ def sidecar_python() -> str:
 
 
 class Sidecar:
-    """`kvstore serve` on a directory. url: of its tenant's socket."""
+    """`kvstore serve` on a directory; whatever ended it, it can be started again. url: of its tenant's socket."""
 
     def __init__(self, directory: Path, *options: str) -> None:
         self.directory = directory
@@ -44,12 +73,15 @@ class Sidecar:
         self._process: subprocess.Popen[str] | None = None
         self.start()
 
+    @property
+    def is_started(self) -> bool:
+        return self._process is not None
+
     def start(self) -> None:
         """And wait until it serves."""
         command = [sidecar_python(), "-m", "kvstore", "serve", "--data", str(self.directory), "--dram", "512MiB"]
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
         self._process = subprocess.Popen(
-            [*command, *self._options, "--json"], stdout=subprocess.PIPE, text=True, env=environment
+            [*command, *self._options, "--json"], stdout=subprocess.PIPE, text=True, env={**os.environ, **PRODUCT}
         )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -57,14 +89,24 @@ class Sidecar:
 
     def kill(self) -> None:
         """SIGKILL to the daemon; its keeper starts it again."""
-        os.kill(self.said["pid"], 9)
+        os.kill(self.said["pid"], signal.SIGKILL)
+
+    def kill_all(self) -> None:
+        """SIGKILL to the daemon and its keeper: what is not on disk is lost."""
+        process, self._process = self._process, None
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)  # else it starts another one
+        with suppress(ProcessLookupError):
+            self.kill()
+        process.kill()
+        process.communicate()
 
     def stop(self) -> None:
-        """An orderly end."""
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait(30)
-            self._process = None
+        """An orderly end: what memory holds is written down."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            assert process.wait(60) == 0
 
 
 @contextmanager
@@ -110,6 +152,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return save
 
 
+Run = Callable[[dict[str, Any]], dict[str, Any]]
+
+
 class Nursery:
     """Runs of engines, one after the other. An engine of which a plan says that it is `kept` follows the next plan that
     names the same model, connector and options, too."""
@@ -119,8 +164,8 @@ class Nursery:
         self._runs = 0
         self._process: subprocess.Popen[str] | None = None
 
-    def run(self, plan: dict[str, Any]) -> list[Any]:
-        """A plan's outcome, step by step."""
+    def run(self, plan: dict[str, Any]) -> dict[str, Any]:
+        """What the steps that have names told."""
         if (
             plan.get("alone")
             or plan.get("multiprocessing")
@@ -147,10 +192,9 @@ class Nursery:
         if status != "0":
             self.end()
             raise AssertionError(f"{status}: {log.read_text()[-6000:] if log.exists() else 'nothing logged'}")
-        told: list[Any] = json.loads(outcome.read_text())["steps"]
-        return told
+        return dict(json.loads(outcome.read_text()))
 
-    def _alone(self, plan: dict[str, Any]) -> list[Any]:
+    def _alone(self, plan: dict[str, Any]) -> dict[str, Any]:
         """Of engines with processes of their own: vLLM is told at its import which processors each of them has, and a
         process that has used a GPU cannot be forked."""
         done = subprocess.run(
@@ -163,8 +207,7 @@ class Nursery:
             check=False,
         )
         assert done.returncode == 0, done.stderr[-6000:]
-        told: list[Any] = json.loads(done.stdout)["steps"]
-        return told
+        return dict(json.loads(done.stdout))
 
     def end(self) -> None:
         """Whatever still runs ends with it."""
@@ -187,8 +230,7 @@ def _engine_of(plan: dict[str, Any]) -> str:
 
 
 def _environment() -> dict[str, str]:
-    path = [ROOT / "tests", ROOT, ROOT / "kernels", os.environ.get("ENGINE_PATH", "")]
-    return {**os.environ, **WAITS_ASLEEP, "PYTHONPATH": ":".join(map(str, path))}
+    return {**os.environ, **WAITS_ASLEEP, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *PATHS])}
 
 
 @pytest.fixture(scope="session")
@@ -200,8 +242,8 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 
 @pytest.fixture(scope="session")
-def run(nursery: Nursery) -> Callable[[dict[str, Any]], list[Any]]:
-    """A plan's outcome, step by step."""
+def run(nursery: Nursery) -> Run:
+    """What the steps of a plan told that have names."""
     return nursery.run
 
 
@@ -219,7 +261,7 @@ class Pair:
         enable_prompt_embeds=True,
     )
 
-    def __init__(self, model: str, sidecar: Sidecar, run: Callable[[dict[str, Any]], list[Any]]) -> None:
+    def __init__(self, model: str, sidecar: Sidecar, run: Run) -> None:
         self._model = model
         self._sidecar = sidecar
         self._run = run
@@ -229,26 +271,18 @@ class Pair:
         self.events = f"ipc://{sidecar.directory}/events"
         """Where the engine with the store publishes KV events."""
 
-    def alone(self, steps: list[dict[str, Any]]) -> list[Any]:
+    def alone(self, steps: list[dict[str, Any]]) -> dict[str, Any]:
         """What the engine without a store answers."""
         return self._run({"model": self._model, "options": self.OPTIONS, "kept": True, "steps": steps})
 
-    def with_store(self, steps: list[dict[str, Any]], options: dict[str, Any] | None = None) -> list[Any]:
+    def with_store(self, steps: list[dict[str, Any]], options: dict[str, Any] | None = None) -> dict[str, Any]:
         """What the other one answers. options: an engine of that kind which has these instead, and is kept likewise."""
         from engines import models
 
-        transfer = models.connector(self._sidecar.url, codec="raw", **models.PATIENT)
-        transfer |= {"kv_connector": "ChangingConnector", "kv_connector_module_path": "engines.wrong_connectors"}
+        transfer = models.connector(self._sidecar.url) | models.CHANGING
         events = dict(enable_kv_cache_events=True, publisher="zmq", endpoint=self.events)
-        return self._run(
-            {
-                "model": self._model,
-                "transfer": transfer,
-                "options": options or {**self.OPTIONS, "kv_events_config": events},
-                "kept": True,
-                "steps": steps,
-            }
-        )
+        options = options or {**self.OPTIONS, "kv_events_config": events}
+        return self._run({"model": self._model, "transfer": transfer, "options": options, "kept": True, "steps": steps})
 
 
 @pytest.fixture(scope="session")

@@ -266,15 +266,18 @@ def prepare(kv_gib: int = 1, *, multiprocessing: bool = False, ranks: int = 1) -
 
 
 def connector(url: str, **extra: Any) -> dict[str, Any]:
-    """The flag that switches the store on."""
+    """The flag that switches the store on. extra: settings, beside those of a patient one that keeps KV as it is."""
     return {
         "kv_connector": "KvStoreConnector",
         "kv_connector_module_path": "engine_adapter.vllm_connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"url": url, **extra},
+        "kv_connector_extra_config": {"url": url, "codec": "raw", **PATIENT, **extra},
     }
 
+
+CHANGING = {"kv_connector": "ChangingConnector", "kv_connector_module_path": "engines.wrong_connectors"}
+"""In its place: one that may be told to do something wrong."""
 
 ADMITS_BY_THE_CHUNK = dict(scheduler_reserve_full_isl=False)
 """A prompt is admitted where pages for its next chunk are free. By default newer engines wait for pages for all of it,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -35,30 +36,7 @@ def log_to(path: str) -> None:
     os.close(logged)
 
 
-def run(plan: str, outcome: str, log: str) -> NoReturn:
-    """In the forked process. It does not return."""
-    from engines import session
-
-    status = 1
-    try:
-        os.setpgid(0, 0)
-        log_to(log)
-        Path(outcome).write_text(session.outcome_of(Path(plan).read_text()))
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        end(status)
-
-
-def end(status: int) -> NoReturn:
-    """What vLLM leaves running is not waited for."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-class KeptEngine:
+class Engine:
     """In a forked process of its own, which takes one plan after the other."""
 
     def __init__(self) -> None:
@@ -74,15 +52,17 @@ class KeptEngine:
 
     def run(self, *files: str) -> int:
         """Exit status; any but 0 ends it."""
-        try:
+        with suppress(BrokenPipeError):
             os.write(self._plans, f"{' '.join(files)}\n".encode())
             if os.read(self._done, 1):
                 return 0
-        except BrokenPipeError:
-            pass
+        return self.end() or 1
+
+    def end(self) -> int:
+        """Exit status."""
         os.close(self._plans)
         os.close(self._done)
-        return os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1]) or 1
+        return os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
 
     @staticmethod
     def _serve(plans: int, done: int) -> NoReturn:
@@ -91,18 +71,20 @@ class KeptEngine:
         status = 1
         try:
             os.setpgid(0, 0)
-            kept = session.KeptSession()
+            sessions = session.Sessions()
             for line in os.fdopen(plans):
                 plan, outcome, log = line.split()
                 log_to(log)
-                Path(outcome).write_text(kept.outcome_of(Path(plan).read_text()))
+                Path(outcome).write_text(sessions.outcome_of(Path(plan).read_text()))
                 sys.stdout.flush()
                 os.write(done, b".")
             status = 0
         except BaseException:
             traceback.print_exc()
-        finally:
-            end(status)
+        finally:  # what vLLM leaves running is not waited for
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
 
 
 def main() -> None:
@@ -112,21 +94,15 @@ def main() -> None:
     for name in IMPORTED:
         import_module(name)
     wanted_version()
-    kept: dict[str, KeptEngine] = {}
+    kept: dict[str, Engine] = {}
     for line in sys.stdin:
         name, *files = line.split()
-        if name == NAMELESS:
-            child = os.fork()
-            if not child:
-                run(*files)
-            _, ended = os.waitpid(child, 0)
-            status = os.waitstatus_to_exitcode(ended)
-        else:
-            if name not in kept:
-                kept[name] = KeptEngine()
-            status = kept[name].run(*files)
-            if status:
-                del kept[name]
+        engine = kept.pop(name, None) or Engine()
+        status = engine.run(*files)
+        if status == 0 and name != NAMELESS:
+            kept[name] = engine
+        elif status == 0:
+            status = engine.end()
         print(status, file=out, flush=True)
 
 

@@ -1,7 +1,7 @@
 """One run of a real vLLM in a process of its own: python -m engines.session < plan.json > outcome.json
 
 A plan says which model, how the engine is started, and what is asked of it, step by step; the outcome has for each step
-the tokens, how many of each prompt's were cached, and what the connector told. A step may have a name ("as").
+with a name ("as") the tokens, how many of each prompt's were cached, and what the connector told.
 No process has two engines, since one is never quite gone from the process that made it. An engine may be kept for more
 plans; each begins with nothing cached, nothing stored and nothing counted.
 """
@@ -27,6 +27,8 @@ from waiting import wait_until
 SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
 """Of what tests draw."""
 SAVE_SECONDS = 60.0
+FORGET: list[dict[str, Any]] = [{"do": "settle"}, {"do": "reset"}]
+"""Steps after which what was computed is in the store alone."""
 OURS = "kvstore:"
 """Begins the names of what the connector counted, among the engine's counters."""
 
@@ -51,14 +53,17 @@ def apart(count: int, tokens: int) -> list[list[int]]:
     return [[rng.randrange(999) for _ in range(tokens)] for _ in range(count)]
 
 
-def named(steps: list[dict[str, Any]], outcome: list[Any]) -> dict[str, Any]:
-    """What the steps that have names told."""
-    return {step["as"]: told for step, told in zip(steps, outcome, strict=True) if "as" in step}
-
-
 def tokens(told: list[dict[str, Any]]) -> list[list[int]]:
     """What was generated for each prompt."""
     return [one["tokens"] for one in told]
+
+
+def account_of(one: dict[str, Any]) -> dict[str, Any]:
+    """What the connector told of a prompt, which adds up."""
+    account: dict[str, Any] = one["kvstore"]
+    assert account["asked"] == one["prompt_tokens"]
+    assert sum(account["hits"].values()) + sum(account["misses"].values()) == account["asked"], account
+    return account
 
 
 def _lead(token: int, logprobs: dict[int, Any]) -> float:
@@ -74,9 +79,7 @@ class Session:
         models.prepare(multiprocessing=plan.get("multiprocessing", False), ranks=options.get("tensor_parallel_size", 1))
         patience.wait_for_sidecars()
         model = Path(plan["model"])
-        started = time.perf_counter()
         self.llm = models.start(model, plan.get("transfer"), **options)
-        self.started_seconds = time.perf_counter() - started
         self.asked: dict[str, list[list[int]]] = {}
         self._listener: Any = None
         self._exporter: Any = None
@@ -91,13 +94,13 @@ class Session:
         ChangingConnector.become(None)
         self.settle({})
         assert self.reset({"connector": bool(ChangingConnector.halves)}) and ChangingConnector.wait_open()
-        self.generate({"prompts": [[1, 2, 3]], "max_tokens": 1})  # brings the last reports
+        self.report({"seconds": 0.0})
         self._before = self._totals()
 
     def follow(self, steps: list[dict[str, Any]]) -> str:
-        """One after the other. What each told, as JSON."""
-        told = [getattr(self, step["do"])(step) for step in steps]
-        return json.dumps({"started_seconds": self.started_seconds, "steps": told})
+        """One after the other. What those told that have names, as JSON."""
+        told = [(step.get("as"), getattr(self, step["do"])(step)) for step in steps]
+        return json.dumps({name: one for name, one in told if name is not None})
 
     def generate(self, step: dict[str, Any]) -> list[dict[str, Any]]:
         """All prompts of the step; `at_once` of them are in the engine together.
@@ -118,26 +121,29 @@ class Session:
             part = [self._prompt(step, ids) for ids in given[first : first + at_once]]
             with self._traced(step.get("trace_headers")):
                 answers = self.llm.generate(part, params, use_tqdm=False, **more)
-            for ids, answer in zip(given[first:], answers, strict=False):
-                made = answer.outputs[0]
-                told.append(
-                    {
-                        "tokens": list(made.token_ids),
-                        "prompt_tokens": len(ids),
-                        "cached": answer.num_cached_tokens,
-                        "finish": made.finish_reason,
-                        "kvstore": (answer.kv_transfer_params or {}).get("kvstore"),
-                        "transfer_keys": sorted(answer.kv_transfer_params or {}),
-                    }
-                )
-                if step.get("leads"):
-                    told[-1]["lead"] = min(map(_lead, made.token_ids, made.logprobs))
-                if step.get("logprobs"):
-                    told[-1]["logprobs"] = [
-                        chosen[token].logprob for token, chosen in zip(made.token_ids, made.logprobs, strict=True)
-                    ]
+            told += [self._told(step, *one) for one in zip(given[first:], answers, strict=False)]
+            if step.get("report_after_each"):
+                self.report({})
         if "as" in step:
             self.asked[step["as"]] = [ids + one["tokens"] for ids, one in zip(given, told, strict=True)]
+        return told
+
+    def _told(self, step: dict[str, Any], ids: list[int], answer: Any) -> dict[str, Any]:
+        """Of one prompt."""
+        made = answer.outputs[0]
+        told = {
+            "tokens": list(made.token_ids),
+            "prompt_tokens": len(ids),
+            "cached": answer.num_cached_tokens,
+            "finish": made.finish_reason,
+            "kvstore": (answer.kv_transfer_params or {}).get("kvstore"),
+            "transfer_keys": sorted(answer.kv_transfer_params or {}),
+        }
+        if step.get("leads"):
+            told["lead"] = min(map(_lead, made.token_ids, made.logprobs))
+        if step.get("logprobs"):
+            chosen = zip(made.token_ids, made.logprobs, strict=True)
+            told["logprobs"] = [logprobs[token].logprob for token, logprobs in chosen]
         return told
 
     @contextmanager
@@ -248,14 +254,7 @@ class Session:
                     running.discard(answer.request_id)
                     told[int(answer.request_id)] = answer
         return [
-            {"aborted": True}
-            if number not in told or number in aborted
-            else {
-                "tokens": list(told[number].outputs[0].token_ids),
-                "prompt_tokens": len(ids),
-                "cached": told[number].num_cached_tokens,
-                "kvstore": (told[number].kv_transfer_params or {}).get("kvstore"),
-            }
+            {"aborted": True} if number not in told or number in aborted else self._told({}, ids, told[number])
             for number, ids in enumerate(given)
         ]
 
@@ -311,6 +310,12 @@ class Session:
             assert time.monotonic() < give_up_at
             time.sleep(0.01)
         time.sleep(step.get("seconds", 0.5))
+        return True
+
+    def report(self, step: dict[str, Any]) -> bool:
+        """The same; and a step of the engine, which brings reports of saves, and verdicts."""
+        self.settle(step)
+        self.generate({"prompts": [[1, 2, 3]]})
         return True
 
     def idle(self, step: dict[str, Any]) -> bool:
@@ -420,8 +425,9 @@ class Session:
         return sum(ask.drop(socket, clock, one.digest, one.tenant, 30.0).blocks for one in spaces)
 
 
-class KeptSession:
-    """An engine that follows plans which agree in all but their steps."""
+class Sessions:
+    """What follows plans that agree in all but their steps: with one engine, which only a plan that says that it is
+    `kept` begins anew."""
 
     def __init__(self) -> None:
         self._session: Session | None = None
@@ -431,21 +437,16 @@ class KeptSession:
         plan = json.loads(text)
         if self._session is None:
             self._session = Session(plan)
-        self._session.begin_again()
+        if plan.get("kept"):
+            self._session.begin_again()
         return self._session.follow(plan["steps"])
-
-
-def outcome_of(text: str) -> str:
-    """Follow a plan with an engine of its own. Both are JSON."""
-    plan = json.loads(text)
-    return Session(plan).follow(plan["steps"])
 
 
 def main() -> None:
     """Read the plan, follow it, tell."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to standard output
-    out.write(outcome_of(sys.stdin.read()))
+    out.write(Sessions().outcome_of(sys.stdin.read()))
     wanted_version()
     out.close()
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -47,13 +46,10 @@ MODULES = (
 
 
 def imported() -> dict[str, ModuleType]:
-    """SGLang's modules, by the last part of their names (of two, the later). Skips the test where SGLang is missing."""
-    spec = importlib.util.find_spec("sglang") if "sglang" not in sys.modules else None
+    """SGLang's modules, by the last part of their names (of two, the later)."""
     if "sglang" not in sys.modules:
-        if spec is None or spec.origin is None:
-            pytest.skip(
-                "SGLang is not installed here; docs/sglang.md says how these tests are run", allow_module_level=True
-            )
+        spec = importlib.util.find_spec("sglang")
+        assert spec is not None and spec.origin is not None
         package = ModuleType("sglang")
         package.__path__ = [str(Path(spec.origin).parent)]
         sys.modules["sglang"] = package

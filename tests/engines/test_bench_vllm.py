@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
-
 from kv_bench import ttft_vllm
 from kv_bench.ttft_vllm import (
     BARE,

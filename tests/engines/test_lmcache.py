@@ -19,9 +19,6 @@ from threading import Event
 from typing import Any
 
 import pytest
-
-pytest.importorskip("lmcache", reason="LMCache is not installed here; docs/lmcache.md says how these tests are run")
-
 import torch
 from lmcache.cli.commands.bench.server_bench.client import ServerBenchClient
 from lmcache.cli.commands.bench.server_bench.config import BenchConfig
@@ -32,7 +29,9 @@ from lmcache.v1.memory_management import MemoryObjMetadata, TensorMemoryObj
 from lmcache.v1.platform import consume_fd
 
 from engine_adapter.lmcache_backend import KvStoreL2, _Lane
-from engines.tier_engine import PATHS, SidecarProcess
+from engines.conftest import PRODUCT, started
+from engines.conftest import Sidecar as SidecarProcess
+from engines.tier_engine import SMALL
 from kvstore.block.errors import BadInput
 from service.sidecar import Sidecar
 from waiting import wait_until
@@ -52,7 +51,7 @@ class Server:
         options += " --no-l1-use-lazy --eviction-policy LRU --disable-observability --supported-transfer-mode auto"
         adapter = json.dumps({**place, "adapter_params": {**GIVEN, "url": url}})
         command = [Path(sys.executable).parent / "lmcache", *options.split(), "--l2-adapter", adapter]
-        environment = {**os.environ, **PATHS, "LMCACHE_TRACK_USAGE": "false"}
+        environment = {**os.environ, **PRODUCT, "LMCACHE_TRACK_USAGE": "false"}
         self._process = subprocess.Popen(command, stdout=log.open("ab"), stderr=subprocess.STDOUT, env=environment)
         self._http, self._requests = f"http://127.0.0.1:{http}", 0
         shape, rpc = f"(2,256,{PAGE},2,64):{dtype}:2", f"tcp://127.0.0.1:{port}"
@@ -97,10 +96,8 @@ class Server:
 
 @pytest.fixture
 def apart(tmp_path: Path) -> Iterator[SidecarProcess]:
-    running = SidecarProcess(tmp_path)
-    running.start()
-    yield running
-    running.kill()
+    with started(tmp_path.name, *SMALL) as running:
+        yield running
 
 
 @pytest.mark.slow
@@ -114,13 +111,13 @@ def test_chunks_outlive_servers_and_sidecars_for_their_dtype_alone_and_damaged_o
         assert found == 0 and other.generate(1) == (CHUNKS, in_float16) and not {*computed} & {*in_float16}
     with Server(apart.url, tmp_path / "log") as server:
         assert server.generate(1) == (CHUNKS, computed), "of a server that ended"
-        os.kill(apart._said["pid"], signal.SIGKILL)  # its keeper starts it again
+        apart.kill()
         wait_until(lambda: server.generate(1, stores=False) == (CHUNKS, computed))
-        apart.end()
+        apart.stop()
         number = server.client.create_request(1, "", "").block_offset + CHUNK_TOKENS // PAGE  # of the second chunk
         kv = next(iter(server.client._workers[0].kv_caches.values()))[0, number].contiguous()
         needle = bytes(kv.view(torch.uint8).flatten().tolist()[:64])
-        (slab,) = [path for path in (tmp_path / "kv/nvme").glob("*.slab") if needle in path.read_bytes()]
+        (slab,) = [path for path in (apart.directory / "nvme").glob("*.slab") if needle in path.read_bytes()]
         content = bytearray(slab.read_bytes())
         content[content.index(needle) + 33] ^= 4
         slab.write_bytes(content)
@@ -137,12 +134,12 @@ def test_while_the_sidecar_does_not_answer_the_server_does(
     with Server(apart.url, tmp_path / "log") as server:
         _, computed = server.generate(1)
         is_killed = fault is signal.SIGKILL
-        apart.kill() if is_killed else os.kill(apart._said["pid"], fault)
+        apart.kill_all() if is_killed else os.kill(apart.said["pid"], fault)
         began = time.monotonic()
         assert server.generate(1, from_l1=True) == (CHUNKS, computed) and server.generate(1) == (0, computed)
         assert server.generate(2)[0] == 0 and time.monotonic() - began < 6 * ANSWER_SECONDS
         status = server.status()
-        apart.start() if is_killed else os.kill(apart._said["pid"], signal.SIGCONT)
+        apart.start() if is_killed else os.kill(apart.said["pid"], signal.SIGCONT)
         assert status["is_healthy"] and status["prefetch_controller"]["in_flight_request_count"] == 0
         assert status["l2_adapters"][0]["store"] == "cannot be asked"
         wait_until(lambda: server.generate(3)[0] == CHUNKS)

@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
-
 from vllm import EngineArgs
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.core import kv_cache_utils

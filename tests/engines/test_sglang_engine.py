@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import threading
 from collections.abc import Iterator
@@ -10,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
-if importlib.util.find_spec("sglang") is None:
-    pytest.skip("SGLang is not installed here; docs/sglang.md says how these tests are run", allow_module_level=True)
-
+from engines.conftest import started
 from engines.models import save_llama
 from engines.sglang_whole import WholeEngines
-from engines.tier_engine import SidecarProcess
+from engines.tier_engine import SMALL
 from kvstore.status.tree import LookupCounts
 from service.sidecar import Sidecar
 from waiting import wait_until
@@ -77,27 +74,25 @@ def test_answers_stay_right_when_caches_evict_and_the_sidecar_is_killed(
     engines: WholeEngines, right: list[list[int]], tmp_path: Path
 ) -> None:
     """SGLang's own caches hold 2,048 and 3,000 tokens of 10,000, and the sidecar's DRAM lacks room, too."""
-    sidecar = SidecarProcess(tmp_path)
-    sidecar.start()
-    try:
-        with engines.started(sidecar.url, max_total_tokens=2048, hicache_ratio=1.5) as engine:
+    with (
+        started(tmp_path.name, *SMALL) as sidecar,
+        engines.started(sidecar.url, max_total_tokens=2048, hicache_ratio=1.5) as engine,
+    ):
 
-            def stored() -> int:
-                """Tokens that came from the store, of prompts that are answered right."""
-                return sum(cached.get("storage", 0) for cached in asked(engine, right))
+        def stored() -> int:
+            """Tokens that came from the store, of prompts that are answered right."""
+            return sum(cached.get("storage", 0) for cached in asked(engine, right))
 
-            assert stored() == 0
-            wait_until(lambda: stored() > 0)
-            answers = list[list[int]]()
-            together = threading.Thread(
-                target=lambda: answers.extend(tokens for tokens, _ in engine.answer(PROMPTS, tokens=32))
-            )
-            together.start()
-            sidecar.kill()
-            together.join()
-            assert [tokens[:8] for tokens in answers] == right
-            assert stored() == 0, "nor is anything waited for"
-            sidecar.start()
-            wait_until(lambda: stored() > 0)
-    finally:
-        sidecar.kill()
+        assert stored() == 0
+        wait_until(lambda: stored() > 0)
+        answers = list[list[int]]()
+        together = threading.Thread(
+            target=lambda: answers.extend(tokens for tokens, _ in engine.answer(PROMPTS, tokens=32))
+        )
+        together.start()
+        sidecar.kill_all()
+        together.join()
+        assert [tokens[:8] for tokens in answers] == right
+        assert stored() == 0, "nor is anything waited for"
+        sidecar.start()
+        wait_until(lambda: stored() > 0)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-import engines.sglang_cpu  # noqa: F401  prepares what the others import, or skips where there is no SGLang
+import engines.sglang_cpu  # noqa: F401  prepares what the others import
 from engine_adapter.sglang_storage import (
     WRITERS,
     KvStoreHiCache,

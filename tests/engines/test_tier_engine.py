@@ -6,26 +6,22 @@ One engine for all, which is the long part; the sidecar is another process, and 
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here; docs/vllm-tier.md says how these tests are run")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import kvstore
 from engine_adapter.chunks.layout import ChunkRun, chunk_key, chunk_planes
+from engine_adapter.vllm_tier import CHUNKS_METRIC
+from engines.conftest import Sidecar, started
 from engines.models import save_llama
-from engines.tier_engine import CHUNK_TOKENS, SECONDS, Engine, SidecarProcess, engine, prompt_of, tier_of
+from engines.tier_engine import CHUNK_TOKENS, SMALL, Engine, engine, opened, prompt_of, tier_of
 from kvstore.block.identity import Prompt
 from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
+from waiting import wait_until
 
 TOKENS, CHUNKS = 1000, 15
 WHOLE = CHUNKS * CHUNK_TOKENS
@@ -39,11 +35,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarProcess]:
-    running = SidecarProcess(tmp_path_factory.mktemp("sidecar"))
-    running.start()
-    yield running
-    running.kill()
+def sidecar() -> Iterator[Sidecar]:
+    with started("tier", *SMALL) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +48,7 @@ def plain_answers(model: Path) -> dict[int, tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module")
-def vllm_engine(model: Path, sidecar: SidecarProcess, plain_answers: dict[int, tuple[int, ...]]) -> Iterator[Engine]:
+def vllm_engine(model: Path, sidecar: Sidecar, plain_answers: dict[int, tuple[int, ...]]) -> Iterator[Engine]:
     assert len(set(plain_answers.values())) == len(plain_answers), "a prompt's answer depends on all of it"
     # A chunk may take its time from disk: on a busy machine a late one would be a miss, which is not what is tested.
     with engine(model, [tier_of(sidecar.url, deadline_ms=5000)]) as running:
@@ -62,28 +56,30 @@ def vllm_engine(model: Path, sidecar: SidecarProcess, plain_answers: dict[int, t
 
 
 @pytest.fixture
-def ready(vllm_engine: Engine, sidecar: SidecarProcess) -> Engine:
+def ready(vllm_engine: Engine, sidecar: Sidecar) -> Engine:
     """The engine with nothing in its own memory, and a sidecar that answers it."""
-    if sidecar._process is None:
+    if not sidecar.is_started:
         sidecar.start()
-    vllm_engine.opened()
+    opened(vllm_engine.tier)
     vllm_engine.tier.is_storing = True
     until_it_hits(vllm_engine, prompt_of(CHUNK_TOKENS + 1, seed=999), CHUNK_TOKENS)
     vllm_engine.reset()
     return vllm_engine
 
 
-def until_it_hits(running: Engine, prompt: list[int], tokens: int) -> tuple[int, ...]:
-    """A client calls a sidecar again after a pause: generate until that many tokens come from the store."""
-    deadline = time.monotonic() + SECONDS
-    while True:
+def until_it_hits(
+    running: Engine, prompt: list[int], tokens: int, right: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
+    """A client calls a sidecar again after a pause: generate until that many tokens come from the store, and be right
+    meanwhile, too. What is computed is in the store after that, if there is one."""
+
+    def hits() -> tuple[int, ...] | None:
         running.reset()
         cached, answer = running.generate(prompt)
-        if cached == tokens:
-            return answer
-        assert time.monotonic() < deadline, f"{cached} of {tokens} tokens"
-        running.reset()  # what was computed is in the store after that, if there is one
-        time.sleep(0.05)
+        assert right in (None, answer)
+        return answer if cached == tokens else None
+
+    return wait_until(hits)
 
 
 def test_what_was_computed_once_is_loaded(ready: Engine, plain_answers: dict[int, tuple[int, ...]]) -> None:
@@ -99,6 +95,8 @@ def test_what_was_computed_once_is_loaded(ready: Engine, plain_answers: dict[int
     ready.reset()
     assert ready.generate(prompt_of(TOKENS, seed=3))[0] == 0
     assert all(job.success for job in ready.tier.jobs)
+    metrics = [one for one in ready.llm.get_metrics() if one.name.startswith(CHUNKS_METRIC)]
+    assert {"loaded", "stored", "held", "missing"} <= {one.labels.get("outcome") for one in metrics}, metrics
 
 
 def test_what_the_primary_tier_evicted_is_loaded(ready: Engine, plain_answers: dict[int, tuple[int, ...]]) -> None:
@@ -113,12 +111,12 @@ def test_what_the_primary_tier_evicted_is_loaded(ready: Engine, plain_answers: d
 
 
 def test_other_bytes_under_the_same_names_change_the_answer(
-    ready: Engine, sidecar: SidecarProcess, plain_answers: dict[int, tuple[int, ...]]
+    ready: Engine, sidecar: Sidecar, plain_answers: dict[int, tuple[int, ...]]
 ) -> None:
     """The negative control: if what is loaded were not used, the answer would not change."""
     prompt = prompt_of(TOKENS, seed=5)
     first = len(ready.tier.stored)
-    sidecar.kill()
+    sidecar.kill_all()
     _, answer = ready.generate(prompt)
     ready.reset()
     names = ready.tier.stored[first:]
@@ -134,72 +132,46 @@ def test_other_bytes_under_the_same_names_change_the_answer(
 
 
 def test_without_the_sidecar_it_computes_the_same(
-    ready: Engine, sidecar: SidecarProcess, plain_answers: dict[int, tuple[int, ...]]
+    ready: Engine, sidecar: Sidecar, plain_answers: dict[int, tuple[int, ...]]
 ) -> None:
     prompt, answer = prompt_of(TOKENS, seed=6), plain_answers[6]
     assert ready.generate(prompt) == (0, answer)
     ready.reset()
     assert ready.generate(prompt) == (WHOLE, answer)
-    sidecar.kill()
+    sidecar.kill_all()
     ready.reset()
     assert ready.generate(prompt) == (0, answer)
     sidecar.start()
-    assert until_it_hits(ready, prompt, WHOLE) == answer
+    until_it_hits(ready, prompt, WHOLE, answer)
 
 
-def test_a_sidecar_that_ended_in_order_finds_them_on_disk(ready: Engine, sidecar: SidecarProcess) -> None:
+def test_after_an_orderly_end_all_is_found_on_disk_but_what_is_damaged_there(ready: Engine, sidecar: Sidecar) -> None:
     prompt = prompt_of(TOKENS, seed=7)
     _, answer = ready.generate(prompt)
     ready.reset()
-    sidecar.end()
+    names, payloads = ready.tier.stored[-CHUNKS:], ready.tier.bytes_of  # in no order
+    sidecar.stop()
     assert ready.generate(prompt) == (0, answer)
     stored = len(ready.tier.stored)
     sidecar.start()
-    ready.tier.is_storing = False
-    deadline = time.monotonic() + SECONDS
-    while True:
-        ready.reset()
-        cached, again = ready.generate(prompt)
-        assert again == answer
-        if cached == WHOLE:
-            break
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    ready.tier.is_storing = False  # else it would be stored anew before it is found
+    until_it_hits(ready, prompt, WHOLE, answer)
     assert len(ready.tier.stored) == stored
-
-
-def test_a_corrupt_frame_is_a_miss(ready: Engine, sidecar: SidecarProcess) -> None:
-    prompt = prompt_of(TOKENS, seed=8)
-    _, answer = ready.generate(prompt)
-    ready.reset()
-    names, payloads = ready.tier.stored[-CHUNKS:], ready.tier.bytes_of  # in no order
-    sidecar.end()
-    assert damage(sidecar.data, payloads[names[6]]) == 1
+    sidecar.stop()
+    assert damage(sidecar.directory, payloads[names[6]]) == 1
     sidecar.start()
-    ready.tier.is_storing = False  # else it would be stored anew before it is found to be damaged
     first = len(ready.tier.loaded)
-    deadline = time.monotonic() + SECONDS
-    while len(ready.tier.loaded) == first:
-        assert time.monotonic() < deadline
+
+    def loads() -> bool:
         ready.reset()
         cached, again = ready.generate(prompt)
         assert again == answer and cached < WHOLE and cached % CHUNK_TOKENS == 0
+        return len(ready.tier.loaded) > first
+
+    wait_until(loads)
     assert names[6] not in ready.tier.loaded[first:]
     ready.tier.is_storing = True
-    assert until_it_hits(ready, prompt, WHOLE) == answer, "computed and stored again, it is good again"
-
-
-def test_counts_reach_the_engines_metrics(ready: Engine) -> None:
-    ready.generate(prompt_of(TOKENS, seed=9))
-    ready.reset()
-    ready.generate(prompt_of(TOKENS, seed=9))
-    found = {
-        tuple(sorted(metric.labels.items())): metric.value
-        for metric in ready.llm.get_metrics()
-        if metric.name.startswith("vllm:kv_offload_kvstore_chunks")
-    }
-    outcomes = {dict(labels).get("outcome") for labels in found}
-    assert {"loaded", "stored", "held", "missing"} <= outcomes, found
+    until_it_hits(ready, prompt, WHOLE, answer)  # computed and stored again, it is good again
 
 
 def space_like(store: kvstore.SidecarStore | kvstore.EmbeddedStore, running: Engine) -> NamespaceHandle:

@@ -3,21 +3,17 @@ reads, and nothing else."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("vllm.v1.kv_cache_layout", reason="vLLM 0.32 is not installed here; see docs/vllm-tier.md")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from engines.models import save_adapter, save_llama
 from engines.scheduled_tier import ScheduledTier, adapter_of
+from engines.test_vllm_kinds import full, state, window
 from engines.tier_engine import prompt_of, tier_of
 from service.sidecar import Sidecar
 from waiting import wait_until
@@ -28,42 +24,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("model"), layers=1)
 
 
-def full(block: int = 16) -> FullAttentionSpec:
-    return FullAttentionSpec(block_size=block, num_kv_heads=2, head_size=16, dtype=torch.bfloat16)
-
-
-def window(tokens: int, block: int = 16) -> SlidingWindowSpec:
-    heads = 32 // block  # pages have one size
-    return SlidingWindowSpec(
-        block_size=block, num_kv_heads=heads, head_size=16, dtype=torch.bfloat16, sliding_window=tokens
-    )
-
-
-def state(block: int) -> MambaSpec:
-    return MambaSpec(
-        block_size=block,
-        shapes=((3, 32), (4, 8, 8)),
-        dtypes=(torch.bfloat16, torch.float32),
-        mamba_cache_mode="align",
-        page_size_padded=full(block).page_size_bytes,
-    )
-
-
 def stages(*layers: Any, count: int = 1) -> list[dict[str, Any]]:
     """So many stages of these layers each."""
     each = len(layers)
     return [{f"layers.{stage * each + at}.a": one for at, one in enumerate(layers)} for stage in range(count)]
 
 
-WINDOWS = (full(), window(40), window(40))
+def hybrid(block: int, count: int = 1) -> list[dict[str, Any]]:
+    small = full(block, width=16)
+    return stages(small, state(block, small), count=count)
+
+
+SMALL = full(width=16)
+WINDOWS = (SMALL, window(40, width=16), window(40, width=16))
+LONG_WINDOW = window(20, 32, heads=1, width=16)  # pages have one size
 KINDS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], int]] = {
     "windows": (stages(*WINDOWS), {"blocks_per_chunk": 2}, 64),
-    "windows with blocks of another size": (stages(full(), window(20, 32), window(20, 32)), {}, 191),
+    "windows with blocks of another size": (stages(SMALL, LONG_WINDOW, LONG_WINDOW), {}, 191),
     "windows on two ranks": (stages(*WINDOWS), {"blocks_per_chunk": 2, "ranks": 2}, 64),
-    "states of 784 tokens": (stages(full(784), state(784)), {}, 5 * 784),
-    "states of 544 tokens on two ranks": (stages(full(544), state(544)), {"ranks": 2}, 5 * 544),
-    "two stages": (stages(full(), full(), count=2), {"blocks_per_chunk": 2}, 95),
-    "two stages of two ranks with states": (stages(full(544), state(544), count=2), {"ranks": 2}, 5 * 544),
+    "states of 784 tokens": (hybrid(784), {}, 5 * 784),
+    "states of 544 tokens on two ranks": (hybrid(544), {"ranks": 2}, 5 * 544),
+    "two stages": (stages(SMALL, SMALL, count=2), {"blocks_per_chunk": 2}, 95),
+    "two stages of two ranks with states": (hybrid(544, count=2), {"ranks": 2}, 5 * 544),
 }
 Begin = Callable[..., ScheduledTier]
 
@@ -97,7 +79,7 @@ def test_ranks_are_no_stages(begin: Begin) -> None:
     prompt = prompt_of(96, seed=1)
     with begin("two stages") as staged:
         staged.ask("computed", prompt)
-    with begin("two stages", specs=stages(full(), full()), ranks=2) as ranked:
+    with begin("two stages", specs=stages(SMALL, SMALL), ranks=2) as ranked:
         assert ranked.ask("another layout's", prompt) == 0
         assert ranked.tier._chunks._spaces[0].chunk_bytes == staged.tier._chunks._spaces[0].chunk_bytes
 

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
-
 from engines import models
-from engines.session import SEED, prompts
+from engines.session import FORGET, SEED, account_of, prompts, tokens
 
 COUNT = int(os.environ.get("ENGINE_PROMPTS", "20"))
 
@@ -41,33 +39,28 @@ def test_an_external_hit_gives_the_tokens_of_the_engines_own(name: str, sidecar:
     case: dict[str, Any] = DTYPES[name]
     if case["options"].get("kv_cache_dtype") == "fp8" and not models.has_fp8():
         pytest.skip("this processor has neither AVX-512 nor AMX: vLLM keeps KV in fp8 on no other")
-    asked = {"count": COUNT, "seed": SEED}
-    extra = {"codec": "raw", **models.PATIENT, **case.get("extra", {})}
-    cold, again, outside = "cold", "again", "outside"
+    ask = {"do": "generate", "prompts": {"count": COUNT, "seed": SEED}}
     # What is compared is asked one by one. Where pages leave a window, what is stored late is lost, so that is, too.
     together = 1 if "windows" in name else 8
     plan = {
         "model": saved(**case.get("shape", {}), kind=case.get("model", "llama")),
-        "transfer": models.connector(sidecar.url, **extra),
+        "transfer": models.connector(sidecar.url, **case.get("extra", {})),
         "options": case["options"],
         "multiprocessing": case.get("multiprocessing", False),
         "steps": [
-            {"do": "generate", "prompts": asked, "at_once": together},
+            {**ask, "at_once": together},
             {"do": "settle"},
-            {"do": "generate", "prompts": asked},
-            {"do": "generate", "prompts": asked, "reset_before_each": True},
+            {**ask, "as": "own"},
+            {**ask, "reset_before_each": True, "as": "outside"},
         ],
     }
-    steps = dict(zip([cold, "settled", again, outside], run(plan), strict=True))
+    told = run(plan)
     if "windows" in name and not models.takes_windows():
-        for one in steps[outside]:
+        for one in told["outside"]:
             assert one["kvstore"]["misses"] == {"unsupported": one["prompt_tokens"]} and one["cached"] == 0
         return
-    for own, external in zip(steps[again], steps[outside], strict=True):
-        account = external["kvstore"]
-        assert account["asked"] == external["prompt_tokens"]
-        assert sum(account["hits"].values()) + sum(account["misses"].values()) == account["asked"]
-        assert account["hits"].get("dram", 0) == external["cached"], external
+    for own, external in zip(told["own"], told["outside"], strict=True):
+        assert account_of(external)["hits"].get("dram", 0) == external["cached"], external
         assert external["cached"] == own["cached"] > 0, (own, external)
         assert own["tokens"] == external["tokens"]
 
@@ -94,17 +87,15 @@ CROWDS = {
     "beside the steps": dict(extra=dict(load="async")),
     "in the steps": dict(extra=dict(load="sync")),
     "layer by layer": dict(extra=dict(load="layerwise")),
-    "late": dict(connector="SlowConnector"),
-    "late and in the steps": dict(connector="SlowConnector", extra=dict(load="sync")),
+    "late": dict(wrong="late"),
+    "late and in the steps": dict(wrong="late", extra=dict(load="sync")),
     "no cache of its own": dict(options=dict(enable_prefix_caching=False), extra=dict(without_prefix_caching=True)),
-    "half of it": dict(connector="FailingConnector"),
-    "half of it, in the steps": dict(connector="FailingConnector", extra=dict(load="sync")),
+    "half of it": dict(wrong="half_of_it"),
+    "half of it, in the steps": dict(wrong="half_of_it", extra=dict(load="sync")),
     "large pages": dict(options=dict(block_size=128, num_gpu_blocks_override=40)),
-    "windows, half of it": dict(
-        connector="FailingConnector", model="windowed", options=dict(num_gpu_blocks_override=None)
-    ),
+    "windows, half of it": dict(wrong="half_of_it", model="windowed", options=dict(num_gpu_blocks_override=None)),
     "nothing but windows, half of it": dict(
-        connector="FailingConnector", model="mistral", options=dict(num_gpu_blocks_override=50)
+        wrong="half_of_it", model="mistral", options=dict(num_gpu_blocks_override=50)
     ),
     **{
         family: dict(model="windowed", shape=dict(family=family), options=dict(num_gpu_blocks_override=None))
@@ -131,27 +122,19 @@ def clear(count: int, asked: list[list[int]], told: list[Any]) -> tuple[list[lis
     return [ids for ids, _ in found], [one for _, one in found]
 
 
-def transfer(url: str, case: dict[str, Any]) -> dict[str, Any]:
-    """The connector of a case."""
-    made = models.connector(url, codec="raw", **models.PATIENT, **case.get("extra", {}))
-    if "connector" in case:
-        made |= {"kv_connector": case["connector"], "kv_connector_module_path": "engines.wrong_connectors"}
-    return made
-
-
 @pytest.fixture(scope="module")
 def alone(saved: Any, run: Any, pair: Any) -> Any:
     """Prompts, and what a model answers to them without a connector."""
     asked = drawn(CROWD)
-    steps = [{"do": "generate", "prompts": asked, "at_once": 8, "max_tokens": TOKENS, "leads": True}]
+    ask = {"do": "generate", "prompts": asked, "at_once": 8, "max_tokens": TOKENS, "leads": True, "as": "alone"}
 
     @cache
     def answers(kind: str, **shape: Any) -> tuple[list[list[int]], list[Any]]:
         if kind == "llama":
-            told = pair.alone(steps)[0]
+            told = pair.alone([ask])
         else:
-            told = run({"model": saved(kind=kind, **shape), "options": {"dtype": "float32"}, "steps": steps})[0]
-        return clear(CROWD, asked, told)
+            told = run({"model": saved(kind=kind, **shape), "options": {"dtype": "float32"}, "steps": [ask]})
+        return clear(CROWD, asked, told["alone"])
 
     return answers
 
@@ -169,55 +152,42 @@ def test_a_crowd_gets_the_tokens_of_an_engine_without_a_store(
             method="draft_model", model=saved(**case["draft"]), num_speculative_tokens=3
         )
     asked, answers = alone(kind, **shape)
+    ask = {"do": "generate", "prompts": asked, "at_once": 8, "max_tokens": TOKENS}
     steps = [
-        {"do": "generate", "prompts": asked, "at_once": 8, "max_tokens": TOKENS},
-        {"do": "settle"},
+        {"do": "become", "wrong": case.get("wrong")},
+        {**ask, "as": "first"},
+        *FORGET,
+        {**ask, "as": "second"},
         {"do": "reset"},
-        {"do": "generate", "prompts": asked, "at_once": 8, "max_tokens": TOKENS},
-        {"do": "reset"},
-        {"do": "churn", "prompts": asked, "at_once": 8, "max_tokens": TOKENS, "aborts": 0.004, "seed": SEED},
-        {"do": "metrics"},
+        {**ask, "do": "churn", "aborts": 0.004, "seed": SEED, "as": "churned"},
+        {"do": "metrics", "as": "metrics"},
     ]
-    if set(case) <= {"connector"}:  # these share an engine
-        wrong = {"do": "become", "wrong": case.get("connector")}
-        _, first, _, _, second, _, churned, metrics = pair.with_store([wrong, *steps], CROWDED)
+    if set(case) <= {"wrong"}:  # these share an engine
+        told = pair.with_store(steps, CROWDED)
     else:
-        plan = {
-            "model": saved(kind=kind, **shape),
-            "transfer": transfer(request.getfixturevalue("sidecar").url, case),
-            "options": options,
-            "steps": steps,
-        }
-        first, _, _, second, _, churned, metrics = run(plan)
-    for told in (first, second, churned):
-        for number, (mine, theirs) in enumerate(zip(told, answers, strict=True)):
-            assert mine.get("aborted") or mine["tokens"] == theirs["tokens"], (name, number, mine, theirs)
+        transfer = models.connector(request.getfixturevalue("sidecar").url, **case.get("extra", {})) | models.CHANGING
+        told = run({"model": saved(kind=kind, **shape), "transfer": transfer, "options": options, "steps": steps})
+    metrics = told.pop("metrics")
+    for step, all_of_it in told.items():
+        for number, (mine, theirs) in enumerate(zip(all_of_it, answers, strict=True)):
+            assert mine.get("aborted") or mine["tokens"] == theirs["tokens"], (name, step, number, mine, theirs)
     if kind != "llama" and not models.takes_windows():
         return
-    external = [
-        sum(one["kvstore"]["hits"].get("dram", 0) for one in told if "kvstore" in one) for told in (second, churned)
-    ]
+    accounts = {step: [account_of(one) for one in told[step] if "kvstore" in one] for step in told}
+    external = [sum(one["hits"].get("dram", 0) for one in accounts[step]) for step in ("second", "churned")]
     assert min(external) > 0, external
     print(f"{metrics['vllm:num_preemptions']:.0f} preempted, {external} tokens from the store")
     assert metrics["vllm:num_preemptions"] > 0 or kind != "llama", "with windows pages are free soon"
-    for one in (*first, *second):
-        account = one["kvstore"]
-        assert sum(account["hits"].values()) + sum(account["misses"].values()) == account["asked"]
 
 
 def test_other_numbers_give_other_tokens(pair: Any) -> None:
     """What is compared above would show it if the store's bytes were not those that are used."""
-    asked = {"count": COUNT, "seed": SEED}
-    _, _, _, own, outside = pair.with_store(
-        [
-            {"do": "become", "wrong": "ReversingConnector"},
-            {"do": "generate", "prompts": asked},
-            {"do": "settle"},
-            {"do": "generate", "prompts": asked},
-            {"do": "generate", "prompts": asked, "reset_before_each": True},
-        ]
-    )
-    differ = [mine["tokens"] != theirs["tokens"] for mine, theirs in zip(outside, own, strict=True) if mine["cached"]]
+    ask = {"do": "generate", "prompts": {"count": COUNT, "seed": SEED}}
+    wrong, settle = {"do": "become", "wrong": "reversed_numbers"}, {"do": "settle"}
+    outside = {**ask, "reset_before_each": True, "as": "outside"}
+    told = pair.with_store([wrong, ask, settle, {**ask, "as": "own"}, outside])
+    both = zip(told["outside"], told["own"], strict=True)
+    differ = [mine["tokens"] != theirs["tokens"] for mine, theirs in both if mine["cached"]]
     assert len(differ) > COUNT // 2 and all(differ), differ
 
 
@@ -229,24 +199,14 @@ def test_with_the_policy_fail_a_request_ends_with_an_error_or_is_right(
     load: str, sidecar: Any, saved: Any, run: Any
 ) -> None:
     print(f"seed {SEED}")
-    asked = {"count": COUNT, "seed": SEED}
-    own, _, _, outside = run(
-        {
-            "model": saved(),
-            "transfer": transfer(sidecar.url, dict(connector="FailingConnector", extra=dict(load=load)))
-            | {"kv_load_failure_policy": "fail"},
-            "options": {"dtype": "float32"},
-            "steps": [
-                {"do": "generate", "prompts": asked},
-                {"do": "settle"},
-                {"do": "reset"},
-                {"do": "generate", "prompts": asked, "reset_before_each": True},
-            ],
-        }
-    )
-    ends = [one["finish"] for one in outside]
+    ask = {"do": "generate", "prompts": {"count": COUNT, "seed": SEED}}
+    transfer = models.connector(sidecar.url, load=load) | models.CHANGING | {"kv_load_failure_policy": "fail"}
+    wrong, outside = {"do": "become", "wrong": "half_of_it"}, {**ask, "reset_before_each": True, "as": "outside"}
+    steps = [wrong, {**ask, "as": "own"}, *FORGET, outside]
+    told = run({"model": saved(), "transfer": transfer, "options": {"dtype": "float32"}, "steps": steps})
+    ends = [one["finish"] for one in told["outside"]]
     assert "error" in ends and "length" in ends, ends
-    for mine, theirs in zip(outside, own, strict=True):
+    for mine, theirs in zip(told["outside"], told["own"], strict=True):
         assert mine["finish"] == "error" or mine["tokens"] == theirs["tokens"]
 
 
@@ -258,28 +218,27 @@ def test_the_sidecar_is_killed_under_a_hundred_requests(
     print(f"seed {SEED}")
     more = drawn(100, longest=500)
     options = {"dtype": "float32", "block_size": 32, "max_num_seqs": 100, "max_num_batched_tokens": 1024}
-    (told,) = pair.alone([{"do": "generate", "prompts": more, "at_once": 100, "max_tokens": 24, "leads": True}])
-    asked, alone = clear(100, more, told)
-    churn = {"do": "churn", "prompts": asked, "at_once": 100, "max_tokens": 24, "seed": SEED}
-    first, _, _, killed, _, _, after = run(
+    ask = {"do": "generate", "prompts": more, "at_once": 100, "max_tokens": 24}
+    asked, alone = clear(100, more, pair.alone([{**ask, "leads": True, "as": "alone"}])["alone"])
+    ask["prompts"] = asked
+    churn = {**ask, "do": "churn", "seed": SEED}
+    told = run(
         {
             "model": saved(),
-            "transfer": transfer(sidecar.url, {}),
+            "transfer": models.connector(sidecar.url),
             "options": options,
             "multiprocessing": processes > 1,
             "steps": [
-                {"do": "generate", "prompts": asked, "at_once": 100, "max_tokens": 24},
-                {"do": "settle"},
-                {"do": "reset"},
-                {**churn, "kill": sidecar.said["pid"], "kill_at": 10},
+                {**ask, "as": "first"},
+                *FORGET,
+                {**churn, "kill": sidecar.said["pid"], "kill_at": 10, "as": "killed"},
                 {"do": "settle", "seconds": 3.0},
                 {"do": "reset"},
-                churn,
+                {**churn, "as": "after"},
             ],
         }
     )
-    for told in (first, killed, after):
-        assert [one["tokens"] for one in told] == [one["tokens"] for one in alone]
-    found = [sum(one["kvstore"]["hits"].get("dram", 0) for one in told) for told in (killed, after)]
-    assert found[1] > 0, found
-    assert sum(one["kvstore"]["misses"].get("unreachable", 0) for one in killed) > 0
+    for answers in told.values():
+        assert tokens(answers) == tokens(alone)
+    assert sum(one["kvstore"]["hits"].get("dram", 0) for one in told["after"]) > 0
+    assert sum(one["kvstore"]["misses"].get("unreachable", 0) for one in told["killed"]) > 0

@@ -9,95 +9,51 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
-
 from engines import models
-from engines.session import SEED, apart, named, tokens
+from engines.session import FORGET, SEED, account_of, apart, tokens
 
 PROMPTS = apart(4, 450)
 MADE = 66
 """A block more: what is stored is asked for again where it was not there when the prompt was through."""
-OTHERS = (1, 2, 3)
-"""What is asked after the first of them."""
 
 
-def transfer(url: str, audit: float, model: str = "by hand") -> dict[str, Any]:
-    return models.connector(url, codec="raw", **{**models.PATIENT, "audit": audit, "model": model})
-
-
-def one_by_one() -> list[dict[str, Any]]:
-    """Each prompt alone, and a step behind it that brings the verdict: one hit is audited at a time."""
-    tell = {"do": "generate", "prompts": [[1, 2, 3]]}
-    return [
-        step
-        for number, prompt in enumerate(PROMPTS)
-        for step in (
-            {"do": "generate", "prompts": [prompt], "max_tokens": MADE, "as": f"asked_{number}"},
-            {"do": "settle", "seconds": 0.5},
-            tell,
-        )
-    ]
-
-
-def asked(told: dict[str, Any]) -> list[dict[str, Any]]:
-    answers = [told[f"asked_{number}"][0] for number in range(len(PROMPTS))]
-    for one in answers:
-        account = one["kvstore"]
-        assert sum(account["hits"].values()) + sum(account["misses"].values()) == account["asked"]
-    return answers
-
-
-def audited(saved: Any, run: Any, url: str, **model: Any) -> dict[str, Any]:
-    """An engine that stores the prompts, forgets them, and audits every hit."""
+def audited(saved: Any, run: Any, url: str, salt: dict[str, Any] | None = None, **model: Any) -> dict[str, Any]:
+    """An engine that computes the prompts, forgets them, and audits every hit: one at a time, until its verdict."""
+    print(f"seed {SEED}")
+    ask = {"do": "generate", "prompts": PROMPTS, "max_tokens": MADE}
     plan = {
         "model": saved(**model),
-        "transfer": transfer(url, audit=1.0),
+        "transfer": models.connector(url, audit=1.0, model="by hand"),
         "options": {"dtype": "float32", "block_size": 32},
         "steps": [
-            {"do": "generate", "prompts": PROMPTS, "max_tokens": MADE, "as": "first"},
-            {"do": "settle"},
-            {"do": "reset"},
-            *one_by_one(),
+            {**ask, **(salt or {}), "as": "computed"},
+            *FORGET,
+            {**ask, "report_after_each": True, "as": "asked"},
             {"do": "counted", "as": "counted"},
         ],
     }
-    told = named(plan["steps"], run(plan))
-    for one in asked(told):
-        assert one["kvstore"]["hits"] == {} and one["cached"] == 0
-        assert one["kvstore"]["misses"] == {"audit": 448, "partial_block": 2}
-    assert tokens(asked(told)) == tokens(told["first"])
-    counted = told["counted"]
-    verdicts = {name: counted[name] for name in counted if name.startswith("audited_")}
-    assert sum(verdicts.values()) == len(PROMPTS) and not set(verdicts) - {"audited_exact", "audited_close"}, verdicts
+    told: dict[str, Any] = run(plan)
+    for one in told["asked"]:
+        account = account_of(one)
+        assert account["hits"] == {} and one["cached"] == 0 and "audit" in account["misses"]
+    assert tokens(told["asked"]) == tokens(told["computed"])
     return told
 
 
+def check_exact(told: dict[str, Any]) -> None:
+    assert all(one["kvstore"]["misses"] == {"audit": 448, "partial_block": 2} for one in told["asked"])
+    verdicts = {name: count for name, count in told["counted"].items() if name.startswith("audited_")}
+    assert sum(verdicts.values()) == len(PROMPTS) and not set(verdicts) - {"audited_exact", "audited_close"}, verdicts
+
+
 def test_every_hit_is_compared_and_drift_ends_the_use_of_what_is_stored(sidecar: Any, saved: Any, run: Any) -> None:
-    print(f"seed {SEED}")
     before = audited(saved, run, sidecar.url)
-    plan = {
-        "model": saved(seed=1),
-        "transfer": transfer(sidecar.url, audit=1.0),
-        "options": {"dtype": "float32", "block_size": 32},
-        "steps": [
-            # Nobody has stored anything with this salt: it computes all of it.
-            {"do": "generate", "prompts": PROMPTS, "max_tokens": MADE, "salt": "alone", "as": "alone"},
-            {"do": "settle"},
-            {"do": "reset"},
-            *one_by_one(),
-            {"do": "counted", "as": "counted"},
-        ],
-    }
-    after = named(plan["steps"], run(plan))
-    for one in after["alone"]:
-        assert one["cached"] == 0
-    assert all(old != new for old, new in zip(tokens(before["first"]), tokens(after["alone"]), strict=True))
-    for one in asked(after):
-        assert one["kvstore"]["hits"] == {} and one["cached"] == 0
-        assert "audit" in one["kvstore"]["misses"]
-    assert tokens(asked(after)) == tokens(after["alone"])
-    for number in OTHERS:
-        (one,) = after[f"asked_{number}"]
+    check_exact(before)
+    # Nobody has stored anything with this salt: it computes all of it.
+    after = audited(saved, run, sidecar.url, {"salt": "alone"}, seed=1)
+    assert all(one["cached"] == 0 for one in after["computed"])
+    assert all(old != new for old, new in zip(tokens(before["computed"]), tokens(after["computed"]), strict=True))
+    for one in after["asked"][1:]:
         assert one["kvstore"]["misses"] == {"audit": 450} and one["kvstore"]["saved_blocks"] == 0
         assert "is not what this engine computes" in one["kvstore"]["detail"]
     assert after["counted"]["audited_drifted"] == 1
@@ -105,7 +61,6 @@ def test_every_hit_is_compared_and_drift_ends_the_use_of_what_is_stored(sidecar:
 
 @pytest.mark.slow
 def test_with_windows_nothing_that_is_right_has_drifted(sidecar: Any, saved: Any, run: Any) -> None:
-    print(f"seed {SEED}")
     if not models.takes_windows():
         pytest.skip("this vLLM is refused models with windows: nothing is audited")
-    audited(saved, run, sidecar.url, kind="windowed")
+    check_exact(audited(saved, run, sidecar.url, kind="windowed"))

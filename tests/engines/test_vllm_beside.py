@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
-
 from engines import models
-from engines.session import SEED, named, prompts
+from engines.session import SEED, account_of, prompts
 
 pytestmark = pytest.mark.slow
 COUNT = int(os.environ.get("ENGINE_PROMPTS", "20"))
@@ -21,7 +19,7 @@ OURS, THEIRS = "ours first", "theirs first"
 
 
 def transfer(url: str, place: Path, order: str) -> dict[str, Any]:
-    ours = models.connector(url, codec="raw", **models.PATIENT)
+    ours = models.connector(url)
     policy = ours.pop("kv_load_failure_policy")
     theirs = {
         "kv_connector": "ExampleConnector",
@@ -60,11 +58,9 @@ def test_beside_another_connector_hits_are_counted_once_and_tokens_are_right(
             {"do": "metrics", "as": "metrics"},
         ],
     }
-    told = named(plan["steps"], run(plan))
+    told = run(plan)
     for name in ("first", "own", "outside", "longer"):
-        for one in told[name]:
-            account = one["kvstore"]
-            assert sum(account["hits"].values()) + sum(account["misses"].values()) == account["asked"]
+        assert all(map(account_of, told[name]))
     for own, outside, more in zip(told["own"], told["outside"], told["longer"], strict=True):
         assert outside["tokens"] == own["tokens"]
         assert outside["cached"] == own["cached"] > 0

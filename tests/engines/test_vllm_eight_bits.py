@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
-
 from engines import models
-from engines.session import SEED, named
+from engines.session import SEED
 from kv_bench.corpus import read_sources, windows
 
 PROMPT, MADE = 1000, 48
@@ -31,18 +29,10 @@ def test_an_external_hit_in_8_bits_reads_text_as_the_engines_own_does(sidecar: A
     print(f"seed {SEED}")
     texts = [list(text) for text in rng.sample(windows(read_sources(held_out=True), PROMPT, 200), 12)]
     ask = {"do": "generate", "prompts": texts, "max_tokens": MADE, "logprobs": True}
-    plan = {
-        "model": saved("trained"),
-        "transfer": models.connector(sidecar.url, **models.PATIENT),
-        "options": {"dtype": "float32", "max_model_len": 4096},
-        "steps": [
-            ask,
-            {"do": "settle"},
-            {**ask, "as": "own"},
-            {**ask, "as": "outside", "reset_before_each": True},
-        ],
-    }
-    told = named(plan["steps"], run(plan))
+    steps = [ask, {"do": "settle"}, {**ask, "as": "own"}, {**ask, "as": "outside", "reset_before_each": True}]
+    transfer = models.connector(sidecar.url, codec="auto")
+    options = {"dtype": "float32", "max_model_len": 4096}
+    told = run({"model": saved("trained"), "transfer": transfer, "options": options, "steps": steps})
     squares, count, diverged = 0.0, 0, 0
     for own, outside in zip(told["own"], told["outside"], strict=True):
         assert outside["kvstore"]["hits"] == {"dram": outside["cached"]}

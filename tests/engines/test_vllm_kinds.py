@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
-
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -39,26 +36,27 @@ SEED = int(os.environ.get("KINDS_SEED", "0")) or SystemRandom().randrange(1 << 3
 STEPS = int(os.environ.get("KINDS_STEPS", "150"))
 HISTORIES = int(os.environ.get("KINDS_HISTORIES", "1"))
 """In which something was loaded, for each case and share of failing loads."""
+PROMPT = [(7 * at) % 900 for at in range(300)]
 
 
 def full(block: int = 16, heads: int = 2, width: int = 64) -> FullAttentionSpec:
     return FullAttentionSpec(block_size=block, num_kv_heads=heads, head_size=width, dtype=torch.bfloat16)
 
 
-def window(tokens: int, block: int = 16, width: int = 64) -> SlidingWindowSpec:
+def window(tokens: int, block: int = 16, heads: int = 2, width: int = 64) -> SlidingWindowSpec:
     return SlidingWindowSpec(
-        block_size=block, num_kv_heads=2, head_size=width, dtype=torch.bfloat16, sliding_window=tokens
+        block_size=block, num_kv_heads=heads, head_size=width, dtype=torch.bfloat16, sliding_window=tokens
     )
 
 
-def state(block: int = 16, **more: Any) -> MambaSpec:
-    """As large as a page of `full`, with what pads it."""
+def state(block: int = 16, page: FullAttentionSpec | None = None, **more: Any) -> MambaSpec:
+    """As large as a page of `full`, or as this one, with what pads it."""
     return MambaSpec(
         block_size=block,
         shapes=((3, 32), (4, 8, 8)),
         dtypes=(torch.bfloat16, torch.float32),
         mamba_cache_mode="align",
-        page_size_padded=full().page_size_bytes,
+        page_size_padded=(page or full()).page_size_bytes,
         **more,
     )
 
@@ -205,14 +203,14 @@ def test_no_page_is_saved_that_vllm_writes_to_meanwhile(begin: Begin, monkeypatc
     """Pages that vLLM copies a state into stand in no request's table, and the second runner says too late which."""
     monkeypatch.setattr(PagedWorker, "_pause", lambda worker: None)
     waiting = begin("states of several blocks")
-    waiting.add("a", [(7 * at) % 900 for at in range(300)])
+    waiting.add("a", PROMPT)
     waiting.run()
     (save, *_) = waiting.workers[0]._worker._saves
     output = waiting.scheduler.schedule()
     output.kv_cache_block_copies = [KVCacheBlockCopy(1, save.order.tables[0].pages[0])]
     assert save.order.number in waiting.connector.build_connector_meta(output).step.cancelled_saves
     at_once = begin("states of several blocks, second runner")
-    at_once.add("a", [(7 * at) % 900 for at in range(300)])
+    at_once.add("a", PROMPT)
     at_once.run()
     assert not at_once.workers[0]._worker._saves and at_once.total().dropped_saves > 0
 
@@ -221,22 +219,20 @@ def test_no_page_is_saved_that_vllm_writes_to_meanwhile(begin: Begin, monkeypatc
 def test_where_prompts_part_a_state_is_kept(begin: Begin, name: str, block: int) -> None:
     """The second one that parts there finds it. Where a prompt ended, the first one does."""
     engine = begin(name)
-    prompt = [(7 * at) % 900 for at in range(300)]
-    assert engine.ask("a", prompt) == 0
+    assert engine.ask("a", PROMPT) == 0
     engine.forget()
-    assert engine.ask("b", [*prompt, 1, 2]) == 299 // block * block
+    assert engine.ask("b", [*PROMPT, 1, 2]) == 299 // block * block
     found = []
     for at, name in enumerate("cde"):
         engine.forget()
-        found.append(engine.ask(name, [*prompt[:150], *(at + 1 for _ in range(50))]))
+        found.append(engine.ask(name, [*PROMPT[:150], *(at + 1 for _ in range(50))]))
     assert found == [0, 150 // block * block, 150 // block * block]
     assert engine.total().misses[MissReason.NO_STATE] >= 150 // block * block
 
 
 def test_a_load_that_failed_is_not_promised_again(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = begin("full and states")
-    prompt = [(7 * at) % 900 for at in range(300)]
-    engine.ask("a", prompt)
+    engine.ask("a", PROMPT)
     engine.forget()
     bring = PagedWorker._bring
 
@@ -244,7 +240,7 @@ def test_a_load_that_failed_is_not_promised_again(begin: Begin, monkeypatch: pyt
         return bring(*given) if given[-1].state else (0, MissReason.CORRUPT)
 
     monkeypatch.setattr(PagedWorker, "_bring", without_states)
-    assert engine.ask("b", [*prompt, 1]) == 288, "it was promised, once"
+    assert engine.ask("b", [*PROMPT, 1]) == 288, "it was promised, once"
     assert engine.total().misses[MissReason.CORRUPT] == 288 and "b" in engine.over
 
 
@@ -254,32 +250,30 @@ def test_nobody_shares_pages_that_a_failed_load_left_behind(
 ) -> None:
     """vLLM names them before the step that loads them; the request that would compute them again is given up."""
     engine = begin("heads of two widths", load="sync")
-    prompt = [(7 * at) % 900 for at in range(300)]
-    engine.ask("a", prompt)
+    engine.ask("a", PROMPT)
     engine.forget()
     monkeypatch.setattr(PagedWorker, "_bring", lambda self, *given: (given[-1].first_token, MissReason.CORRUPT))
     for name in ("given up", "other")[: 1 + together]:
-        engine.add(name, [*prompt, len(name)])
+        engine.add(name, [*PROMPT, len(name)])
     while "given up" not in engine.wrong:
         engine.step()
     engine.abort("given up")
     if not together:
-        engine.add("other", [*prompt, 5])
+        engine.add("other", [*PROMPT, 5])
     engine.run()
     assert engine.over[-1] == "other"
 
 
 def test_another_state_is_found_by_the_first_hit(begin: Begin) -> None:
     """It is computed all the same, and compared; where nothing is wrong, hits are loaded after two of them."""
-    prompt = [(7 * at) % 900 for at in range(300)]
     engine = begin("full and states", audit=0.001)
-    engine.ask("a", prompt)
+    engine.ask("a", PROMPT)
     brought = []
     for name in "bcd":
         engine.forget()
-        brought.append(engine.ask(name, [*prompt, 1]))
+        brought.append(engine.ask(name, [*PROMPT, 1]))
     assert brought == [0, 0, 288] and engine.total().audited == {"exact": 4}
     other = begin("full and states", audit=0.001, state_salt=1)
-    assert other.ask("e", [*prompt, 1]) == 0
+    assert other.ask("e", [*PROMPT, 1]) == 0
     assert other.half._refused is not None and other.half._refused[0] is MissReason.AUDIT
     assert other.total().audited["drifted"] == 1

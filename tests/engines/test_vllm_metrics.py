@@ -6,9 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
-
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from engine_adapter.vllm_connector import ConnectorCounts, KvStoreConnector

@@ -15,13 +15,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
-
 from console.browser import CHROMIUM, PIECES, Browser
 from console.running import console
 from engines import models
-from engines.conftest import sidecar_python, started
-from engines.session import named
+from engines.conftest import Run, sidecar_python, started
 from kvstore.block.errors import BadInput
 from kvstore.cli import ask
 from kvstore.node import SystemClock
@@ -72,7 +69,7 @@ def plan_of(url: str, model: str, idle: Path) -> dict[str, Any]:
     steps += [{"do": "metrics", "as": "metrics"}, {"do": "idle", "file": str(idle)}]
     steps += [{"do": "generate", "prompts": [drawn(200, 999)], "max_tokens": 1, "as": "last"}]
     options = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": BURST}
-    transfer = models.connector(url, codec="raw", **models.PATIENT)
+    transfer = models.connector(url)
     return {"model": model, "transfer": transfer, "options": options, "steps": steps, "multiprocessing": True}
 
 
@@ -92,7 +89,7 @@ def known(admin: str, requests: int) -> int:
 
 
 def test_what_vllm_counted_is_on_the_page_with_what_its_own_cache_had(
-    saved: Callable[..., str], run: Callable[[dict[str, Any]], list[Any]], tmp_path: Path
+    saved: Callable[..., str], run: Run, tmp_path: Path
 ) -> None:
     idle = tmp_path / "idle"
     with started("page", "--http", "127.0.0.1:0") as sidecar, ThreadPoolExecutor(1) as beside:
@@ -114,7 +111,7 @@ def test_what_vllm_counted_is_on_the_page_with_what_its_own_cache_had(
             pieces, sentence = browser.value(PIECES), browser.value("document.getElementById('sentence').textContent")
             assert browser.logged == []
         idle.unlink()
-        told = named(plan["steps"], running.result())
+        told = running.result()
         assert known(admin, asked + 1) == asked + 1, "also the last one, of an engine that has ended in order"
     assert seconds < TOLD_SECONDS, f"{seconds:.1f} s"
 

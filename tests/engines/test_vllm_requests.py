@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
-
-from engines.session import SEED, apart, named
+from engines.session import FORGET, SEED, account_of, apart
 from kvstore.block.errors import BadInput
 from kvstore.cli import ask
 from kvstore.node import SystemClock
@@ -34,40 +32,36 @@ MISTAKES = {"kvstore": {"stroe": True, "store": "no", "ttl": -1, "priority": 101
 def told(pair: Any) -> dict[str, Any]:
     """One engine's story."""
     print(f"seed {SEED}")
-    wait = [{"do": "settle"}, {"do": "reset"}]
-    tell = {"do": "generate", "prompts": [[1, 2, 3]]}  # reports of saves come with a step
     steps = [
         {"do": "listen", "endpoint": pair.events},
         # What is generated completes a block.
         {"do": "generate", "prompts": [LONG], "max_tokens": 140, "as": "long"},
-        {"do": "settle"},
-        tell,
+        {"do": "report"},
         {"do": "events", "as": "events"},
         {"do": "generate", "prompts": [SALTED], "salt": "mine", "as": "salted"},
-        {"do": "settle"},
-        tell,
+        {"do": "report"},
         {"do": "events", "as": "salted_events"},
         {"do": "drop", "admin": pair.admin, "as": "dropped"},
         {"do": "generate", "prompts": [[1, 2, 3]], "max_tokens": 60},  # steps, in which the store is asked
         {"do": "events", "as": "removed_events"},
         {"do": "generate", "prompts": [KEPT], "hints": TELLS, "as": "kept_first"},
-        *wait,
+        *FORGET,
         {"do": "generate", "prompts": [KEPT], "as": "kept"},
         {"do": "generate", "prompts": [REFUSED], "hints": NOT_SAVED, "as": "refused_first"},
-        *wait,
+        *FORGET,
         {"do": "generate", "prompts": [REFUSED], "hints": NOT_SAVED, "as": "refused"},
         {"do": "generate", "prompts": [WRONG], "hints": MISTAKES, "as": "wrong_first"},
-        *wait,
+        *FORGET,
         {"do": "generate", "prompts": [WRONG], "hints": {"kvstore": 7}, "as": "wrong"},
         {"do": "generate", "prompts": [[4, 5, 6]], "hints": {"somebody": "else"}, "as": "others"},
         {"do": "counted", "as": "counted"},
         {"do": "trace"},
         {"do": "generate", "prompts": [TRACED], "as": "traced_first"},
-        *wait,
+        *FORGET,
         {"do": "generate", "prompts": [TRACED], "trace_headers": HEADERS, "as": "traced"},
         {"do": "spans", "count": 3, "as": "spans"},
     ]
-    return named(steps, pair.with_store(steps))
+    return dict(pair.with_store(steps))
 
 
 def test_a_request_with_a_parent_has_spans_below_it_and_one_without_has_none(told: dict[str, Any]) -> None:
@@ -84,12 +78,9 @@ def test_a_request_with_a_parent_has_spans_below_it_and_one_without_has_none(tol
 
 
 def one(told: list[dict[str, Any]]) -> dict[str, Any]:
-    """The only answer; its account adds up."""
+    """The account of the only answer."""
     (answer,) = told
-    account = answer["kvstore"]
-    assert account["asked"] == answer["prompt_tokens"]
-    assert sum(account["hits"].values()) + sum(account["misses"].values()) == account["asked"]
-    return account
+    return account_of(answer)
 
 
 def test_a_request_is_told_what_became_of_it(told: dict[str, Any]) -> None:
@@ -180,15 +171,17 @@ def each(events: list[dict[str, Any]], is_ours: bool) -> Iterator[tuple[Any, Any
 
 def test_a_salted_block_is_told_with_its_salt_and_what_the_store_gives_up_is_taken_back(told: dict[str, Any]) -> None:
     """As a consumer of vLLM's events sees it: by the engine's hashes."""
-    stored = [event for event in told["salted_events"] if event["medium"] == OURS and "tokens" in event]
-    own = [event for event in told["salted_events"] if event["medium"] != OURS and "tokens" in event]
-    assert [one for event in stored for one in event["hashes"]] == [one for event in own for one in event["hashes"]]
-    for field in ("extra_keys", "locality", "kind"):
-        print(field, [event[field] for event in stored], [event[field] for event in own])
-    salts = [keys for event in stored for keys in event["extra_keys"] or [None] * len(event["hashes"])]
-    assert salts == [keys for event in own for keys in event["extra_keys"] or [None] * len(event["hashes"])]
-    assert salts[0] and not any(salts[1:]), "vLLM has the salt in the first block alone"
-    assert told["dropped"] >= len(salts)
+
+    def salted(is_ours: bool) -> list[tuple[str, Any]]:
+        """Hashes, and what else makes each of them what it is."""
+        events = [one for one in told["salted_events"] if (one["medium"] == OURS) is is_ours and "tokens" in one]
+        keys = [keys for one in events for keys in one["extra_keys"] or [None] * len(one["hashes"])]
+        return list(zip([name for one in events for name in one["hashes"]], keys, strict=True))
+
+    assert salted(True) == salted(False)
+    (_, salt), *others = salted(True)
+    assert salt and not any(keys for _, keys in others), "vLLM has the salt in the first block alone"
+    assert told["dropped"] > len(others)
     believed: set[str] = set()
     for event in [*told["events"], *told["salted_events"], *told["removed_events"]]:
         if event["medium"] == OURS:

@@ -11,41 +11,27 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
-
 from engines import models
-from engines.session import named, tokens
+from engines.session import FORGET, tokens
 
 PROMPTS = {"count": 8, "seed": 5}
 """Not drawn anew: which hits come first decides what is compared."""
 ASK = {"do": "generate", "prompts": PROMPTS}
-TELL = {"do": "generate", "prompts": [[1, 2, 3]]}
-"""A step behind the last one, which brings the verdict."""
 OPTIONS = {"dtype": "float32"}
 
 
 @pytest.fixture(scope="module")
 def alone(saved: Any, run: Any) -> list[list[int]]:
-    return tokens(run({"model": saved("deepseek"), "options": OPTIONS, "steps": [ASK]})[0])
+    told = run({"model": saved("deepseek"), "options": OPTIONS, "steps": [{**ASK, "as": "alone"}]})
+    return tokens(told["alone"])
 
 
 def asked(sidecar: Any, model: str, run: Any, options: dict[str, Any] = OPTIONS, **extra: Any) -> dict[str, Any]:
     """The prompts, and the prompts again after the engine has forgotten them."""
-    plan = {
-        "model": model,
-        "transfer": models.connector(sidecar.url, **models.PATIENT | extra),
-        "options": options,
-        "steps": [
-            {**ASK, "as": "first"},
-            {"do": "settle"},
-            {"do": "reset"},
-            {**ASK, "as": "again"},
-            {"do": "settle"},
-            TELL,
-            {"do": "counted", "as": "counted"},
-        ],
-    }
-    return named(plan["steps"], run(plan))
+    transfer = models.connector(sidecar.url, codec="auto", **extra)
+    steps = [{**ASK, "as": "first"}, *FORGET, {**ASK, "as": "again"}, {"do": "report"}]
+    steps.append({"do": "counted", "as": "counted"})
+    return dict(run({"model": model, "transfer": transfer, "options": options, "steps": steps}))
 
 
 def check_unused(told: dict[str, Any]) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed here; docs/vllm.md says how these tests are run")
-
 import torch
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator, MambaStateShapeCalculator
 from vllm.v1.kv_cache_interface import MambaSpec

@@ -7,26 +7,22 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
-
 from engines import models
-from engines.session import named, tokens
+from engines.conftest import started
+from engines.session import FORGET, tokens
 
 PROMPTS = [random.Random(first).choices(range(900), k=300) for first in range(3)]
 ASK = {"do": "generate", "prompts": PROMPTS, "max_tokens": 6}
 OPEN = [{"do": "generate", "prompts": [[1, 2, 3]], "max_tokens": 2}, {"do": "settle", "seconds": 3.0}]
 """The namespace of after a reset is opened beside an engine's steps."""
-FORGET = [{"do": "settle"}, {"do": "reset"}]
 
 
 @pytest.fixture(scope="module")
 def told(saved: Any, run: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One engine with a store whose weights become others; and one without a store for each of them."""
-    from engines.conftest import started
-
     one, other = saved("llama"), saved("llama", seed=1)
     options = {"max_model_len": 1024}
-    answers = named(steps := [{**ASK, "as": "other"}], run({"model": other, "options": options, "steps": steps}))
+    answers = dict(run({"model": other, "options": options, "steps": [{**ASK, "as": "other"}]}))
     steps = [
         ASK,
         *FORGET,
@@ -49,9 +45,8 @@ def told(saved: Any, run: Any, tmp_path_factory: pytest.TempPathFactory) -> dict
         {**ASK, "as": "reset before"},
     ]
     with started(tmp_path_factory.mktemp("weights").name) as sidecar:
-        transfer = models.connector(sidecar.url, codec="raw", **models.PATIENT)
-        plan = {"model": one, "options": options, "transfer": transfer, "steps": steps}
-        return answers | named(steps, run(plan))
+        transfer = models.connector(sidecar.url)
+        return answers | run({"model": one, "options": options, "transfer": transfer, "steps": steps})
 
 
 @pytest.mark.parametrize("step", ["reloaded", "still off"])

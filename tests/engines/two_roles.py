@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from engines import models
 from engines.conftest import Nursery
-from engines.session import SEED
+from engines.session import SEED, account_of
 from openai_api.small_openai import FOR_PREFILL
+from waiting import wait_until
 
 BLOCK = 128
 AT_ONCE = 4
+PREFILL, DECODE = "kv_producer", "kv_consumer"
+LONGEST_SECONDS = 180.0
 LEAD = 1e-4
 """Where two tokens are as likely but for less than this, rounding may decide (`test_vllm`)."""
 OPTIONS: dict[str, Any] = dict(dtype="float32", max_model_len=4224, max_num_batched_tokens=512)
@@ -25,13 +31,13 @@ class Engines:
     def __init__(self, model: str, urls: dict[str, str], scratch: Path, **settings: Any) -> None:
         """urls: of the sidecars, by role. settings: of the connectors, in place of patient ones."""
         self.urls = urls
-        self.settings: dict[str, Any] = {"codec": "raw", **models.PATIENT, **settings}
+        self.settings = settings
         self.model = model
         self._runs: dict[str, Nursery] = {}
         self._scratch = scratch
 
-    def ask(self, role: str, steps: list[dict[str, Any]]) -> list[Any]:
-        """An engine of that role, step by step."""
+    def ask(self, role: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
+        """An engine of that role; what the steps that have names told."""
         if role not in self._runs:
             scratch = self._scratch / role
             scratch.mkdir(exist_ok=True)
@@ -40,32 +46,54 @@ class Engines:
         plan = {"model": self.model, "transfer": transfer, "options": OPTIONS, "kept": True, "steps": steps}
         return self._runs[role].run(plan)
 
-    def prefill(self, prompts: list[list[int]], hints: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    def prefill(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
         """What the first one tells of each."""
-        step = {"do": "generate", "max_tokens": 1, "hints": hints or FOR_PREFILL, "at_once": AT_ONCE}
-        (told,) = self.ask("kv_producer", [{**step, "prompts": prompts}])
-        return list(told)
+        step = {"do": "generate", "max_tokens": 1, "hints": FOR_PREFILL, "at_once": AT_ONCE}
+        return list(self.ask(PREFILL, [{**step, "prompts": prompts, "as": "told"}])["told"])
 
-    def decode(self, prompts: list[list[int]], hints: list[dict[str, Any]]) -> list[tuple[dict[str, Any], Any]]:
-        """What the second one answers to each, and what it answers where it computes all of it."""
+    def prefill_fails(self, ids: list[int]) -> threading.Thread:
+        """Begin a prefill that somebody will end: nothing is told of it."""
+
+        def prefill() -> None:
+            with suppress(AssertionError, AttributeError, OSError, ValueError, KeyError):
+                self.prefill([ids])
+
+        thread = threading.Thread(target=prefill)
+        thread.start()
+        return thread
+
+    def decode(self, prompts: list[list[int]], hints: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The second one's accounts. Its tokens are those of an engine that computes all of it, as far as one leads
+        clearly."""
         ask = {"do": "generate", "max_tokens": MOST_TOKENS, "leads": True}
-        steps = [{**ask, "prompts": [ids], "hints": one} for ids, one in zip(prompts, hints, strict=True)]
+        each = zip(prompts, hints, strict=True)
+        steps = [{**ask, "prompts": [ids], "hints": one, "as": f"{at}"} for at, (ids, one) in enumerate(each)]
         alone = {**ask, "prompts": prompts, "skip_reading": True, "hints": {"kvstore": {"store": False}}}
-        *told, truth = self.ask("kv_consumer", [*steps, alone])
-        return [(one[0], right) for one, right in zip(told, truth, strict=True)]
+        told = self.ask(DECODE, [*steps, {**alone, "as": "alone"}])
+        answers = [told[f"{at}"][0] for at in range(len(prompts))]
+        for one, truth in zip(answers, told["alone"], strict=True):
+            assert one["tokens"] == truth["tokens"] or truth["lead"] < LEAD, (one, truth)
+            assert truth["cached"] == 0
+        return [account_of(one) for one in answers]
+
+    @contextmanager
+    def decoding(self, ids: list[int], hint: dict[str, Any], parked: Callable[[], int]) -> Iterator[dict[str, Any]]:
+        """Once it waits for somebody who stores. The account is there afterwards. parked: how many a sidecar lets
+        wait."""
+        account: dict[str, Any] = {}
+        thread = threading.Thread(target=lambda: account.update(self.decode([ids], [{"kvstore": hint}])[0]))
+        thread.start()
+        try:
+            wait_until(lambda: parked() == 1)
+            yield account
+        finally:
+            thread.join(LONGEST_SECONDS)
+        assert account and not thread.is_alive(), "it hangs"
 
     def end(self, role: str = "") -> None:
         """Kill it, or all."""
         for name in [role] if role else list(self._runs):
             self._runs.pop(name).end()
-
-
-def killed(engines: Engines, ids: list[int]) -> None:
-    """A prefill of which nothing is told."""
-    try:
-        engines.prefill([ids])
-    except (AssertionError, AttributeError, OSError, ValueError, KeyError):
-        pass
 
 
 def drawn(count: int, *, shortest: int = 200, longest: int = 2000, salt: int = 0) -> list[list[int]]:
@@ -76,8 +104,3 @@ def drawn(count: int, *, shortest: int = 200, longest: int = 2000, salt: int = 0
 
 def full(tokens: int, block: int = BLOCK) -> int:
     return (tokens - 1) // block * block
-
-
-def is_right(told: dict[str, Any], truth: dict[str, Any]) -> bool:
-    """Whether the tokens are the same, as far as one leads clearly."""
-    return told["tokens"] == truth["tokens"] or truth["lead"] < LEAD
