@@ -100,18 +100,13 @@ class PrefixCache:
         kept: SavedBlocks | str = SavedBlocks.EVERYTHING,
         hbm: str | int = 0,
         deadline_ms: float = 50,
-        audit: float = FRACTION,
     ) -> None:
         """store: without one, or with a closed one, the same code computes everything. codec: any of
         `kvstore.block.codec.CODECS`; left out, "int8-kc64", or "raw" for KV that 8 bits cannot hold. chunk_tokens: the
         most that a prompt's forward pass computes, a multiple of the block; with whole_chunks also the grid. hbm: the
         size of a pool of decoded blocks on the model's device, asked before the store. deadline_ms: how long a lookup
-        may wait for blocks. audit: the share of hits that are computed all the same and compared: misses called
-        `audit`; a stored block that is another one ends the store's use, with an error in the log. Raises `BadInput`.
+        may wait for blocks. Raises `BadInput`, with one line.
         """
-        if not 0 <= audit <= 1:
-            raise BadInput(f"an audit of {audit} of all hits; give a fraction from 0 (off) to 1")
-        self._audit, self._hits = audit, 0
         self.model = model
         with in_one_line(f"PrefixCache cannot serve a {type(model).__name__}"):
             self._watch = ModelWatch(model)
@@ -127,6 +122,9 @@ class PrefixCache:
             raise BadInput(f"chunk_tokens={chunk_tokens} is not a multiple of the block of {block} tokens; use {use}")
         self.reports: list[Report] = []
         """Of the last request, one for each of its prompts."""
+        self.audit, self._hits = FRACTION, 0
+        """The share of hits that are computed all the same, misses called `audit`, and compared with what is stored: a
+        block that is another one ends the store's use, with an error in the log. 0 for none, 1 for all."""
         self._deadline_ms = deadline_ms
         self._identity = self._watch.identity()
         self._store, self._codec = store, codec
@@ -231,7 +229,7 @@ class PrefixCache:
 
     def _audits_hit(self) -> bool:
         self._hits += 1  # evenly spread
-        return int(self._hits * self._audit) > int((self._hits - 1) * self._audit)
+        return int(self._hits * self.audit) > int((self._hits - 1) * self.audit)
 
     # Checks --------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from engine_adapter.hf.tensor_names import is_embedding
 from kvstore.block.errors import BadInput
 from kvstore.insight.models import names_more_than_text
 
@@ -55,12 +56,6 @@ _FIELDS_WITHOUT_EFFECT = frozenset(
 """Fields of a configuration, at any depth, that do not change KV. All others do, unknown ones included."""
 
 _PIECE_BYTES = 1 << 20
-
-
-def is_embedding(tensor_name: str) -> bool:
-    """Whether a tensor has a row for each token. A fingerprint covers each row: training may change those of a few new
-    tokens alone, which no sample meets."""
-    return any(part in tensor_name.lower() for part in ("embed", "wte"))
 
 
 def model_fingerprint(model_dir: str | Path) -> str:

@@ -123,7 +123,6 @@ def kind_of(spec: Any) -> tuple[Attention | None, int]:
 
 
 def _settings(config: Any, groups: Any) -> dict[str, Any]:
-    """By the names of `served`."""
     return {
         "prefill_context_parallel_size": getattr(config.parallel_config, "prefill_context_parallel_size", 1),
         "runner_type": config.model_config.runner_type,

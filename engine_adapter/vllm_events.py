@@ -37,8 +37,6 @@ class EventBlock:
 
 
 class BlockEvents:
-    """Makes the KV events of one engine."""
-
     def __init__(
         self,
         stored: type,

@@ -130,7 +130,6 @@ class ChunkSpace:
         return self._reading.now()
 
     def pages(self, slots: Sequence[int]) -> Pages:
-        """The chunks in these slots."""
         return Pages(self.planes, slots, self.block_tokens)
 
     def prompt(self, handle: NamespaceHandle, names: Sequence[bytes]) -> Prompt:

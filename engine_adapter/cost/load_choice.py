@@ -86,7 +86,6 @@ class LoadChoice:
             self.costs.finished(decision, taken, now, loaded_tokens, fetch_seconds)
 
     def dropped(self, request: str) -> None:
-        """There was no load, or its duration is unknown."""
         self._decided.pop(request, None)
         self._under_way.pop(request, None)
         self.fetch_seconds.pop(request, None)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from engine_adapter.hf.state import LONGROPE, compiled_part, switching_rope
+from engine_adapter.hf.tensor_names import is_embedding
 from engine_adapter.hf.tensors import plain_tensors, unreadable
-from engine_adapter.model_files import is_embedding
 from kvstore.block.errors import BadInput
 
 HASH_WHOLE_BYTES = 256 << 20

@@ -40,7 +40,6 @@ def plain_tensors(name: str, tensor: torch.Tensor, nested: int = 0) -> Iterator[
 
 
 def unreadable(name: str, tensor: torch.Tensor, error: Exception) -> BadInput:
-    """The line that refuses a weight."""
     return BadInput(
         f"the weight {name} is a {type(tensor).__name__} that cannot be read "
         f"({type(error).__name__}): what it computes cannot be told from other weights"
