@@ -188,6 +188,7 @@ def sealed(model: Any, name: str, kind: type[torch.Tensor] = Sealed, **held: Any
 UNREADABLE: dict[str, Callable[[], dict[str, Any]]] = {
     "a fault of torch": lambda: {"named": raising(RuntimeError("no storage"))},
     "another protocol": lambda: {"named": raising(TypeError("one argument more"))},
+    "half made": lambda: {"named": raising(AttributeError("scale"))},
     "no pair": lambda: {"named": lambda: ["inner"]},
     "nothing": lambda: {"named": lambda: None},
     "names what is not there": lambda: {"named": lambda: (["inner"], None)},

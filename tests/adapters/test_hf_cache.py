@@ -227,8 +227,8 @@ def test_after_a_forward_pass_that_failed_nothing_shifted_is_kept(
         with pytest.raises(RuntimeError, match="out of memory"):
             ask(cache, prompt, 200)
     turn = prompt + ask(cache_of(llama), prompt, 60).token_ids
-    answer = ask(cache, turn, 6)
-    assert answer.token_ids == plain_answer(llama, turn, 6) and answer.report.restored_tokens >= 64
+    answer = ask(cache, turn, 40)
+    assert answer.token_ids == plain_answer(llama, turn, 40) and answer.report.restored_tokens == 64
 
 
 def test_a_token_that_ends_a_row_ends_no_other(llama: Any, store: EmbeddedStore) -> None:
