@@ -76,12 +76,21 @@ class Report:
     def computed_tokens(self) -> int:
         return self.prompt_tokens - self.account.hit_tokens
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second after the first one; 0 where there is only one."""
+        return 1e3 * len(self.itl_ms) / sum(self.itl_ms) if any(self.itl_ms) else 0.0
+
+    def itl_percentile(self, percent: float) -> float:
+        """Inter-token latency in milliseconds at a percentile (nearest rank); 0 where there is only one token."""
+        ranked = sorted(self.itl_ms) or [0.0]
+        return ranked[max(0, ceil(len(ranked) * percent / 100) - 1)]
+
     def to_dict(self) -> dict[str, object]:
         made = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("account", "itl_ms")}
         made |= self.account.to_dict()
-        gaps, seconds = sorted(self.itl_ms) or [0.0], sum(self.itl_ms) / 1e3
-        made |= {f"itl_ms_p{one}": gaps[max(0, ceil(len(gaps) * one / 100) - 1)] for one in (50, 99)}  # nearest rank
-        made |= {"tokens_per_second": len(self.itl_ms) / seconds if seconds else 0.0}
+        made |= {f"itl_ms_p{one}": self.itl_percentile(one) for one in (50, 99)}
+        made |= {"tokens_per_second": self.tokens_per_second}
         return {**made, "put_reasons": {str(reason): count for reason, count in self.put_reasons.items()}}
 
 

@@ -45,8 +45,6 @@ PRODUCER, CONSUMER = "kv_producer", "kv_consumer"
 
 
 class RequestReader:
-    """Reads the requests of one engine."""
-
     def __init__(
         self, adapters: AdapterDigests, role: str = "kv_both", traced: Any = None, *, is_encoded_here: bool = True
     ) -> None:

@@ -96,8 +96,6 @@ class Holdout:
 
 
 class AuditVerdict(StrEnum):
-    """How a stored block compares with the computed one."""
-
     EXACT = "exact"  # bit for bit, or what the codec makes of the computed block bit for bit
     CLOSE = "close"  # as far off as another order of additions, and the codec, can make it
     DRIFTED = "drifted"  # further: other weights, another adapter, other tokens, another layout

@@ -33,8 +33,6 @@ class SavePolicy(StrEnum):
 
 
 class LoadMode(StrEnum):
-    """When a request's blocks are loaded."""
-
     AUTO = "auto"  # before the step if that is quick or nothing else runs, else beside it
     ASYNC = "async"  # beside the steps of others: the request is scheduled when all of it is there
     SYNC = "sync"  # before the step that needs it
