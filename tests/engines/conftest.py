@@ -169,7 +169,7 @@ class Nursery:
         if (
             plan.get("alone")
             or plan.get("multiprocessing")
-            or plan.get("options", {}).get("tensor_parallel_size", 1) > 1
+            or {"tensor_parallel_size", "pipeline_parallel_size"} & plan.get("options", {}).keys()
         ):
             return self._alone(plan)
         self._runs += 1

@@ -76,7 +76,8 @@ class Session:
 
     def __init__(self, plan: dict[str, Any]) -> None:
         options = plan.get("options", {})
-        models.prepare(multiprocessing=plan.get("multiprocessing", False), ranks=options.get("tensor_parallel_size", 1))
+        ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
+        models.prepare(multiprocessing=plan.get("multiprocessing", False), ranks=ranks)
         patience.wait_for_sidecars()
         model = Path(plan["model"])
         self.llm = models.start(model, plan.get("transfer"), **options)
