@@ -112,7 +112,7 @@ def test_what_is_here_and_what_is_elsewhere_are_one_prefix(two: Hosts) -> None:
     assert two.ask("long", prompt)["hits"] == {"dram": 256, "peer": 384}
 
 
-def test_a_prefix_that_is_here_as_a_whole_is_asked_of_nobody(two: Hosts) -> None:
+def test_a_prefix_that_is_here_as_a_whole_is_asked_of_no_other_node(two: Hosts) -> None:
     """In the store, or in the engine's own cache."""
     prompt = two.prompt(500)
     two.ask("a", prompt)
