@@ -53,7 +53,7 @@ CALLED = {
 }
 LEFT_ALONE = {
     *("block_size_bytes", "bp_detector", "cache_hit_source", "medium", "on_schedule_end", "serve_external_requests"),
-    *("touch", "has_pending_work"),  # whoever waits for a look-up is a request that waits
+    *("touch", "has_pending_work"),  # a request waits for a look-up, and is one that waits
 }
 HANDED_IN = {"offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"}
 JOB_FIELDS = {"job_id", "keys", "chunk_ids", "block_ids", "is_promotion", "req_context", "submit_time"}
