@@ -12,6 +12,9 @@ import random
 import shutil
 import tempfile
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from hypothesis import strategies as st
 
 from simulation.disk import SimulatedFiles
 from tiering.nvme.slab_files import DirectFiles, Files
+from waiting import wait_until
 
 PAGE = 4096
 PAGES = 8
@@ -115,17 +119,8 @@ class FilesContract:
 
     def test_many_threads_make_a_name_once(self) -> None:
         files = self.make()
-        outcomes: list[str] = []
-
-        def create() -> None:
-            try:
-                files.create(A, PAGE)
-                outcomes.append("made")
-            except FileExistsError:
-                outcomes.append("exists")
-
-        run([create] * 4)
-        assert sorted(outcomes) == ["exists"] * 3 + ["made"]
+        errors = [type(error) for error in run([lambda: files.create(A, PAGE)] * 4)]
+        assert sorted(errors, key=str) == [FileExistsError] * 3 + [type(None)]
         assert files.sizes() == {A: PAGE}
 
     def test_a_removed_slab_is_gone(self) -> None:
@@ -133,13 +128,7 @@ class FilesContract:
         files.write(A, 0, aligned(page(1)))
         files.remove(A)
         assert files.sizes() == {}
-        uses: list[Any] = [
-            lambda: files.read(A, 0, aligned(page(0))),
-            lambda: files.write(A, 0, aligned(page(0))),
-            lambda: files.sync(A),
-            lambda: files.remove(A),
-        ]
-        for use in uses:
+        for use in uses(files, A)[1:]:
             with pytest.raises(FileNotFoundError):
                 use()
         files.create(A, 2 * PAGE)
@@ -167,21 +156,12 @@ class FilesContract:
 
     @pytest.mark.parametrize("name", ["slab", "a.slab.new", "../a.slab", "folder/a.slab", "/a.slab", ""])
     def test_only_names_of_slabs(self, name: str) -> None:
-        files = self.make()
-        uses: list[Any] = [
-            lambda: files.create(name, PAGE),
-            lambda: files.read(name, 0, aligned(page(0))),
-            lambda: files.write(name, 0, aligned(page(0))),
-            lambda: files.sync(name),
-            lambda: files.remove(name),
-        ]
-        for use in uses:
+        for use in uses(self.make(), name):
             with pytest.raises(AssertionError):
                 use()
 
     def test_threads_read_and_write_pages_of_their_own(self) -> None:
         files = self.with_slab()
-        torn: list[str] = []
 
         def work(number: int) -> None:
             for round_number in range(1, 13):
@@ -189,11 +169,9 @@ class FilesContract:
                 files.write(A, 2 * number * PAGE, aligned(expected))
                 if round_number % 4 == 0:
                     files.sync(A)
-                if contents(files, A, 2 * number * PAGE, 2 * PAGE) != expected:
-                    torn.append(f"thread {number}, round {round_number}")
+                assert contents(files, A, 2 * number * PAGE, 2 * PAGE) == expected, f"round {round_number}"
 
-        run([lambda number=number: work(number) for number in range(4)])
-        assert torn == []
+        assert run([partial(work, number) for number in range(4)]) == [None] * 4
         assert contents(files, A) == b"".join(page(16 * number + 12, 2) for number in range(4))
 
     def test_after_close_there_is_nothing_to_use(self) -> None:
@@ -201,26 +179,27 @@ class FilesContract:
         files.write(A, 0, aligned(page(1)))
         files.close()
         files.close()
-        uses: list[Any] = [
-            lambda: files.sizes(),
-            lambda: files.create(B, PAGE),
-            lambda: files.read(A, 0, aligned(page(0))),
-            lambda: files.write(A, 0, aligned(page(0))),
-            lambda: files.sync(A),
-            lambda: files.remove(A),
-        ]
-        for use in uses:
+        for use in (files.sizes, *uses(files, B)):
             with pytest.raises(OSError) as caught:
                 use()
             assert caught.value.errno == errno.EBADF
 
 
-def run(works: list[Any]) -> None:
-    threads = [threading.Thread(target=work) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def uses(files: Any, name: str) -> list[Callable[[], Any]]:
+    """Each call that takes a slab's name; the first is `create`."""
+    return [
+        lambda: files.create(name, PAGE),
+        lambda: files.read(name, 0, aligned(page(0))),
+        lambda: files.write(name, 0, aligned(page(0))),
+        lambda: files.sync(name),
+        lambda: files.remove(name),
+    ]
+
+
+def run(works: list[Callable[[], Any]]) -> list[BaseException | None]:
+    """Each work's error, of works at once."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        return [each.exception() for each in [pool.submit(work) for work in works]]
 
 
 class TestSimulatedFiles(FilesContract):
@@ -293,26 +272,47 @@ class OnDisk(FilesContract):
     def test_no_write_is_lost_while_a_slab_is_written_again(self) -> None:
         files = self.with_slab()
         files.write(A, 0, aligned(page(0, PAGES)))
-        failures: list[BaseException] = []
 
         def write(number: int) -> None:
-            try:
-                for round_ in range(60):
-                    files.write(A, number * PAGE, aligned(page(round_)))
-                    files.sync(A)
-            except BaseException as error:
-                failures.append(error)
+            for round_ in range(60):
+                files.write(A, number * PAGE, aligned(page(round_)))
+                files.sync(A)
 
-        threads = [threading.Thread(target=write, args=(number,)) for number in range(PAGES)]
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            self.path().unlink(missing_ok=True)
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(PAGES) as pool:
+            writes = [pool.submit(write, number) for number in range(PAGES)]
+            while not all(each.done() for each in writes):
+                self.path().unlink(missing_ok=True)
+        assert [each.exception() for each in writes] == [None] * PAGES
         files.sync(A)
-        assert not failures
         assert self.path().read_bytes() == page(59, PAGES)
+
+    def test_a_slab_is_copied_after_the_writes_that_began_before(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        files = self.with_slab()
+        began, goes_on, copy_waits = threading.Event(), threading.Event(), threading.Event()
+        write, wait = os.pwritev, files._turn.wait
+
+        def held(*arguments: Any) -> int:
+            if not began.is_set():
+                began.set()
+                goes_on.wait()
+            return write(*arguments)
+
+        def waits() -> None:
+            copy_waits.set()
+            wait()
+
+        monkeypatch.setattr(os, "pwritev", held)
+        monkeypatch.setattr(files._turn, "wait", waits)
+        with ThreadPoolExecutor(2) as pool:
+            written = pool.submit(files.write, A, 0, aligned(page(1, PAGES)))
+            began.wait()
+            self.path().unlink()
+            copied = pool.submit(files.bring_back, A)
+            wait_until(lambda: copied.done() or copy_waits.is_set())
+            goes_on.set()
+            written.result()
+            copied.result()
+        assert self.path().read_bytes() == page(1, PAGES)
 
 
 class TestDirectFiles(OnDisk):
