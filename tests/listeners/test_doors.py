@@ -27,6 +27,7 @@ import pytest
 
 from console.running import console
 from elsewhere.courier import RawCourier
+from kv_bench.process import free_port
 from kvstore.cli import ask
 from kvstore.listeners.places import Place, TakenPlaces
 from kvstore.network.callers import KEPT
@@ -500,7 +501,7 @@ def test_a_name_is_served_at_each_of_its_addresses_or_not_at_all(
         "network": ["network", *beside(folder, None)[:-2], "--token-file", str(token_file(tmp_path)), "--listen"],
         "query": ["network", *beside(folder, token_file(tmp_path)), "--http"],
     }[program]  # fmt: skip
-    with socket.create_server(("127.0.0.2", 0)) as other:
+    with socket.create_server(("127.0.0.2", free_port())) as other:
         port = other.getsockname()[1]
         done = subprocess.run(
             [sys.executable, "-m", "kvstore", *flags, f"localhost:{port}"],
