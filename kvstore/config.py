@@ -18,7 +18,7 @@ from functools import cache
 from ipaddress import ip_address
 from math import ceil, inf, nan
 from numbers import Real
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from msgspec import Meta, Struct, ValidationError, convert, field, inspect, structs
 
@@ -91,9 +91,12 @@ class SettingsSection(Struct, frozen=True):
     """Settings that belong together. Raises `BadInput`, one line that begins with the field's name, when one is built
     of a value that its field does not allow."""
 
+    is_lax: ClassVar[bool] = False
+    """Whether a number may be given as text."""
+
     def __post_init__(self) -> None:
         for name, kind in kinds_of(type(self)).items():
-            structs.force_setattr(self, name, checked(name, getattr(self, name), kind))
+            structs.force_setattr(self, name, checked(name, getattr(self, name), kind, self.is_lax))
 
 
 @cache
@@ -113,13 +116,13 @@ def marks(kind: Any) -> dict[str, Any]:
     return found
 
 
-def checked(name: str, value: Any, kind: Any) -> Any:
+def checked(name: str, value: Any, kind: Any, is_lax: bool = False) -> Any:
     """The value as its kind has it: a number as float, a word as enum, a path with its home. Raises `BadInput` with
     what the kind allows."""
     if isinstance(value, Real) and not isinstance(value, int):
         value = float(value)  # of numpy, or a fraction
     try:
-        value = convert(value, kind)
+        value = convert(value, kind, strict=not is_lax)
     except ValidationError:
         raise BadInput(f"{name}={shown(value)}; give {allowed(inspect.type_info(kind))}") from None
     found = marks(kind)

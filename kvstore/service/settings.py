@@ -77,9 +77,7 @@ def has_share(tenant: DoorSettings | TenantSettings) -> bool:
     return (tenant.share, tenant.weight) != (None, None)
 
 
-Mode = Annotated[
-    str, Meta(pattern=r"^\s*(0[oO])?0*[0-7]{1,3}\s*\Z", description="up to three octal digits, such as '660'")
-]
+Mode = Annotated[str, Meta(pattern=r"^\s*(0[oO])?0*[0-7]{1,3}\s*\Z", description="octal digits, such as '660'")]
 User = Annotated[int, Meta(ge=0, le=MAX_USER, description=f"user ids, 0 to {MAX_USER}")]
 Address = Annotated[str, Meta(description="HOST:PORT as text", extra={"check": host_and_port})]
 SHARED = Meta(extra={"live": has_share})
