@@ -43,7 +43,7 @@ from kvstore.block.states import StatePolicy
 from kvstore.client.edge import in_one_line
 from kvstore.client.handle import NamespaceHandle, OpenStore
 from kvstore.client.states import PrefixStates, config_of_states
-from kvstore.config import parse_size
+from kvstore.config import checked, parse_size
 
 CHUNK_TOKENS_CPU = 384
 """Of a prompt's cells. Smaller ones waste some of the cores' work, larger ones take more memory. `kvstore demo` prints
@@ -110,9 +110,7 @@ class PrefixCache:
         self.model = model
         with in_one_line(f"PrefixCache cannot serve a {type(model).__name__}"):
             self._watch = ModelWatch(model)
-        if kept not in list(SavedBlocks):
-            raise BadInput(f"kept={kept!r}; allowed: {', '.join(SavedBlocks)}")
-        self.kept = SavedBlocks(kept)
+        self.kept = checked("kept", kept, SavedBlocks)
         if chunk_tokens is None:
             of_cuda = CHUNK_TOKENS_CUDA if self.kept is SavedBlocks.EVERYTHING else GRID_TOKENS_CUDA
             chunk_tokens = CHUNK_TOKENS_CPU if self._watch.device.type == "cpu" else of_cuda

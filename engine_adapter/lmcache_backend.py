@@ -17,7 +17,7 @@ from importlib.metadata import version
 from itertools import count
 from logging import getLogger
 from math import prod
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
 import torch
 from lmcache.lmcache_native import Bitmap
@@ -26,30 +26,20 @@ from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.memory_management import MemoryObj, MemoryObjMetadata
 from lmcache.v1.platform import create_event_notifier
+from msgspec import Meta
 
 import kvstore
 from engine_adapter.chunks.layout import ChunkRun, chunk_layout
-from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace, open_twice
+from engine_adapter.chunks.space import ChunkOutcomes, ChunkSettings, ChunkSpace, Milliseconds, open_twice
 from engine_adapter.model_files import model_fingerprint
 from engine_adapter.paged.step_plan import NamespaceSpec
 from kvstore.block.errors import BadInput
 from kvstore.client.edge import contained, in_one_line
 from kvstore.client.lease import Lease
+from kvstore.config import read
 
 HASH_BYTES = 32
 """Of a key's hash: blake3 or sha256_cbor. Shorter ones may be another prompt's."""
-PARAMETERS = {
-    "url": "",
-    "model_name": "",
-    "model_dir": "",
-    "model": "",
-    "weights_epoch": 0,
-    "settings": "",
-    "chunk_size": 256,
-    "deadline_ms": 500,
-    "save_deadline_ms": 5000,
-}
-"""In `adapter_params`, with their defaults: docs/lmcache.md says what they mean."""
 LOAD_THREADS = 2
 MAX_LAYOUTS = 64
 MAX_LOCKED_KEYS = 1 << 16
@@ -63,35 +53,44 @@ A = TypeVar("A")
 _log = getLogger(__name__)
 
 
+class L2Settings(ChunkSettings, frozen=True, kw_only=True):
+    """`adapter_params`: docs/lmcache.md says what they mean."""
+
+    model_name: Annotated[str, Meta(min_length=1, description="the model's name, as the engine names it")]
+    model: str | None = None
+    settings: Any = ""
+    chunk_size: Annotated[int, Meta(ge=1)] = 256
+    deadline_ms: Milliseconds = 500.0
+    save_deadline_ms: Milliseconds = 5000.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.model) is bool(self.model_dir):
+            raise BadInput('model, model_dir: give either "model_dir", where the weights are, or "model", their digest')
+
+
 class KvStoreL2(L2AdapterInterface):
     """Objects of LMCache's L1, kept in the store. Thread-safe.
 
-    Raises `BadInput`, one line, for others than `PARAMETERS`, for missing ones, and for an L1 that is not in memory.
+    Raises `BadInput`, one line, for parameters that are not those of `L2Settings`, and for an L1 that is not in memory.
     """
 
     @in_one_line("KvStoreL2")
     def __init__(self, params: dict[str, Any], l1_memory_desc: L1MemoryDesc | None = None) -> None:
         super().__init__()
-        self._given: dict[str, Any] = {**PARAMETERS, **params}
-        given, self._engine = self._given, f"lmcache {version('lmcache')}"
-        if unknown := ", ".join(map(repr, given.keys() - PARAMETERS)):
-            raise BadInput(f"KvStoreL2: {unknown} is no parameter of it; allowed: {', '.join(PARAMETERS)}")
-        if not given["url"] or not given["model_name"] or bool(given["model"]) is bool(given["model_dir"]):
-            raise BadInput(
-                'KvStoreL2: give "url", the store\'s address, e.g. "unix:/run/kvstore/kvstore.sock", "model_name", as '
-                'the engine names it, and either "model_dir", where its weights are, or "model", a digest of them'
-            )
+        given = self._given = read(L2Settings, params, "KvStoreL2: ")
+        self._engine = f"lmcache {version('lmcache')}"
         if l1_memory_desc is None:
             raise BadInput("KvStoreL2: LMCache's L1 is not in host memory; use one of type DRAM")
-        self._l1, self._model = l1_memory_desc, str(given["model"]) or model_fingerprint(given["model_dir"])
-        self._stores = open_twice(kvstore.open, str(given["url"]), self._engine)
+        self._l1, self._model = l1_memory_desc, given.model or model_fingerprint(given.model_dir or "")
+        self._stores = open_twice(kvstore.open, given.url, self._engine)
         self._outcomes, self._lock = ChunkOutcomes(), threading.Lock()
         self._spaces: dict[Layout, ChunkSpace | None] = {}
         self._locks: dict[ObjectKey, list[Lease | None]] = {}
         self._refused: set[str] = set()
-        self._looking = _Lane[Bitmap]("look", 1, float(given["deadline_ms"]))
-        self._loading = _Lane[Bitmap]("load", LOAD_THREADS, float(given["deadline_ms"]))
-        self._storing = _Lane[L2StoreResult]("store", 1, float(given["save_deadline_ms"]))
+        self._looking = _Lane[Bitmap]("look", 1, given.deadline_ms)
+        self._loading = _Lane[Bitmap]("load", LOAD_THREADS, given.deadline_ms)
+        self._storing = _Lane[L2StoreResult]("store", 1, given.save_deadline_ms)
 
     def get_store_event_fd(self) -> int:
         return self._storing.fd
@@ -205,8 +204,8 @@ class KvStoreL2(L2AdapterInterface):
         """The keys that can be served, of each group, rank and salt in the task's order."""
         places: dict[tuple[int, int, str, Layout], list[int]] = {}
         for at, (key, layout) in enumerate(zip(keys, layouts, strict=True)):
-            if key.model_name != self._given["model_name"]:
-                self._refuse(f"it serves the model {self._given['model_name']!r}, and not {key.model_name!r}")
+            if key.model_name != self._given.model_name:
+                self._refuse(f"it serves the model {self._given.model_name!r}, and not {key.model_name!r}")
             elif len(key.chunk_hash) != HASH_BYTES:
                 self._refuse(f"hashes of {len(key.chunk_hash)} bytes may collide; use --hash-algorithm blake3")
             else:
@@ -223,11 +222,11 @@ class KvStoreL2(L2AdapterInterface):
             return self._spaces.get(layout)
 
     def _opened(self, layout: Layout) -> ChunkSpace:
-        size, name = sum(prod(shape) * dtype.itemsize for shape, dtype in layout), str(self._given["model_name"])
+        size, name = sum(prod(shape) * dtype.itemsize for shape, dtype in layout), self._given.model_name
         what = "; ".join(f"{list(shape)} {dtype}" for shape, dtype in layout)
-        facts = {"engine": self._engine, "model": name, "object": what, "settings": str(self._given["settings"])}
-        chunk = chunk_layout("objects", int(self._given["chunk_size"]), [size])
-        spec = NamespaceSpec(1, "", self._model, chunk, "raw", int(self._given["weights_epoch"]), facts, name)
+        facts = {"engine": self._engine, "model": name, "object": what, "settings": str(self._given.settings)}
+        chunk = chunk_layout("objects", self._given.chunk_size, [size])
+        spec = NamespaceSpec(1, "", self._model, chunk, "raw", self._given.weights_epoch, facts, name)
         slots = (self._l1.size - size) // self._l1.align_bytes + 1
         runs = [ChunkRun(self._l1.ptr, self._l1.align_bytes, size)]  # a slot wherever L1 may put an object
         return ChunkSpace(spec, runs, slots, self._stores, self._outcomes)

@@ -28,12 +28,13 @@ from sglang.srt.runtime_context import get_server_args
 
 import kvstore
 from engine_adapter.chunks.layout import ChunkRun, chunk_layout, chunk_planes
-from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace, open_twice
+from engine_adapter.chunks.space import ChunkOutcomes, ChunkSettings, ChunkSpace, Milliseconds, open_twice
 from engine_adapter.model_files import model_fingerprint, snapshot_directory, takes_more_than_text
 from engine_adapter.paged.step_plan import NamespaceSpec
 from kvstore.block.errors import BadInput
 from kvstore.block.pages import Pages
 from kvstore.client.edge import in_one_line
+from kvstore.config import read
 from kvstore.insight.served import Engine, served
 
 HASH_DIGITS = 64
@@ -70,11 +71,18 @@ Keys: TypeAlias = list[str]
 _log = logging.getLogger(__name__)
 
 
+class HiCacheSettings(ChunkSettings, frozen=True):
+    """The backend's parameters, in the extra configuration: docs/sglang.md says what they mean."""
+
+    deadline_ms: Milliseconds = 500.0
+    save_deadline_ms: Milliseconds = 1000.0
+
+
 class KvStoreHiCache(hicache_storage.HiCacheStorage):
     """Pages of SGLang's host pools, kept in the store.
 
-    Its parameters, in the extra configuration, are those of docs/sglang.md. Raises `BadInput`, one line, for an engine
-    or a pool whose pages it cannot tell apart with certainty.
+    Raises `BadInput`, one line, for parameters that are not those of `HiCacheSettings`, and for an engine or a pool
+    whose pages it cannot tell apart with certainty.
     """
 
     _is_off = False  # of the process: of backends that are attached later, too
@@ -82,21 +90,12 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
     @in_one_line("KvStoreHiCache")
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
         given = {name: value for name, value in (storage_config.extra_config or {}).items() if name not in OF_SGLANG}
-        url, model_dir = given.pop("url", ""), given.pop("model_dir", None)
-        self._epoch = int(given.pop("weights_epoch", 0))
-        self._deadline_ms = float(given.pop("deadline_ms", 500))
-        self._save_deadline_ms = float(given.pop("save_deadline_ms", 1000))
-        if given or not url:
-            raise BadInput(
-                f"KvStoreHiCache: {', '.join(map(repr, given))} is no parameter of it"
-                if given
-                else 'KvStoreHiCache: "url" is missing; give the address, e.g. "unix:/run/kvstore/kvstore.sock"'
-            )
+        settings = self._settings = read(HiCacheSettings, given, "KvStoreHiCache: ")
         self._config, args = storage_config, None
         with suppress(ValueError):  # none were published in this process
             args = get_server_args()
-        self._model, self._facts = engine_facts(args, model_dir)
-        self._stores = open_twice(kvstore.open, str(url), self._facts["engine"])
+        self._model, self._facts = engine_facts(args, settings.model_dir)
+        self._stores = open_twice(kvstore.open, settings.url, self._facts["engine"])
         self.outcomes = ChunkOutcomes()
         """Pages of all pools by outcome: see `ChunkSpace`."""
         self._spaces: dict[str, ChunkSpace] = {}
@@ -129,7 +128,9 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
             layout = chunk_layout(name, tokens, [run.size for run in runs])
         except BadInput as error:
             raise BadInput(f"KvStoreHiCache: {error}; start SGLang with a smaller --page-size") from None
-        spec = NamespaceSpec(1, "", self._model, layout, "raw", self._epoch, facts, str(self._config.model_name or ""))
+        spec = NamespaceSpec(
+            1, "", self._model, layout, "raw", self._settings.weights_epoch, facts, str(self._config.model_name or "")
+        )
         self.registered_pools[name] = host_pool
         self._spaces[name] = ChunkSpace(spec, runs, slots, self._stores, self.outcomes)
 
@@ -165,7 +166,7 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
         if before and before[-1] != self._asked_last:  # else these pages were asked for, by the batch before
             space.had(len(before))
         self._asked_last = keys[-1] if keys else ""
-        return space.found(names, fetch_ms=self._deadline_ms if _is_first(extra_info) else 0.0)
+        return space.found(names, fetch_ms=self._settings.deadline_ms if _is_first(extra_info) else 0.0)
 
     def batch_get_v1(self, keys: Keys, host_indices: Any, extra_info: Extra = None) -> list[bool]:
         """Load pages, verified; `False` from the first page on that does not come."""
@@ -207,7 +208,7 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
         done, space, began = 0, self._space("kv"), perf_counter()
         for name, target in zip(_names(keys), target_locations or [], strict=False):
             page = self._flat(target)
-            if space is None or page is None or not space.load([name], page, self._deadline_ms):
+            if space is None or page is None or not space.load([name], page, self._settings.deadline_ms):
                 break
             done += 1
         self._note(self._metrics.prefetch_pgs, self._metrics.prefetch_bandwidth, "kv", done, began)
@@ -222,7 +223,10 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
         if space is None or not len(names) == len(keys) == len(pages):
             return False
         began, each = perf_counter(), reversed(list(zip(names, pages, strict=True)))
-        told = [space.store([], [name], page, self._save_deadline_ms) if page else ([False], 0) for name, page in each]
+        told = [
+            space.store([], [name], page, self._settings.save_deadline_ms) if page else ([False], 0)
+            for name, page in each
+        ]
         self._note(self._metrics.backup_pgs, self._metrics.backup_bandwidth, "kv", sum(new for _, new in told), began)
         return all(held[0] for held, _ in told)
 
@@ -237,7 +241,7 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
     def _load(self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None, info: Extra) -> list[bool]:
         fetches = pool == PoolName.KV and _is_first(info)
         space, pages, began = self._space(pool), self._pages(pool, keys, host_indices), perf_counter()
-        done = space.load(_names(keys), pages, self._deadline_ms, fetches=fetches) if space and pages else 0
+        done = space.load(_names(keys), pages, self._settings.deadline_ms, fetches=fetches) if space and pages else 0
         self._note(self._metrics.prefetch_pgs, self._metrics.prefetch_bandwidth, pool, done, began)
         return [True] * done + [False] * (len(keys) - done)
 
@@ -249,7 +253,7 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
             return [True] * len(keys)  # another rank writes what all have
         before: list[str] = (extra_info.prefix_keys if extra_info is not None else None) or []
         chain = _names(before) if len(_names(before)) == len(before) else []
-        held, new = space.store(chain, _names(keys), pages, self._save_deadline_ms)
+        held, new = space.store(chain, _names(keys), pages, self._settings.save_deadline_ms)
         self._note(self._metrics.backup_pgs, self._metrics.backup_bandwidth, pool, new, began)
         return [*held, *[False] * (len(keys) - len(held))]
 

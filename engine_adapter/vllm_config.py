@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from hashlib import blake2b
 from inspect import isfunction, ismethod, signature
 from math import prod
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from engine_adapter.audit.blocks import experts_of
 from engine_adapter.model_files import model_fingerprint, snapshot_directory

@@ -18,22 +18,23 @@ from msgspec import Meta
 from engine_adapter.adapter_digests import AdapterDigests
 from engine_adapter.content_digests import ContentDigests
 from engine_adapter.paged.requests import RequestSpec
-from engine_adapter.paged.settings import Flag, Priority, Ttl, taken
+from engine_adapter.paged.settings import Priority, Ttl
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import ExtraKey
 from kvstore.client.edge import contained
 from kvstore.client.spans import NO_TRACE, SpanQueue
+from kvstore.config import checked
 
 CONVERSATION_PRIORITY = 100
 """Of a turn of a conversation without other hints."""
 HINTS: dict[str, tuple[Any, Any]] = {
-    "store": (Flag, True),
+    "store": (bool, True),
     "ttl": (Ttl, None),
     "priority": (Priority, None),
-    "conversation": (Annotated[str, Meta(description="text")], ""),
+    "conversation": (str, ""),
     "ticket": (Annotated[str, Meta(description="the text that the prefilling engine told")], ""),
-    "await": (Flag, False),
+    "await": (bool, False),
 }
 """In `kv_transfer_params`, under "kvstore": the kind of each, and what it is where it is not given."""
 ACCOUNT = frozenset(
@@ -137,7 +138,7 @@ def hinted(facts: RequestSpec, params: Any) -> RequestSpec:
         hints[name] = unset
         if given.get(name, unset) is not unset:
             try:
-                hints[name] = taken(name, given[name], kind)
+                hints[name] = checked(name, given[name], kind)
             except BadInput as error:
                 ignored.append(str(error))
     ttl, priority = hints["ttl"], hints["priority"]

@@ -17,16 +17,17 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from hashlib import blake2b
 from logging import getLogger
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import vllm
+from msgspec import Meta
 
 try:
     from vllm import envs
@@ -44,7 +45,7 @@ except ImportError as error:
 import kvstore
 from engine_adapter.adapter_digests import AdapterDigests
 from engine_adapter.chunks.layout import ChunkRun, chunk_layout
-from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace, open_twice
+from engine_adapter.chunks.space import ChunkOutcomes, ChunkSettings, ChunkSpace, Milliseconds, open_twice
 from engine_adapter.chunks.store import ChunkLimits, ChunkState, ChunkStore
 from engine_adapter.model_files import adapter_digest, model_fingerprint
 from engine_adapter.paged.step_plan import NamespaceSpec
@@ -59,6 +60,7 @@ from engine_adapter.vllm_config import (
 )
 from kvstore.block.errors import BadInput
 from kvstore.client.edge import in_one_line
+from kvstore.config import read
 
 HASHES = ("sha256", "sha256_cbor")
 LAYOUTS = ("VLLM_KV_CACHE_LAYOUT", "VLLM_SSM_CONV_STATE_LAYOUT", "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT")
@@ -80,30 +82,14 @@ _TIER_PARAMETERS = frozenset(inspect.signature(SecondaryTierManager.__init__).pa
 _log = getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class TierSettings:
+class TierSettings(ChunkSettings, frozen=True):
     """The tier's parameters, in its JSON: docs/vllm-tier.md says what they mean."""
 
-    url: str = ""
-    model_dir: str | None = None
-    weights_epoch: int = 0
-    hash_seed: str | None = None  # was needed once
-    deadline_ms: float = 50
-    load_threads: int = 2
-    queued_chunks: int = 1024
+    hash_seed: Any = None  # was needed once
+    deadline_ms: Milliseconds = 50.0
+    load_threads: Annotated[int, Meta(ge=0)] = 2
+    queued_chunks: Annotated[int, Meta(ge=0)] = 1024
     enable_kv_events: bool = False
-
-    @classmethod
-    def of(cls, given: dict[str, Any]) -> TierSettings:
-        """Raises `BadInput`, one line."""
-        unknown = [name for name in given if name not in cls.__slots__]
-        if unknown:
-            raise BadInput(f"KvStoreTier: {', '.join(map(repr, unknown))} is no parameter of it")
-        if not given.get("url"):
-            raise BadInput(
-                'KvStoreTier: "url" is missing; give the store\'s address, e.g. "unix:/run/kvstore/kvstore.sock"'
-            )
-        return cls(**given)
 
 
 class KvStoreTier(SecondaryTierManager):
@@ -128,7 +114,7 @@ class KvStoreTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, **rest)
         if LOCALITY and (where := given.pop("locality", None)) is not None:
             self.locality = LOCALITY(str(where).upper())
-        settings = TierSettings.of(given)
+        settings = read(TierSettings, given, "KvStoreTier: ")
         if untried := untried_version(vllm.__version__, KvStoreTier):
             _log.warning("KvStoreTier: %s", untried)
         config, model_dir = engine_config(offloading_spec.config.engine_id), settings.model_dir
@@ -138,12 +124,12 @@ class KvStoreTier(SecondaryTierManager):
         groups = group_numbers(offloading_spec)
         self._adapters = Adapters(config)
         facts = engine_facts(config, offloading_spec, memory.shape[1])
-        epoch, name, specs = int(settings.weights_epoch), str(config.model_config.model), list[NamespaceSpec]()
+        epoch, name, specs = settings.weights_epoch, str(config.model_config.model), list[NamespaceSpec]()
         for number, tokens in groups.items():
             layout = chunk_layout(f"group {number}", tokens * offloading_spec.blocks_per_chunk, [memory.shape[1]])
             specs.append(NamespaceSpec(1, "", model, layout, "raw", epoch, {**facts, "group": str(number)}, name))
-        queued, threads = max(1, min(int(settings.queued_chunks), len(memory) // 2)), max(1, int(settings.load_threads))
-        limits = ChunkLimits(queued_stores=queued, load_threads=threads, lease_ms=float(settings.deadline_ms))
+        queued, threads = max(1, min(settings.queued_chunks, len(memory) // 2)), max(1, settings.load_threads)
+        limits = ChunkLimits(queued_stores=queued, load_threads=threads, lease_ms=settings.deadline_ms)
         runs = [ChunkRun(memory.ctypes.data, memory.strides[0], memory.shape[1])]
         self._stores = open_twice(kvstore.open, settings.url, f"vllm {vllm.__version__}")
         self._outcomes = ChunkOutcomes()

@@ -22,9 +22,10 @@ import logging
 import secrets
 import threading
 from collections.abc import Mapping
-from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import asdict
 
 from kvstore.block.account import Account, HitTier, MissReason
 from kvstore.block.errors import (
@@ -148,7 +149,7 @@ def open(
     given |= {"limits": limits, "scrub": scrub, "policy": policy, "nvme_writes": nvme_writes, "shares": shares}
     rest = expanded(rest, scheme)
     if scheme == "unix":
-        usual = {"tenant": DEFAULT_TENANT} | {one.name: one.default for one in fields(TierOptions)}
+        usual = {"tenant": DEFAULT_TENANT} | asdict(TierOptions())
         for name, value in given.items():
             if value != usual.get(name):
                 raise BadInput(f"{name}={value!r} is the sidecar's to know; give it to kvstore serve, and not to open")

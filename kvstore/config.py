@@ -1,40 +1,38 @@
-"""Configuration: `StoreOptions`, one tree of frozen dataclasses, checked when they are built.
+"""Settings: one tree of `SettingsSection`s. A field is a setting, and its type says what it may be: `Meta` has the
+bounds, the words for another value, and marks. A section checks its fields when it is built: by `kvstore.open` from
+keywords (`StoreOptions`), by a sidecar from a file, variables and flags (`kvstore.service.settings`), by an adapter
+from its engine's configuration. `read` builds one from a table, and names what is wrong by its full name.
 
-`kvstore.open` builds the tree from keywords, a sidecar from its settings, of which [store] and [limits] are branches.
 Sizes are given as people write them ("2GiB", "512MB", a number of bytes). What the machine allows is read once, when a
 store is opened, and judged by `memory_limit`.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from ipaddress import ip_address
 from math import ceil, inf, nan
 from numbers import Real
-from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-from kvstore.block.errors import BadInput
+from msgspec import Meta, Struct, ValidationError, convert, field, inspect, structs
+
+from kvstore.block.errors import BadInput, shown
+from tiering.frame import KEY_ID_BYTES
 from tiering.policies.shares import Share
 from tiering.slab_header import SlabSizes
 
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "K": 1 << 10,
-    "KB": 1000,
-    "KIB": 1 << 10,
-    "M": 1 << 20,
-    "MB": 1000**2,
-    "MIB": 1 << 20,
-    "G": 1 << 30,
-    "GB": 1000**3,
-    "GIB": 1 << 30,
-    "T": 1 << 40,
-    "TB": 1000**4,
-    "TIB": 1 << 40,
+S = TypeVar("S", bound=Struct)
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{ending}": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for ending, base in (("", 1024), ("IB", 1024), ("B", 1000))
 }
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)")
 _PAGE_BYTES = 4096
@@ -53,6 +51,10 @@ DEFAULT_WRITES, LEARNED_WRITES = "all", "learned"
 """Which of the blocks that leave DRAM are written to NVMe."""
 LEAST_WRITES, MOST_WRITES = 0.001, 10_000.0
 """Times the size of NVMe a day."""
+WRITES = (
+    f"{DEFAULT_WRITES}, {LEARNED_WRITES}, or how many times the size of nvme may be written a day, {LEAST_WRITES} to "
+    f"{MOST_WRITES:.0f}"
+)
 MAX_NAMESPACES = (1 << 15) - 1
 MIN_DRAM_BYTES = 1 << 20
 MIN_EXTENT_BYTES = 64 << 10
@@ -65,6 +67,15 @@ MIN_SLAB_BYTES = 64 << 10
 MAX_SLAB_BYTES = 1 << 30
 SLABS_PER_BUDGET = 16
 MIN_RATE_BYTES = 64 << 10
+LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000
+MAX_SECONDS = 10**9
+"""Longer than any wait."""
+MOST_RETAINED = 0.9
+"""Retained blocks must leave room for new ones."""
+MOST_PEERS = 64
+MOST_TTL_SECONDS = 10 * 366 * 86400
+LONGEST_KEY = 100
+"""Characters of an unknown key for which a similar one is looked for."""
 AUDIT_FILE = "console-audit.jsonl"
 DEFAULT_TENANT = "default"
 DEFAULT_DRAM = "1GiB"
@@ -74,6 +85,112 @@ DEFAULT_SCRUB = "8MiB/s"
 """Seven hours for 200 GiB, and less than a hundredth of what an NVMe disk can read."""
 MOST_EXTENTS = 512
 """A large budget is cut into at most so many, as long as extents can be larger: each holds a descriptor."""
+
+
+class SettingsSection(Struct, frozen=True):
+    """Settings that belong together. Raises `BadInput`, one line that begins with the field's name, when one is built
+    of a value that its field does not allow."""
+
+    is_lax: ClassVar[bool] = False
+    """Whether a number may be given as text."""
+
+    def __post_init__(self) -> None:
+        for name, kind in kinds_of(type(self)).items():
+            structs.force_setattr(self, name, checked(name, getattr(self, name), kind, self.is_lax))
+
+
+@cache
+def kinds_of(section: type[Struct]) -> dict[str, Any]:
+    """The settings of a section: their names, and their types with what these say of them."""
+    return {one.name: one.type for one in structs.fields(section)}
+
+
+@cache
+def marks(kind: Any) -> dict[str, Any]:
+    """What a setting's type says of it besides bounds. check: a function of the value and its name, which raises
+    `BadInput`. path: that a ~ in it is a home. live: whether a sidecar applies it while it serves; a function of its
+    section, before and after the change."""
+    found: dict[str, Any] = {}
+    for one in get_args(kind):
+        found |= (one.extra or {}) if isinstance(one, Meta) else marks(one)
+    return found
+
+
+def checked(name: str, value: Any, kind: Any, is_lax: bool = False) -> Any:
+    """The value as its kind has it: a number as float, a word as enum, a path with its home. Raises `BadInput` with
+    what the kind allows."""
+    if isinstance(value, Real) and not isinstance(value, int):
+        value = float(value)  # of numpy, or a fraction
+    try:
+        value = convert(value, kind, strict=not is_lax)
+    except ValidationError:
+        raise BadInput(f"{name}={shown(value)}; give {allowed(inspect.type_info(kind))}") from None
+    found = marks(kind)
+    if value is not None and "check" in found:
+        found["check"](value, name)
+    return expanded(value, name) if value is not None and "path" in found else value
+
+
+def allowed(kind: inspect.Type) -> str:
+    """What a setting may be, in words: those of its type, or made from its bounds."""
+    match kind:
+        case inspect.Metadata(extra_json_schema={"description": str(words)}):
+            return words
+        case inspect.Metadata(type=inner):
+            return allowed(inner)
+        case inspect.UnionType(types=kinds):
+            return " or ".join(allowed(one) for one in kinds if not isinstance(one, inspect.NoneType))
+        case inspect.ListType(item_type=item, max_length=most):
+            return f"a list of {allowed(item)}" + (f", at most {most}" if most is not None else "")
+        case inspect.EnumType(cls=words):
+            return f"one of {', '.join(str(one.value) for one in words)}"
+        case inspect.IntType() | inspect.FloatType():
+            noun = "a whole number" if isinstance(kind, inspect.IntType) else "a number"
+            if kind.ge is not None and kind.le is not None:
+                return f"{noun} from {kind.ge} to {kind.le}"
+            bounds = (("above", kind.gt), ("of at least", kind.ge), ("below", kind.lt), ("at most", kind.le))
+            return " ".join([noun, " and ".join(f"{word} {one}" for word, one in bounds if one is not None)])
+    return "true or false" if isinstance(kind, inspect.BoolType) else "text"
+
+
+def one_of(*words: str) -> Meta:
+    """Of a setting that is one of these words."""
+    return Meta(pattern=rf"^({'|'.join(words)})\Z", description=f"{', '.join(words[:-1])} or {words[-1]}, in quotes")
+
+
+def read(section: type[S], given: Any, prefix: str = "") -> S:
+    """A section, and those in it, from a table. prefix: of its settings' names, for messages. Raises `BadInput`, one
+    line, for the first name or value that cannot be."""
+    kinds = kinds_of(section)
+    known = ", ".join(kinds)
+    if not isinstance(given, Mapping):
+        name = prefix.removesuffix(".")
+        raise BadInput(f"{name}={shown(given)} is a section; write [{name}] and its keys below it ({known})")
+    for name in given:
+        if name not in kinds:
+            near = difflib.get_close_matches(str(name)[:LONGEST_KEY], kinds, 1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {known}"
+            raise BadInput(f"{prefix}{name} is not a setting; {hint}")
+    for one in structs.fields(section):
+        if one.required and one.name not in given:
+            raise BadInput(f"{prefix}{one.name} is missing; give {allowed(inspect.type_info(one.type))}")
+    values = {
+        name: read(kinds[name], value, f"{prefix}{name}.") if is_section(kinds[name]) else value
+        for name, value in given.items()
+    }
+    try:
+        return section(**values)
+    except BadInput as error:
+        raise BadInput(f"{prefix}{error}") from None
+
+
+def is_section(kind: Any) -> bool:
+    """Whether a setting of that type is a section of its own."""
+    return isinstance(kind, type) and issubclass(kind, SettingsSection)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values as people write them.
 
 
 def is_loopback(host: str) -> bool:
@@ -88,19 +205,15 @@ def is_loopback(host: str) -> bool:
 
 def parse_size(given: str | int, name: str) -> int:
     """Bytes from "2GiB", "512 MB", "64k" or a number. `name` is the option, for the message."""
-    if isinstance(given, bool) or not isinstance(given, int | str):
-        raise BadInput(f"{name}={given!r} is not a size; write e.g. {name}=2GiB")
-    if isinstance(given, int):
-        if given < 0:
-            raise BadInput(f"{name}={given} is negative; write e.g. {name}=2GiB")
+    found = _SIZE.fullmatch(given.strip()) if isinstance(given, str) else None
+    if found is not None and found.group(2).upper() in _UNITS:
+        return int(float(found.group(1)) * _UNITS[found.group(2).upper()])
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
         return given
-    found = _SIZE.fullmatch(given.strip())
-    if found is None or found.group(2).upper() not in _UNITS:
-        raise BadInput(
-            f"{name}={given!r} is not a size; write a number with B, KiB, MiB, GiB, TiB (or KB, MB, GB, TB), "
-            f"e.g. {name}=2GiB"
-        )
-    return int(float(found.group(1)) * _UNITS[found.group(2).upper()])
+    raise BadInput(
+        f"{name}={given!r} is not a size; write a number with B, KiB, MiB, GiB, TiB (or KB, MB, GB, TB), "
+        f"e.g. {name}=2GiB"
+    )
 
 
 def parse_rate(given: str | int, name: str) -> int:
@@ -138,10 +251,7 @@ def parse_writes(given: str | float, name: str) -> float | None:
     except (TypeError, ValueError):
         written = nan
     if not LEAST_WRITES <= written <= MOST_WRITES:
-        raise BadInput(
-            f"{name}={given!r}; give {DEFAULT_WRITES}, {LEARNED_WRITES}, or how many times the size of nvme may be "
-            f"written a day, {LEAST_WRITES} to {MOST_WRITES:.0f}"
-        )
+        raise BadInput(f"{name}={given!r}; give {WRITES}")
     return written
 
 
@@ -155,21 +265,6 @@ def checked_policy(given: str, name: str) -> str:
     return given
 
 
-LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000.0
-
-
-def checked_share(given: Share, names: tuple[str, str]) -> Share:
-    """One tenant's share of each tier. Raises `BadInput`. names: of the two options, for the message."""
-    for name, value in zip(names, (given.guaranteed, given.weight), strict=True):
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise BadInput(f"{name}={value!r} is not a number")
-    if not 0 <= given.guaranteed <= 1:
-        raise BadInput(f"{names[0]}={given.guaranteed!r}; give the part of each tier that is guaranteed to it, 0 to 1")
-    if not LEAST_WEIGHT <= given.weight <= MOST_WEIGHT:
-        raise BadInput(f"{names[1]}={given.weight!r}; give a number from {LEAST_WEIGHT} to {MOST_WEIGHT:.0f}")
-    return given
-
-
 def checked_shares(shares: Mapping[str, Share]) -> Mapping[str, Share]:
     """All tenants' shares, which must not exceed the whole. Raises `BadInput`."""
     if not isinstance(shares, Mapping) or not all(isinstance(share, Share) for share in shares.values()):
@@ -178,7 +273,8 @@ def checked_shares(shares: Mapping[str, Share]) -> Mapping[str, Share]:
             'shares={"default": kvstore.Share(guaranteed=0.5)}'
         )
     for name, share in shares.items():
-        checked_share(share, (f"shares: {name}: guaranteed", f"shares: {name}: weight"))
+        checked(f"shares: {name}: guaranteed", share.guaranteed, Part)
+        checked(f"shares: {name}: weight", share.weight, Weight)
     total = sum(share.guaranteed for share in shares.values())
     if total > 1 + 1e-9:
         given = ", ".join(f"{name} {share.guaranteed}" for name, share in shares.items() if share.guaranteed)
@@ -200,14 +296,52 @@ def check_pieces(shares: Mapping[str, Share], pieces: int, piece_bytes: int, tie
             )
 
 
-MAX_SECONDS = 10**9
-"""Longer than any wait."""
-MOST_RETAINED = 0.9
-"""Retained blocks must leave room for new ones."""
+# ---------------------------------------------------------------------------------------------------------------------
+# Kinds of settings.
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+def allowed_size(*words: str) -> Meta:
+    """Of a size, or one of the words."""
+
+    def check(value: Size, name: str) -> None:
+        try:
+            _ = value in words or parse_size(value, name)
+        except BadInput as error:
+            raise BadInput(str(error) + "".join(f", or {word}" for word in words)) from None
+
+    return Meta(description=f"a size, e.g. '2GiB'{''.join(f', or {one}' for one in words)}", extra={"check": check})
+
+
+def is_scrubbing(tiers: TierOptions) -> bool:
+    """Whether there is a scrub, whose rate may change: one that is off has no thread."""
+    return parse_rate(tiers.scrub, "scrub") > 0
+
+
+Text = Annotated[str, Meta(pattern="^[^\0]+\\Z", description="text in quotes, not empty and without NUL")]
+PathText = Annotated[Text, Meta(extra={"path": True})]
+LIVE = Meta(extra={"live": lambda section: True})
+"""Of a setting that a sidecar applies while it serves."""
+Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0, le=MAX_SECONDS, description=f"seconds above 0, at most {MAX_SECONDS}")]
+Part = Annotated[float, Meta(ge=0, le=1, description="the part of each tier that is guaranteed to it, 0 to 1")]
+Weight = Annotated[float, Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)]
+Rate = Annotated[Size, Meta(description="bytes per second, e.g. scrub=8MiB/s, or off", extra={"check": parse_rate})]
+Policy = Annotated[str, Meta(description=f"{' or '.join(POLICIES)}, in quotes", extra={"check": checked_policy})]
+Writes = Annotated[str | float, Meta(description=WRITES, extra={"check": parse_writes})]
+Fingerprint = Annotated[
+    str,
+    Meta(
+        pattern=rf"^[0-9a-fA-F]{{{2 * KEY_ID_BYTES}}}\Z",
+        description=f"the fingerprint of the identity to begin anew with, {2 * KEY_ID_BYTES} hexadecimal digits that "
+        "kvstore keys show prints",
+    ),
+]
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sections.
+
+
+class Limits(SettingsSection, frozen=True):
     """Named upper bounds of a store.
 
     lease_seconds: how long a lease pins. pinned_fraction: of the DRAM budget, what may be pinned at once. room_steps:
@@ -219,17 +353,17 @@ class Limits:
     committed. retained_fraction: of each tier, what may be kept because a ttl or a priority asks for it.
     """
 
-    lease_seconds: float = 60.0
-    pinned_fraction: float = 0.8
-    leases: int = 65536
-    namespaces: int = 1024
-    room_steps: int = 1 << 20
-    forgotten: int = 65536
-    close_seconds: float = 30.0
-    tenant_leases: int | None = None
-    tenant_namespaces: int | None = None
-    joint_seconds: float = 30.0
-    retained_fraction: float = 0.25
+    lease_seconds: Seconds = 60.0
+    pinned_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.8
+    leases: Count = 65536
+    namespaces: Annotated[int, Meta(ge=1, le=MAX_NAMESPACES)] = 1024
+    room_steps: Count = 1 << 20
+    forgotten: Annotated[int, Meta(ge=0)] = 65536
+    close_seconds: Annotated[float, Meta(ge=0, le=MAX_SECONDS)] = 30.0
+    tenant_leases: Count | None = None
+    tenant_namespaces: Count | None = None
+    joint_seconds: Seconds = 30.0
+    retained_fraction: Annotated[float, Meta(ge=0, le=MOST_RETAINED)] = 0.25
 
     @property
     def most_leases(self) -> int:
@@ -241,88 +375,45 @@ class Limits:
 
     def shared_by(self, tenants: int) -> Limits:
         """The same limits for so many tenants: without a given share, each has an equal one, for itself alone."""
-        return replace(
+        return structs.replace(
             self,
             forgotten=self.forgotten // tenants,
             tenant_leases=self.tenant_leases or max(1, self.leases // tenants),
             tenant_namespaces=self.tenant_namespaces or max(1, self.namespaces // tenants),
         )
 
-    def __post_init__(self) -> None:
-        for name in ("leases", "namespaces", "room_steps", "forgotten"):
-            if not isinstance(getattr(self, name), int):
-                raise BadInput(f"{name}={getattr(self, name)!r} is not a whole number")
-        for name in ("lease_seconds", "joint_seconds", "pinned_fraction", "retained_fraction", "close_seconds"):
-            if not isinstance(getattr(self, name), int | float):
-                raise BadInput(f"{name}={getattr(self, name)!r} is not a number")
-        for name in ("lease_seconds", "joint_seconds"):
-            if not 0 < getattr(self, name) <= MAX_SECONDS:
-                raise BadInput(f"{name}={getattr(self, name)}; give more than 0, at most {MAX_SECONDS}")
-        if min(self.leases, self.namespaces, self.room_steps) < 1 or self.forgotten < 0:
-            raise BadInput(
-                f"leases={self.leases}, namespaces={self.namespaces}, room_steps={self.room_steps} and "
-                f"forgotten={self.forgotten}: give 1 or more of the first three, 0 or more of the last"
-            )
-        for name in ("tenant_leases", "tenant_namespaces"):
-            given = getattr(self, name)
-            if given is not None and (not isinstance(given, int) or given < 1):
-                raise BadInput(f"{name}={given!r}; give 1 or more, or nothing for an equal share of each tenant")
-        if self.namespaces > MAX_NAMESPACES:
-            raise BadInput(f"namespaces={self.namespaces}; give at most {MAX_NAMESPACES}")
-        if not 0 <= self.close_seconds <= MAX_SECONDS:
-            raise BadInput(f"close_seconds={self.close_seconds}; give seconds from 0 to {MAX_SECONDS}")
-        if not 0 < self.pinned_fraction <= 1:
-            raise BadInput(f"pinned_fraction={self.pinned_fraction}; give a number above 0, at most 1")
-        if not 0 <= self.retained_fraction <= MOST_RETAINED:
-            raise BadInput(f"retained_fraction={self.retained_fraction}; give a number from 0 to {MOST_RETAINED}")
 
-
-@dataclass(frozen=True, slots=True)
-class TierOptions:
+class TierOptions(SettingsSection, frozen=True):
     """The budgets and rates of a store's tiers, in bytes and bytes per second, and what goes where; `kvstore.open`
     explains each."""
 
-    dram: Size = DEFAULT_DRAM
-    nvme: Size | None = None
-    extent: Size | None = None
-    slab: Size | None = None
-    scrub: Size = DEFAULT_SCRUB
-    policy: str = DEFAULT_POLICY
-    nvme_writes: str | float = DEFAULT_WRITES
+    dram: Annotated[Size, allowed_size()] = DEFAULT_DRAM
+    nvme: Annotated[Size | None, allowed_size()] = None
+    extent: Annotated[Size | None, allowed_size()] = None
+    slab: Annotated[Size | None, allowed_size()] = None
+    scrub: Annotated[Rate, Meta(extra={"live": is_scrubbing})] = DEFAULT_SCRUB
+    policy: Policy = DEFAULT_POLICY
+    nvme_writes: Writes = DEFAULT_WRITES
 
-    def check(self, section: str = "", words: Mapping[str, Sequence[str]] = MappingProxyType({})) -> None:
-        """What can be checked without the machine. section: prefix of options' names, for messages. words: allowed in
-        place of a size, by option. Raises `BadInput`."""
-        for key in ("dram", "nvme", "extent", "slab"):
-            size, others = getattr(self, key), words.get(key, ())
-            if size is None or size in others:
-                continue
-            try:
-                parse_size(size, section + key)
-            except BadInput as error:
-                raise BadInput(str(error) + "".join(f", or {word}" for word in others)) from None
-        parse_rate(self.scrub, f"{section}scrub")
-        checked_policy(self.policy, f"{section}policy")
-        name = f"{section}nvme_writes"
-        if parse_writes(self.nvme_writes, name) is not None and self.nvme in (None, OFF):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nvme in (None, OFF) and parse_writes(self.nvme_writes, "nvme_writes") is not None:
             raise BadInput(
-                f"{name}={self.nvme_writes!r} is about what is written to NVMe, and there is none; give {section}nvme "
-                f"a size, or leave {name} out"
+                f"nvme_writes={self.nvme_writes!r} is about what is written to NVMe, and there is none; give nvme a "
+                "size, or leave nvme_writes out"
             )
 
 
-@dataclass(frozen=True, slots=True)
-class KeysOptions:
+class KeysOptions(SettingsSection, frozen=True):
     """directory: of tenants' secrets that the nodes of a pool share; the store's own, DATA/keys, if not given.
     cold_start: the fingerprint of an identity there that may take the place of another one, under which a tenant's
     blocks were stored: they are not found any more."""
 
-    directory: str | None = None
-    cold_start: str | None = None
+    directory: PathText | None = None
+    cold_start: Fingerprint | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class NetworkSettings:
+class NetworkSettings(SettingsSection, frozen=True):
     """listen: HOST:PORT or unix:PATH of gRPC, in a process that the keeper runs beside the sidecar; none if not given.
     http: HOST:PORT of a router's queries, in the same process. token_file: of the operator's token, and a line NAME
     TOKEN for each tenant, for callers on this host. certificate, key, client_ca: files in PEM, for callers with
@@ -334,19 +425,19 @@ class NetworkSettings:
     their way beyond loopback, or always.
     """
 
-    listen: str | None = None
-    http: str | None = None
-    token_file: str | None = None
-    certificate: str | None = None
-    key: str | None = None
-    client_ca: str | None = None
+    listen: Text | None = None
+    http: Text | None = None
+    token_file: PathText | None = None
+    certificate: PathText | None = None
+    key: PathText | None = None
+    client_ca: PathText | None = None
     reflection: bool = False
-    peers: list[str] | None = None
-    directory: str | None = None
-    directory_password_file: str | None = None
-    pull: str | None = None
-    transport: str = "sockets"
-    seal: str = "auto"
+    peers: Annotated[list[Text], Meta(max_length=MOST_PEERS)] | None = None
+    directory: Text | None = None
+    directory_password_file: PathText | None = None
+    pull: Text | None = None
+    transport: Annotated[str, one_of("sockets", "ucx")] = "sockets"
+    seal: Annotated[str, one_of("auto", "always")] = "auto"
 
     @property
     def wants_peers(self) -> bool:
@@ -361,90 +452,64 @@ class NetworkSettings:
         return self.seal == "always" or not is_loopback(host_and_port(self.pull or self.listen)[0])
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteSettings:
+class RemoteSettings(SettingsSection, frozen=True):
     """A remote engine. url: valkey://[USER@]HOST[:PORT], valkeys://... for TLS, or valkey+unix:/PATH; none if not
     given. password_file: of its user. writes: which blocks are written there: all, learned (those that are asked for
     again), or none. ttl: seconds for which they are kept there; 0 for as long as it has room."""
 
-    url: str | None = None
-    password_file: str | None = None
-    writes: str = "all"
-    ttl: float = 86400.0
-
-
-FILES_OF_NETWORK = ("token_file", "certificate", "key", "client_ca", "directory_password_file")
-TRANSPORTS, SEALS, REMOTE_WRITES = ("sockets", "ucx"), ("auto", "always"), ("all", "learned", "none")
-MOST_PEERS = 64
-MOST_TTL_SECONDS = 10 * 366 * 86400.0
+    url: Text | None = None
+    password_file: PathText | None = None
+    writes: Annotated[str, one_of("all", "learned", "none")] = "all"
+    ttl: Annotated[float, Meta(ge=0, le=MOST_TTL_SECONDS)] = 86400.0
 
 
 def check_network(network: NetworkSettings, remote: RemoteSettings, has_keeper: bool = True) -> None:
     """Raises `BadInput`. has_keeper: whether a keeper starts the network process."""
-    _check_remote(remote)
+    if remote.url is None and remote != RemoteSettings():
+        raise BadInput("remote.url is missing, and other keys of [remote] are there; give valkey://HOST:PORT")
     if network.listen is None:
         if network != NetworkSettings():
             raise BadInput("network.listen is missing, and other keys of [network] are there; give HOST:PORT of gRPC")
         return
     pems = (network.certificate, network.key, network.client_ca)
-    if None in pems and any(pems):
+    is_bare, is_local = None in pems, network.listen.startswith("unix:")
+    if is_bare and any(pems):
         raise BadInput(
             "network.certificate, network.key and network.client_ca belong together; give all three, or none"
         )
-    for key, address in (("listen", network.listen), ("http", network.http), ("pull", network.pull)):
-        if address is None or (key == "listen" and address.startswith("unix:")):
-            continue
-        host, _ = host_and_port(address, f"network.{key}")
-        if not is_loopback(host) and None in pems:
+    given = {"listen": None if is_local else network.listen, "http": network.http, "pull": network.pull}
+    hosts = {key: host_and_port(one, f"network.{key}")[0] for key, one in given.items() if one is not None}
+    for key, host in hosts.items():
+        if is_bare and not is_loopback(host):
             raise BadInput(
-                f"network.{key}={address!r} can be reached by other hosts; give network.certificate, network.key and "
-                "network.client_ca, or listen on 127.0.0.1"
+                f"network.{key}={given[key]!r} can be reached by other hosts; give network.certificate, network.key "
+                "and network.client_ca, or listen on 127.0.0.1"
             )
-    if network.token_file is None and (None in pems or network.listen.startswith("unix:")):
+    if network.token_file is None and (is_bare or is_local):
         raise BadInput("network.listen needs network.token_file, or network.certificate, network.key and client_ca")
     if not has_keeper and not network.wants_peers:  # else it is run by itself, and the sidecar has to know of it
         raise BadInput("network.listen needs store.keeper = true, which starts it; or run kvstore network by itself")
-    _check_peers(network, None in pems)
-
-
-def _check_peers(network: NetworkSettings, is_bare: bool) -> None:
-    for key, given, allowed in (("transport", network.transport, TRANSPORTS), ("seal", network.seal, SEALS)):
-        if given not in allowed:
-            raise BadInput(f"network.{key}={given!r}; allowed: {', '.join(allowed)}")
     if not network.wants_peers:
-        if network.pull is not None or network.directory_password_file is not None:
-            key = "pull" if network.pull is not None else "directory_password_file"
-            raise BadInput(f"network.{key} is for other nodes; give network.peers or network.directory too")
+        for key in ("pull", "directory_password_file"):
+            if getattr(network, key) is not None:
+                raise BadInput(f"network.{key} is for other nodes; give network.peers or network.directory too")
         return
-    assert network.listen is not None
-    if network.listen.startswith("unix:"):
+    if is_local:
         raise BadInput("other nodes dial network.listen; give HOST:PORT of this host, and no UNIX socket")
-    for key, address in (("listen", network.listen), ("pull", network.pull)):
-        if address is not None and host_and_port(address)[0] in ("", "0.0.0.0", "::"):
+    for key in hosts.keys() - {"http"}:
+        if hosts[key] in ("", "0.0.0.0", "::"):
             raise BadInput(
-                f"network.{key}={address!r} is no address that other nodes can dial; give the one of this host"
+                f"network.{key}={given[key]!r} is no address that other nodes can dial; give the one of this host"
             )
-    peers = network.peers or []
-    if len(peers) > MOST_PEERS:
-        raise BadInput(f"network.peers names {len(peers)} nodes; give at most {MOST_PEERS}, or network.directory")
-    for one in peers:
-        host, port = host_and_port(one, "network.peers")
+    for peer in network.peers or ():
+        host, port = host_and_port(peer, "network.peers")
         if not port:
-            raise BadInput(f"network.peers={one!r}; give the port that the other node listens at")
+            raise BadInput(f"network.peers={peer!r}; give the port that the other node listens at")
         if is_bare and not is_loopback(host):
             raise BadInput(
-                f"network.peers={one!r} is another host; give network.certificate, network.key and network.client_ca, "
+                f"network.peers={peer!r} is another host; give network.certificate, network.key and network.client_ca, "
                 "by which nodes know each other"
             )
-
-
-def _check_remote(remote: RemoteSettings) -> None:
-    if remote.writes not in REMOTE_WRITES:
-        raise BadInput(f"remote.writes={remote.writes!r}; allowed: {', '.join(REMOTE_WRITES)}")
-    if not 0 <= remote.ttl <= MOST_TTL_SECONDS:
-        raise BadInput(f"remote.ttl={remote.ttl}; give seconds, at most {MOST_TTL_SECONDS:.0f}, or 0 for no end")
-    if remote.url is None and remote != RemoteSettings():
-        raise BadInput("remote.url is missing, and other keys of [remote] are there; give valkey://HOST:PORT")
 
 
 def host_and_port(listen: str, key: str = "http.listen") -> tuple[str, int]:
@@ -457,8 +522,7 @@ def host_and_port(listen: str, key: str = "http.listen") -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-@dataclass(frozen=True, slots=True)
-class StoreOptions:
+class StoreOptions(Struct, frozen=True):
     """All that is chosen of a store, as `kvstore.open` explains it. Raises `BadInput`."""
 
     tiers: TierOptions = TierOptions()
@@ -467,7 +531,6 @@ class StoreOptions:
     shares: Mapping[str, Share] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tiers.check()
         checked_shares(self.shares)
         if self.tiers.nvme is None and self.tiers.slab is not None:
             raise BadInput(

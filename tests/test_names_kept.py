@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, get_type_hints
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,14 +26,15 @@ from house import House
 from kvstore.block.account import MissReason
 from kvstore.cli.main import app
 from kvstore.cli.terminal import BAD_INPUT, CHECK_FAILED, INTERRUPTED, OK, OUT_OF_RESOURCES
+from kvstore.config import kinds_of
 from kvstore.metrics.endpoints import LIVEZ, METRICS_PATH, READYZ
 from kvstore.network.query import PATHS as QUERY_PATHS
 from kvstore.openai.proxy import PATHS
-from kvstore.service.settings import Settings, TenantSettings
 from kvstore.status.declared import families
 from kvstore.status.tree import SidecarStatus
 from kvstore.wire import admin_pb2, peer_pb2, score_pb2, store_pb2
 from service.sidecar import Sidecar
+from wrong_values import every_setting
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKEN = "operator-" + "o" * 16
@@ -45,19 +46,14 @@ def metrics() -> Iterator[str]:
         yield f"metric {one.name} {one.kind} {','.join(one.labels)}".rstrip()
 
 
-def settings(kind: type = Settings, prefix: str = "setting ") -> Iterator[str]:
-    hints = get_type_hints(kind)
-    for one in fields(kind):
-        inner = TenantSettings if one.name == "tenants" else hints[one.name]
-        if is_dataclass(inner) and isinstance(inner, type):
-            yield from settings(inner, f"{prefix}{one.name}.")
-        else:
-            yield prefix + one.name
+def settings() -> Iterator[str]:
+    for section, key, _, _ in every_setting():
+        yield f"setting {section.removesuffix('.NAME')}.{key}"
 
 
 def adapter_settings() -> Iterator[str]:
-    for one in fields(ConnectorSettings):
-        yield f"setting kv_connector_extra_config.{one.name}"
+    for name in kinds_of(ConnectorSettings):
+        yield f"setting kv_connector_extra_config.{name}"
 
 
 def commands(command: Any = None, name: str = "kvstore") -> Iterator[str]:

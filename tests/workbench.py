@@ -186,8 +186,8 @@ def bench(*, dram: int = 1 << 20, extent: int = 64 * KIB, limits: Limits | None 
 def open_at(directory: Path | str, **given: Any) -> EmbeddedStore:
     """A store on a directory. given: options of it, and parts that it is built of, by their names."""
     tiers, parts = (
-        {one.name: given.pop(one.name) for one in fields(kind) if one.name in given}
-        for kind in (TierOptions, StoreParts)
+        {name: given.pop(name) for name in names if name in given}
+        for names in (TierOptions.__struct_fields__, [one.name for one in fields(StoreParts)])
     )
     options = StoreOptions(TierOptions(**tiers), **given)
     return open_embedded(str(directory), options, StoreParts(**{"codecs": codec_named, **parts}))

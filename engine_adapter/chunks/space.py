@@ -13,19 +13,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from logging import getLogger
+from typing import Annotated
 
 import torch
+from msgspec import Meta
 
 from engine_adapter.chunks.layout import ChunkRun, chunk_key, chunk_planes
 from engine_adapter.handoff.block_wait import WaitPlan, wait_for_blocks
 from engine_adapter.handoff.fetch import FetchPolicy
 from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
+from engine_adapter.paged.settings import Epoch
 from engine_adapter.paged.step_plan import NamespaceSpec
 from kvstore.block.account import Account, HitTier, MissReason
 from kvstore.block.identity import Prompt
 from kvstore.block.pages import Pages
 from kvstore.client.edge import contained
 from kvstore.client.handle import Lease, Match, NamespaceHandle
+from kvstore.config import SettingsSection
 from kvstore.protocol import messages as m
 from kvstore.protocol.told import RequestTold
 
@@ -47,6 +51,19 @@ _APART = frozenset(
 """Why chunks cannot be stored behind the chunks before them: those are missing, in another chain, or in flight."""
 
 _log = getLogger(__name__)
+
+
+Milliseconds = Annotated[float, Meta(ge=0)]
+
+
+class ChunkSettings(SettingsSection, frozen=True):
+    """What every such adapter is given by its engine's configuration, where numbers may be text. url: of the store.
+    model_dir: where the weights are. weights_epoch: of weights that were changed in place."""
+
+    is_lax = True
+    url: Annotated[str, Meta(min_length=1, description='the store\'s address, e.g. "unix:/run/kvstore/kvstore.sock"')]
+    model_dir: str | None = None
+    weights_epoch: Epoch = 0
 
 
 def open_twice(opened: Callable[..., ClosableStore], url: str, engine: str) -> tuple[ClosableStore, ClosableStore]:

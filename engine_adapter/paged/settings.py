@@ -1,23 +1,18 @@
-"""The settings of an engine's connector, checked key by key.
-
-The keys are those of vLLM's `kv_connector_extra_config`. An unknown key is reported together with the known ones. Must
-never read the environment.
-"""
+"""The settings of an engine's connector: the keys of vLLM's `kv_connector_extra_config`. Must never read the
+environment."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta
 
 from kvstore.block import payload
-from kvstore.block.errors import BadInput
 from kvstore.block.layout import MAX_BLOCK_TOKENS
+from kvstore.config import SettingsSection, one_of, read
 
 MAX_DEADLINE_MS = 60_000
 
@@ -39,23 +34,13 @@ class LoadMode(StrEnum):
     LAYERWISE = "layerwise"  # the same, layer by layer while the step runs
 
 
-def _whole(lowest: int, highest: int) -> Meta:
-    return Meta(ge=lowest, le=highest, description=f"a whole number from {lowest} to {highest}")
-
-
-def _one_of(*allowed: str) -> Meta:
-    return Meta(description=f"one of {', '.join(allowed)}")
-
-
-Flag = Annotated[bool, Meta(description="true or false")]
-Priority = Annotated[int, _whole(-100, 100)]
+Priority = Annotated[int, Meta(ge=-100, le=100)]
 Ttl = Annotated[float, Meta(gt=0, lt=1 << 40, description="seconds above 0 and below 2**40")]
+Epoch = Annotated[int, Meta(ge=0, le=1 << 62)]
 _Deadline = Annotated[float, Meta(ge=0, le=MAX_DEADLINE_MS, description=f"milliseconds, 0 to {MAX_DEADLINE_MS}")]
-_CODECS = ("auto", *sorted(payload.CODEC_NAMES))
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectorSettings:
+class ConnectorSettings(SettingsSection, frozen=True):
     """url: of the store, as for `kvstore.open`. codec: "auto" is 8 bits if the pages are known to be K and V of 16- or
     32-bit floats, else raw. match_deadline_ms: how long a request is held back for its look-up. lease_deadline_ms: and
     for blocks that are promoted from lower tiers. model: the fingerprint of the weights, if it cannot be read from
@@ -69,22 +54,22 @@ class ConnectorSettings:
     saved blocks, -100 .. 100; above 0 they are retained for nine seconds times the priority after their last use."""
 
     url: Annotated[str, Meta(pattern="^unix:", description='a sidecar\'s socket, as "unix:/run/kvstore/kvstore.sock"')]
-    codec: Annotated[str, Meta(pattern=rf"^({'|'.join(_CODECS)})\Z"), _one_of(*_CODECS)] = "auto"
-    save: Annotated[SavePolicy, _one_of(*SavePolicy)] = SavePolicy.ALL
-    load: Annotated[LoadMode, _one_of(*LoadMode)] = LoadMode.AUTO
+    codec: Annotated[str, one_of("auto", *sorted(payload.CODEC_NAMES))] = "auto"
+    save: SavePolicy = SavePolicy.ALL
+    load: LoadMode = LoadMode.AUTO
     match_deadline_ms: _Deadline = 20.0
     lease_deadline_ms: _Deadline = 50.0
-    model: Annotated[str, Meta(description="the fingerprint of the weights as text")] = ""
-    weights_epoch: Annotated[int, _whole(0, 1 << 62)] = 0
-    block_tokens: Annotated[int, _whole(0, MAX_BLOCK_TOKENS)] = 0
-    load_threads: Annotated[int, _whole(1, 16)] = 1
-    save_bytes: Annotated[int, _whole(0, 1 << 40)] = 1 << 30
+    model: str = ""
+    weights_epoch: Epoch = 0
+    block_tokens: Annotated[int, Meta(ge=0, le=MAX_BLOCK_TOKENS)] = 0
+    load_threads: Annotated[int, Meta(ge=1, le=16)] = 1
+    save_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 1 << 30
     save_patience_ms: _Deadline = 1000.0
-    cost_model: Flag = True
-    audit: Annotated[float, Meta(ge=0, le=1, description="a share from 0 to 1")] = 0.001
-    without_prefix_caching: Flag = False
-    traces: Flag = False
-    ttl: Annotated[Ttl | None, Meta(description="seconds above 0 and below 2**40, or null")] = None
+    cost_model: bool = True
+    audit: Annotated[float, Meta(ge=0, le=1)] = 0.001
+    without_prefix_caching: bool = False
+    traces: bool = False
+    ttl: Ttl | None = None
     priority: Priority = 0
 
     @staticmethod
@@ -93,24 +78,6 @@ class ConnectorSettings:
         if "sketch_every" in given:
             _log.warning("kv_connector_extra_config: sketch_every was removed, and prompts are judged by kvstore lint")
             given = {name: value for name, value in given.items() if name != "sketch_every"}
-        known = get_type_hints(ConnectorSettings, include_extras=True)
-        unknown = sorted(set(given) - set(known))
-        if unknown:
-            raise BadInput(
-                f"kv_connector_extra_config has {', '.join(map(repr, unknown))}, which is no setting; allowed: "
-                f"{', '.join(known)}"
-            )
-        if "url" not in given:
-            raise BadInput('kv_connector_extra_config has no url; give the sidecar\'s socket, {"url": "unix:PATH"}')
         if "codec" in given:
             given = {**given, "codec": payload.codec_meant(given["codec"])}
-        checked = {name: taken(f"kv_connector_extra_config has {name}", given[name], known[name]) for name in given}
-        return ConnectorSettings(**checked)
-
-
-def taken(name: str, value: Any, kind: Any) -> Any:
-    """The value of a setting or a hint. Raises `BadInput`, with what its kind allows."""
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError:
-        raise BadInput(f"{name}={value!r:.80}; give {kind.__metadata__[-1].description}") from None
+        return read(ConnectorSettings, given, "kv_connector_extra_config: ")

@@ -6,9 +6,10 @@ import resource
 import secrets
 import socket as socket_module
 import sys
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
+
+from msgspec.structs import replace
 
 from kvstore.cli.operate import Data, ObserveSocket
 from kvstore.cli.standard_streams import say

@@ -47,9 +47,9 @@ def run(
     the last pass; `options` then do not configure the store. Raises `StoreError` if the store cannot open."""
     options, progress = options or DemoOptions(), progress or (lambda doing, done, steps: None)
     if requests is None:
-        requests = twenty_requests(options.answer_tokens)
+        requests = twenty_requests(options.tokens)
     asked = list(requests[: options.requests])
-    tokens, start = options.answer_tokens, time.perf_counter()
+    tokens, start = options.tokens, time.perf_counter()
     with ExitStack() as stack:
         most = 1 if options.seed is None else min(usable_cores(), torch.get_num_threads())
         threads = stack.enter_context(_torch_threads(options.threads or most))

@@ -78,7 +78,7 @@ def _nvme(settings: Settings) -> NvmeConfig | str | None:
 def _descriptors(settings: Settings, dram: DramConfig) -> Iterator[Finding]:
     nvme = _nvme(settings)
     has_nvme = nvme if isinstance(nvme, NvmeConfig) else None
-    yield from machine.descriptors(dram, has_nvme, settings.door.limits.connections)
+    yield from machine.descriptors(dram, has_nvme, settings.door.connections)
 
 
 def _sidecar(settings: Settings) -> Iterator[Finding]:

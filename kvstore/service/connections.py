@@ -16,10 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
+
+from msgspec import Meta
 
 from kvstore.block.errors import StoreError
 from kvstore.block.identity import TenantKeys
+from kvstore.config import LIVE, Count, Seconds, SettingsSection
 from kvstore.protocol import messages as m
 from kvstore.service import descriptors
 from kvstore.service.accounting import Line, Lines, ServiceShare, Turns
@@ -44,10 +47,11 @@ AWAITS_SECONDS = 0.00025
 """How long the door's thread answers ended awaits before it takes messages again."""
 LATELY_SECONDS = 10.0
 """Requests of this age count for a third of present ones when connections of a tenant are ranked."""
+MAX_SWEEP_SECONDS = 10
+"""Memory of disconnected clients is freed no sooner than a sweep finds it."""
 
 
-@dataclass(frozen=True, slots=True)
-class DoorLimits:
+class DoorLimits(SettingsSection, frozen=True):
     """Named upper bounds. connections: at a time, in equal shares for the tenants. in_flight: unanswered requests of
     one connection, and in_flight_bytes, of their messages. running, long_running: how many of these run at a time;
     further ones wait, but a further long one, which may take many seconds, is refused. unread_bytes: answers that one
@@ -56,18 +60,18 @@ class DoorLimits:
     long_threads: for requests that may block, and for long ones. sweep_seconds: interval of checks on the mappings of
     disconnected clients."""
 
-    connections: int = 256
-    in_flight: int = 64
-    in_flight_bytes: int = 4 << 20
-    running: int = 4
-    long_running: int = 2
-    unread_bytes: int = 8 << 20
-    rate: float = 20_000.0
-    burst: int = 2_000
-    silence_seconds: float = 10.0
-    threads: int = 16
-    long_threads: int = 8
-    sweep_seconds: float = 0.05
+    connections: Count = 256
+    in_flight: Count = 64
+    in_flight_bytes: Count = 4 << 20
+    running: Count = 4
+    long_running: Count = 2
+    unread_bytes: Count = 8 << 20
+    rate: Annotated[float, LIVE, Meta(gt=0, le=1e300, description="a number above 0")] = 20_000.0
+    burst: Annotated[Count, LIVE] = 2_000
+    silence_seconds: Seconds = 10.0
+    threads: Count = 16
+    long_threads: Count = 8
+    sweep_seconds: Annotated[float, Meta(gt=0, le=MAX_SWEEP_SECONDS)] = 0.05
 
 
 ADMIN_CONNECTIONS, COURIER_CONNECTIONS = 8, 256

@@ -73,7 +73,7 @@ class Daemon:
         handlers = Handlers(store.core, sessions, run, counting, recording, store.names, whatif)
         told, prefixes = handlers.told, handlers.prefixes
         self._prefixes = prefixes
-        self.door = LocalDoor(handlers, sessions, clock, settings.door.limits, store.faults)
+        self.door = LocalDoor(handlers, sessions, clock, settings.door, store.faults)
         self.sockets: list[str] = []
         desk = couriers(store, sessions, handlers, settings.peers_door) if couriers else None
         health = self.health = SidecarHealth(store, sessions, settings.store, why_not_policy, desk)
@@ -83,13 +83,13 @@ class Daemon:
                 key, where, renew = socket_key(name), one.socket, partial(store.tenant_keys, name)
                 is_served = store.keys.find(name) is not None  # else it was purged, while a pool still has its keys
                 tenant = renew() if is_served else None
-                self.door.listen(Path(where), tenant, settings.door.mode_bits, one.users, renew)
+                self.door.listen(Path(where), tenant, int(settings.door.mode, 8), one.users, renew)
                 self.sockets.append(where)
             key, where = "admin.socket", settings.admin_socket
             admin = Admin(store, self.report, self.door, recording, told, prefixes)
             self.door.listen_admin(Path(where), admin)
             key, where, observe = "observe.socket", settings.observe_socket, settings.observe
-            self.door.listen_admin(Path(where), Observer(admin, clock), observe.mode_bits, observe.users)
+            self.door.listen_admin(Path(where), Observer(admin, clock), int(observe.mode, 8), observe.users)
             if desk is not None:
                 key, where = "the couriers' socket", settings.courier_socket
                 self.door.listen_couriers(Path(where), desk)
@@ -150,7 +150,7 @@ class Daemon:
         found = {self.store.keys.find(name): share for name, share in shares_of(settings).items()}
         self.store.core.adjustments.change_shares({one.tenant: share for one, share in found.items() if one})
         self.store.core.adjustments.change_scrub(parse_rate(settings.store.scrub, "store.scrub"))
-        self.door.change_limits(settings.door.limits)
+        self.door.change_limits(settings.door)
         self.settings = settings
 
     def is_alive(self) -> bool:

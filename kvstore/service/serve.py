@@ -16,28 +16,32 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
+
+import msgspec
 
 from kvstore.block.errors import BadInput, DirectoryInUse, OutOfResources, StoreError
 from kvstore.config import (
     DEFAULT_POLICY,
     DramConfig,
     NvmeConfig,
+    SettingsSection,
     Size,
     StoreOptions,
     TierOptions,
     format_size,
-    parse_rate,
+    host_and_port,
+    kinds_of,
+    marks,
 )
 from kvstore.node import EmbeddedStore, StoreParts, memory_here, open_embedded
-from kvstore.service.connections import DoorLimits
 from kvstore.service.daemon import CouriersMaker, Daemon, budgets
 from kvstore.service.keeper import ALL, DESCRIPTORS, FORGET, KEEP, READY, TOLD
-from kvstore.service.settings import DoorSettings, Settings, host_and_port, shares_of
+from kvstore.service.settings import Settings, settings_of, shares_of
 from tiering.clock import Clock
 from tiering.dram.extents import Extent
 from tiering.dram.keeping import NAME_BYTES, KeptExtent
@@ -47,7 +51,6 @@ from tiering.files import private_pages
 from tiering.nvme.frame_index import IndexMaker
 from tiering.policies.policy import PolicyMaker
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 ENDS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR2})
@@ -135,7 +138,9 @@ def _serve(settings: Settings, outside: Outside, started: Callable[[list[str], i
     dram, nvme = budgets(settings)
     _try_limits(settings, dram, nvme)
     policy, why_not = _usable_policy(settings.store.policy, outside.policies)
-    tiers = replace(settings.store, dram=dram, nvme=nvme, slab=settings.store.slab if nvme is not None else None)
+    tiers = msgspec.structs.replace(
+        settings.store, dram=dram, nvme=nvme, slab=settings.store.slab if nvme is not None else None
+    )
     with _open(settings, outside, policy, tiers) as store:
         daemon = Daemon(
             store,
@@ -351,61 +356,40 @@ def _open(settings: Settings, outside: Outside, policy: PolicyMaker, tiers: Tier
 # Reloaded settings.
 
 
-LIVE_KEYS = ("log.level", "store.scrub", "door.rate", "door.burst", "http.token_file")
-"""Settings that a sidecar applies while it serves, besides shares and weights of tenants that had one of them."""
-
-
 def taken_over(now: Settings, given: Settings) -> tuple[Settings, list[str], list[str]]:
     """Compare reloaded settings: returns those in force, the names of changed ones, and of those that need a restart.
-    Raises `BadInput` if they conflict."""
-    before, after = dict(_flat(now)), dict(_flat(given))
-    different = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    live = {name for name in different if _is_live(name, now, given)}
-
-    def merged(name: str, before: T, after: T) -> T:
-        """The section with its live keys replaced."""
-        names = [one.name for one in fields(before) if f"{name}.{one.name}" in live]  # type: ignore[arg-type]
-        return replace(before, **{key: getattr(after, key) for key in names})  # type: ignore[type-var]
-
-    limits = merged("door", now.door.limits, given.door.limits)
-    result = replace(
-        now,
-        log=merged("log", now.log, given.log),
-        store=merged("store", now.store, given.store),
-        door=replace(merged("door", now.door, given.door), limits=limits),
-        http=merged("http", now.http, given.http),
-        tenants={
-            name: merged(f"tenants.{name}", one, given.tenants.get(name, one)) for name, one in now.tenants.items()
-        },
-    )
-    shares_of(result)
-    return result, sorted(live), sorted(different - live)
+    A setting says itself whether it is applied while the sidecar serves (`config.marks`). Raises `BadInput` if they
+    conflict."""
+    table = msgspec.to_builtins(now)
+    before, after = dict(_flat(table)), dict(_flat(msgspec.to_builtins(given)))
+    different = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
+    live = {path for path in different if _is_live(path, now, given)}
+    for path in live:
+        _at(table, path[:-1])[path[-1]] = after[path]
+    changed, in_vain = (sorted(map(".".join, paths)) for paths in (live, different - live))
+    return settings_of(table), changed, in_vain
 
 
-def _flat(settings: Settings) -> Iterator[tuple[str, Any]]:
-    for section in fields(Settings):
-        value = getattr(settings, section.name)
-        tables = [(section.name, value)]
-        if isinstance(value, Mapping):
-            tables = [(f"{section.name}.{name}", one) for name, one in value.items()]
-        elif isinstance(value, DoorSettings):
-            tables.append((section.name, value.limits))
-        for name, table in tables:
-            for one in fields(table):
-                if one.type != DoorLimits.__name__:
-                    yield f"{name}.{one.name}", getattr(table, one.name)
+def _flat(table: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in table.items():
+        path = (*above, name)
+        yield from _flat(value, path) if isinstance(value, dict) else [(path, value)]
 
 
-def _is_live(name: str, now: Settings, given: Settings) -> bool:
-    if name == "store.scrub":  # a scrub that is off has no thread
-        return bool(parse_rate(now.store.scrub, name) and parse_rate(given.store.scrub, name))
-    section, _, key = name.rpartition(".")
-    if key not in ("share", "weight"):
-        return name in LIVE_KEYS
-    pair = [
-        one.door if section == "door" else one.tenants.get(section.removeprefix("tenants.")) for one in (now, given)
-    ]
-    return all(one is not None and (one.share, one.weight) != (None, None) for one in pair)
+def _at(one: Any, path: tuple[str, ...]) -> Any:
+    """The section there, of settings or of their table; None without one."""
+    for name in path:
+        one = one.get(name) if isinstance(one, dict) else getattr(one, name)
+    return one
+
+
+def _is_live(path: tuple[str, ...], now: Settings, given: Settings) -> bool:
+    sections = [_at(one, path[:-1]) for one in (now, given)]
+    if None in sections:
+        return False
+    section: type[SettingsSection] = type(sections[0])
+    may_change = marks(kinds_of(section)[path[-1]]).get("live")
+    return may_change is not None and all(may_change(one) for one in sections)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

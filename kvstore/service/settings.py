@@ -19,178 +19,170 @@ key's full name, what was given and what is allowed. The environment is handed i
 from __future__ import annotations
 
 import difflib
-import math
 import os
-import re
 import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any
+
+from msgspec import Meta, field, inspect
 
 from kvstore.block.errors import BadInput, shown
 from kvstore.config import (
     AUDIT_FILE,
     AUTO,
     DEFAULT_TENANT,
-    DEFAULT_WRITES,
-    FILES_OF_NETWORK,
-    LEARNED_WRITES,
-    MAX_SECONDS,
+    LIVE,
+    LONGEST_KEY,
     MAX_SOCKET_BYTES,
     OFF,
-    POLICIES,
     KeysOptions,
     Limits,
     NetworkSettings,
+    Part,
+    PathText,
     RemoteSettings,
+    SettingsSection,
     Size,
     TierOptions,
+    Weight,
+    allowed_size,
     check_network,
-    checked_share,
     checked_shares,
-    expanded,
+    host_and_port,
     is_loopback,
+    is_section,
+    kinds_of,
+    one_of,
+    read,
 )
-from kvstore.config import host_and_port as host_and_port
 from kvstore.service.connections import DoorLimits
 from tiering.files import Unfit, read_file
-from tiering.frame import KEY_ID_BYTES
 from tiering.policies.shares import Share
 
-T = TypeVar("T")
 TENANT_SOCKET, ADMIN_SOCKET, OBSERVE_SOCKET = "kvstore.sock", "admin.sock", "observe.sock"
 COURIER_SOCKET = "courier.sock"
 VARIABLE = "KVSTORE_"
 SHORT = {"KVSTORE_DATA": ("store", "data"), "KVSTORE_DRAM": ("store", "dram"), "KVSTORE_NVME": ("store", "nvme")}
 """Shorter names, which other commands read too; the long ones take precedence."""
-LEVELS = ("debug", "info", "warning", "error")
-FORMATS = ("json", "text")
-WORDS = {
-    "store.policy": f"{', '.join(POLICIES[:-1])} or {POLICIES[-1]}, in quotes",
-    "store.nvme_writes": f"{DEFAULT_WRITES} or {LEARNED_WRITES}, in quotes, or a number",
-    "log.level": f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}, in quotes",
-    "log.format": f"{' or '.join(FORMATS)}, in quotes",
-}
-"""Allowed values of settings that are a word or two."""
-MAX_SWEEP_SECONDS = 10.0
-"""Memory of disconnected clients is freed no sooner than a sweep finds it."""
 MAX_USER = (1 << 32) - 2
 """The highest user id; the one above it means none."""
-FINGERPRINT_DIGITS = 2 * KEY_ID_BYTES
-_FINGERPRINT = re.compile(f"[0-9a-fA-F]{{{FINGERPRINT_DIGITS}}}")
-MOST_LINE, LONGEST_KEY = 1000, 100
-"""Characters of an error line, and of a key for which a similar one is looked for."""
+MOST_LINE = 1000
+"""Characters of an error line."""
 MOST_CONFIGURATION_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class StoreSettings(TierOptions):
+def has_share(tenant: DoorSettings | TenantSettings) -> bool:
+    """Whether a tenant has a share of its own, which may change; a tenant gets one, or loses it, at a start."""
+    return (tenant.share, tenant.weight) != (None, None)
+
+
+Mode = Annotated[str, Meta(pattern=r"^\s*(0[oO])?0*[0-7]{1,3}\s*\Z", description="octal digits, such as '660'")]
+User = Annotated[int, Meta(ge=0, le=MAX_USER, description=f"user ids, 0 to {MAX_USER}")]
+Address = Annotated[str, Meta(description="HOST:PORT as text", extra={"check": host_and_port})]
+SHARED = Meta(extra={"live": has_share})
+
+
+class StoreSettings(TierOptions, frozen=True):
     """A sidecar's tiers. dram, nvme: "auto" is half of the memory that this process may have, and four fifths of the
     disk's free space; "off" is no NVMe. data: the directory of keys and slabs. prefault: fault in all of DRAM at the
     start, in the background. keeper: a parent process holds the memory, and restarts the sidecar after a crash."""
 
-    dram: Size = AUTO
-    nvme: Size | None = AUTO
-    data: str = "./kv"
+    dram: Annotated[Size, allowed_size(AUTO)] = AUTO
+    nvme: Annotated[Size | None, allowed_size(AUTO, OFF)] = AUTO
+    data: PathText = "./kv"
     prefault: bool = True
     keeper: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class DoorSettings:
+class DoorSettings(DoorLimits, frozen=True):
     """socket: of the default tenant; beside the data if not given. mode: of every tenant's socket, in octal. users:
     user ids that may connect; if not given, every user who can open the socket; an empty list admits none. share,
     weight: as a tenant's."""
 
-    socket: str | None = None
-    mode: str = "660"
-    users: list[int] | None = None
-    share: float | None = None
-    weight: float | None = None
-    limits: DoorLimits = field(default_factory=DoorLimits)
-
-    @property
-    def mode_bits(self) -> int:
-        return int(self.mode, 8)
+    socket: PathText | None = None
+    mode: Mode = "660"
+    users: list[User] | None = None
+    share: Annotated[Part | None, SHARED] = None
+    weight: Annotated[Weight | None, SHARED] = None
 
 
-@dataclass(frozen=True, slots=True)
-class TenantSettings:
+class TenantSettings(SettingsSection, frozen=True):
     """socket: the tenant's. users: as the door's. share: its guaranteed part of each tier. weight: its part of the
     rest, relative to others'."""
 
-    socket: str
-    users: list[int] | None = None
-    share: float | None = None
-    weight: float | None = None
+    socket: PathText
+    users: list[User] | None = None
+    share: Annotated[Part | None, SHARED] = None
+    weight: Annotated[Weight | None, SHARED] = None
 
 
-@dataclass(frozen=True, slots=True)
-class AdminSettings:
+class AdminSettings(SettingsSection, frozen=True):
     """socket: the operator's; beside the data if not given."""
 
-    socket: str | None = None
+    socket: PathText | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ObserveSettings:
+class ObserveSettings(SettingsSection, frozen=True):
     """socket: of observers, who see what the operator sees and can change nothing; beside the data if not given. mode,
     users: as the door's."""
 
-    socket: str | None = None
-    mode: str = "660"
-    users: list[int] | None = None
-
-    @property
-    def mode_bits(self) -> int:
-        return int(self.mode, 8)
+    socket: PathText | None = None
+    mode: Mode = "660"
+    users: list[User] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class HttpSettings:
+class HttpSettings(SettingsSection, frozen=True):
     """listen: HOST:PORT of liveness, readiness and metrics; none if not given. token_file: holds the token that a
     scraper must send for the metrics; without it they are served only if there is a single tenant."""
 
-    listen: str | None = None
-    token_file: str | None = None
+    listen: Address | None = None
+    token_file: Annotated[PathText | None, LIVE] = None
 
 
-@dataclass(frozen=True, slots=True)
-class ConsoleSettings:
+class ConsoleSettings(SettingsSection, frozen=True):
     """listen: HOST:PORT of the console, a process that the supervisor runs beside the sidecar; none if not given.
     token_file: of one line; needed if other hosts can connect. operator: whether the console gets the operator's
     socket, so that holders of the token may drop, purge and warm there. audit_file: where it records what was done;
     beside the data if not given."""
 
-    listen: str | None = None
-    token_file: str | None = None
+    listen: Address | None = None
+    token_file: PathText | None = None
     operator: bool = False
-    audit_file: str | None = None
+    audit_file: PathText | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LogSettings:
+class LogSettings(SettingsSection, frozen=True):
     """level: the lowest that is logged. format: one JSON object per line, or text."""
 
-    level: str = "info"
-    format: str = "json"
+    level: Annotated[str, LIVE, one_of("debug", "info", "warning", "error")] = "info"
+    format: Annotated[str, one_of("json", "text")] = "json"
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    store: StoreSettings = field(default_factory=StoreSettings)
-    limits: Limits = field(default_factory=Limits)
-    door: DoorSettings = field(default_factory=DoorSettings)
-    tenants: Mapping[str, TenantSettings] = field(default_factory=dict)
-    admin: AdminSettings = field(default_factory=AdminSettings)
-    observe: ObserveSettings = field(default_factory=ObserveSettings)
-    http: HttpSettings = field(default_factory=HttpSettings)
-    console: ConsoleSettings = field(default_factory=ConsoleSettings)
-    network: NetworkSettings = field(default_factory=NetworkSettings)
-    remote: RemoteSettings = field(default_factory=RemoteSettings)
-    keys: KeysOptions = field(default_factory=KeysOptions)
-    log: LogSettings = field(default_factory=LogSettings)
+class Settings(SettingsSection, frozen=True):
+    """All of it. Settings of several sections are checked here, against each other."""
+
+    store: StoreSettings = StoreSettings()
+    limits: Limits = Limits()
+    door: DoorSettings = DoorSettings()
+    tenants: dict[str, TenantSettings] = field(default_factory=dict)
+    admin: AdminSettings = AdminSettings()
+    observe: ObserveSettings = ObserveSettings()
+    http: HttpSettings = HttpSettings()
+    console: ConsoleSettings = ConsoleSettings()
+    network: NetworkSettings = NetworkSettings()
+    remote: RemoteSettings = RemoteSettings()
+    keys: KeysOptions = KeysOptions()
+    log: LogSettings = LogSettings()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_console(self)
+        check_network(self.network, self.remote, self.store.keeper)
+        if DEFAULT_TENANT in self.tenants:
+            raise BadInput(f"tenants.{DEFAULT_TENANT} is the tenant of [door]; give door.socket and door.users instead")
+        self.sockets()
+        shares_of(self)
 
     @property
     def admin_socket(self) -> str:
@@ -220,43 +212,34 @@ class Settings:
         return self.network.listen or "" if self.network.wants_peers else ""
 
     def sockets(self) -> dict[str, TenantSettings]:
-        """Every tenant's socket. Raises `BadInput` if two have the same, or if a path is too long."""
+        """Every tenant's socket. Raises `BadInput` if two of all sockets are the same, or if a path is too long."""
         default = self.door.socket or default_socket(self.store.data, TENANT_SOCKET)
         door = TenantSettings(default, self.door.users, self.door.share, self.door.weight)
         found = {DEFAULT_TENANT: door, **self.tenants}
+        named = {socket_key(name): one.socket for name, one in found.items()}
         taken: dict[str, str] = {}
-        for name, one in found.items():
-            _check_socket(socket_key(name), one.socket)
-            if one.socket in taken:
+        for key, path in (*named.items(), ("admin.socket", self.admin_socket), ("observe.socket", self.observe_socket)):
+            if len(os.fsencode(path)) > MAX_SOCKET_BYTES:
+                raise BadInput(f"{key}={path} is longer than {MAX_SOCKET_BYTES} bytes; give a shorter path")
+            if path in taken:
                 raise BadInput(
-                    f"tenants {taken[one.socket]} and {name} have one socket, {one.socket}; the socket says whose "
-                    "blocks they are, so give each its own"
+                    f"{key}={path} is {taken[path]} too; a socket says who comes there, so give each its own"
                 )
-            taken[one.socket] = name
-        admin = self.admin_socket
-        _check_socket("admin.socket", admin)
-        if admin in taken:
-            raise BadInput(f"admin.socket={admin} is tenant {taken[admin]}'s socket too; give the operator his own")
-        observe = self.observe_socket
-        _check_socket("observe.socket", observe)
-        if observe in taken or observe == admin:
-            whose = f"tenant {taken[observe]}'s" if observe in taken else "the operator's"
-            raise BadInput(f"observe.socket={observe} is {whose} socket too; give observers their own")
-        if self.wants_courier and self.courier_socket in {*taken, admin, observe}:
+            taken[path] = key
+        if self.wants_courier and self.courier_socket in taken:
             raise BadInput(f"{self.courier_socket} is the couriers' socket; give the other one of that path its own")
         return found
 
 
 def shares_of(settings: Settings) -> Mapping[str, Share]:
     """The shares of tenants that have settings. Raises `BadInput`."""
-    found = {}
-    for name, one in settings.sockets().items():
-        if one.share is None and one.weight is None:
-            continue
-        section = "door" if name == DEFAULT_TENANT else f"tenants.{name}"
-        given = Share(one.share or 0.0, 1.0 if one.weight is None else one.weight)
-        found[name] = checked_share(given, (f"{section}.share", f"{section}.weight"))
-    return checked_shares(found)
+    return checked_shares(
+        {
+            name: Share(one.share or 0.0, 1.0 if one.weight is None else one.weight)
+            for name, one in settings.sockets().items()
+            if has_share(one)
+        }
+    )
 
 
 def read_configuration(path: Path) -> bytes:
@@ -280,61 +263,48 @@ def read_settings(
     Raises `BadInput`.
     """
     try:
-        return _read_settings(text, flags, name, environment or {})
-    except BadInput as error:
-        line = str(error)
-        if len(line) <= MOST_LINE:
-            raise
-        raise BadInput(f"{line[:MOST_LINE]}...") from None
-
-
-def _read_settings(
-    text: str | bytes, flags: Mapping[str, Mapping[str, Any]] | None, name: str, environment: Mapping[str, str]
-) -> Settings:
-    try:
         given = tomllib.loads(text if isinstance(text, str) else text.decode())
     except UnicodeDecodeError as error:
         raise BadInput(f"{name} is not UTF-8 at byte {error.start}; save it as UTF-8 text") from None
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:  # ValueError: numbers of too many digits
         raise BadInput(f"{name} is not TOML: {str(error) or type(error).__name__}") from None
-    for above in (from_environment(environment), flags or {}):
+    for above in (from_environment(environment or {}), flags or {}):
         for section, values in above.items():
             chosen = {key: value for key, value in values.items() if value is not None}
-            if chosen:
-                given[section] = {**_table(given, section), **chosen}
-    _refuse_unknown(given, [one.name for one in fields(Settings)], "")
-    _expand_paths(given)
-    door = dict(_table(given, "door"))
-    limits = {one.name: door.pop(one.name) for one in fields(DoorLimits) if one.name in door}
-    _refuse_unknown(door, [*_keys(DoorSettings), *_keys(DoorLimits)], "door.", without=("limits",))
-    tenants = _table(given, "tenants")
-    settings = Settings(
-        store=_section(StoreSettings, _table(given, "store"), "store."),
-        limits=_section(Limits, _table(given, "limits"), "limits."),
-        door=DoorSettings(**_checked(DoorSettings, door, "door."), limits=_section(DoorLimits, limits, "door.")),
-        tenants={name: _section(TenantSettings, _tenant(tenants, name), f"tenants.{name}.") for name in tenants},
-        admin=_section(AdminSettings, _table(given, "admin"), "admin."),
-        observe=_section(ObserveSettings, _table(given, "observe"), "observe."),
-        http=_section(HttpSettings, _table(given, "http"), "http."),
-        console=_section(ConsoleSettings, _table(given, "console"), "console."),
-        network=_section(NetworkSettings, _table(given, "network"), "network."),
-        remote=_section(RemoteSettings, _table(given, "remote"), "remote."),
-        keys=_section(KeysOptions, _table(given, "keys"), "keys."),
-        log=_section(LogSettings, _table(given, "log"), "log."),
-    )
-    _check(settings)
-    return settings
+            table = given.get(section, {})
+            if chosen and isinstance(table, Mapping):
+                given[section] = {**table, **chosen}
+    return settings_of(given)
+
+
+def settings_of(given: Mapping[str, Any]) -> Settings:
+    """Settings from a table of tables. Raises `BadInput`."""
+    try:
+        tenants = given.get("tenants", {})
+        if not isinstance(tenants, Mapping):
+            raise BadInput(f"tenants={shown(tenants)} are sections of the configuration; write [tenants.NAME] for each")
+        found = {name: read(TenantSettings, table, f"tenants.{name}.") for name, table in tenants.items()}
+        return read(Settings, {**given, "tenants": found})
+    except BadInput as error:
+        if len(line := str(error)) <= MOST_LINE:
+            raise
+        raise BadInput(f"{line[:MOST_LINE]}...") from None
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Settings by section from variables: `KVSTORE_STORE_DRAM` is `store.dram`. Values that are not text are written as
     in TOML. `SHORT` names are for the operators' commands too. Raises `BadInput` for one that names no setting."""
-    known = {f"{VARIABLE}{section}_{key}".upper(): (section, key, kind) for section, key, kind in _all_settings()}
+    known = {
+        f"{VARIABLE}{section}_{key}".upper(): (section, key, kind)
+        for section, inner in kinds_of(Settings).items()
+        if is_section(inner)
+        for key, kind in kinds_of(inner).items()
+    }
     given: dict[str, dict[str, Any]] = {}
     for name, (section, key) in SHORT.items():
         if environment.get(name):
             given.setdefault(section, {})[key] = environment[name]
-    sections = tuple(f"{VARIABLE}{one.name}_".upper() for one in fields(Settings))
+    sections = tuple(f"{VARIABLE}{one}_".upper() for one in kinds_of(Settings))
     for name, value in sorted(environment.items()):
         if not name.startswith(sections):
             continue
@@ -347,85 +317,26 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, dict[str, Any]
             hint = f"did you mean {near[0]}?" if near else "docs/sidecar.md has all settings"
             raise BadInput(f"{name[:LONGEST_KEY]} names no setting; {hint}")
         section, key, kind = known[name]
-        is_text = kind.removesuffix(" | None") in ("str", "Size")
-        given.setdefault(section, {})[key] = value if is_text else _value(value)
+        given.setdefault(section, {})[key] = value if _is_text(inspect.type_info(kind)) else _value(value)
     return given
 
 
-def _all_settings() -> Iterator[tuple[str, str, str]]:
-    """Section, key, and the key's type as it is written; without tenants', which have no names yet."""
-    for section, kind in get_type_hints(Settings).items():
-        for part in (DoorSettings, DoorLimits) if kind is DoorSettings else (kind,) if is_dataclass(kind) else ():
-            for one in fields(part):
-                if one.type != DoorLimits.__name__:
-                    yield section, one.name, str(one.type)
+def _is_text(kind: inspect.Type) -> bool:
+    """Whether a variable's value is the setting as it stands: text, or a size."""
+    if isinstance(kind, inspect.Metadata):
+        return _is_text(kind.type)
+    if isinstance(kind, inspect.UnionType):
+        return any(map(_is_text, kind.types)) and not any(isinstance(one, inspect.FloatType) for one in kind.types)
+    return isinstance(kind, inspect.StrType)
 
 
 def _value(text: str) -> Any:
     """A variable's value, parsed as TOML; other text stays text, and is refused later under the key's name."""
     try:
-        read = tomllib.loads(f"value = {text}")
+        found = tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError, ValueError):
         return text
-    return read["value"] if set(read) == {"value"} else text
-
-
-def _expand_paths(given: dict[str, Any]) -> None:
-    """Expand ~ in every path. Values of the wrong type are refused later."""
-    tables = [(given, "store", "data"), (given, "http", "token_file"), (given, "console", "token_file")]
-    tables += [(given, "console", "audit_file")]
-    tables += [(given, section, "socket") for section in ("door", "admin", "observe")]
-    tables += [(given, "network", key) for key in FILES_OF_NETWORK]
-    tables += [(given, "keys", "directory"), (given, "remote", "password_file")]
-    tenants = given.get("tenants")
-    if isinstance(tenants, dict):
-        given["tenants"] = tenants = dict(tenants)
-        tables += [(tenants, name, "socket") for name in tenants]
-    for parent, section, key in tables:
-        table = parent.get(section)
-        given_path = table.get(key) if isinstance(table, dict) else None
-        if isinstance(table, dict) and isinstance(given_path, str) and given_path.startswith("~"):
-            name = f"{section}.{key}" if parent is given else f"tenants.{section}.{key}"
-            parent[section] = {**table, key: expanded(given_path, name)}
-
-
-def _check(settings: Settings) -> None:
-    modes: tuple[tuple[str, DoorSettings | ObserveSettings], ...]
-    modes = ("door", settings.door), ("observe", settings.observe)
-    for section, one in modes:
-        try:
-            assert 0 <= one.mode_bits <= 0o777
-        except (ValueError, AssertionError):
-            raise BadInput(f"{section}.mode={one.mode!r}; give up to three octal digits, such as 660") from None
-    for key, value, allowed in (("level", settings.log.level, LEVELS), ("format", settings.log.format, FORMATS)):
-        if value not in allowed:
-            raise BadInput(f"log.{key}={value!r}; allowed: {', '.join(allowed)}")
-    if settings.http.listen is not None:
-        host_and_port(settings.http.listen)
-    _check_console(settings)
-    check_network(settings.network, settings.remote, settings.store.keeper)
-    if settings.keys.cold_start is not None and not _FINGERPRINT.fullmatch(settings.keys.cold_start):
-        raise BadInput(
-            f"keys.cold_start={shown(settings.keys.cold_start)}; give the fingerprint of the identity to begin anew "
-            f"with, {FINGERPRINT_DIGITS} hexadecimal digits that kvstore keys show prints"
-        )
-    settings.store.check("store.", {"dram": (AUTO,), "nvme": (AUTO, OFF)})
-    for limit in fields(DoorLimits):
-        value = getattr(settings.door.limits, limit.name)
-        most = {"sweep_seconds": MAX_SWEEP_SECONDS, "silence_seconds": MAX_SECONDS}.get(limit.name, math.inf)
-        if not 0 < value <= most or value == math.inf:
-            more = "" if most == math.inf else f", at most {most:.0f}"
-            raise BadInput(f"door.{limit.name}={value}; give more than 0{more}")
-    if DEFAULT_TENANT in settings.tenants:
-        raise BadInput(f"tenants.{DEFAULT_TENANT} is the tenant of [door]; give door.socket and door.users instead")
-    users = {"door": settings.door.users, "observe": settings.observe.users}
-    users |= {f"tenants.{name}": one.users for name, one in settings.tenants.items()}
-    for section, ids in users.items():
-        wrong = [one for one in ids or () if not 0 <= one <= MAX_USER]
-        if wrong:
-            raise BadInput(f"{section}.users={ids!r}: {wrong[0]} is no user id; give numbers from 0 to {MAX_USER}")
-    settings.sockets()
-    shares_of(settings)
+    return found["value"] if set(found) == {"value"} else text
 
 
 def _check_console(settings: Settings) -> None:
@@ -437,18 +348,12 @@ def _check_console(settings: Settings) -> None:
         raise BadInput("console.audit_file is of what an operator does there; give console.operator = true too")
     if listen is None:
         return
-    host, _ = host_and_port(listen, "console.listen")
-    if token_file is None and not is_loopback(host):
+    if token_file is None and not is_loopback(host_and_port(listen)[0]):
         raise BadInput(
             f"console.listen={listen!r} can be reached by other hosts; give console.token_file, or listen on 127.0.0.1"
         )
     if not settings.store.keeper:
         raise BadInput("console.listen needs store.keeper = true, which starts it; or run kvstore console by itself")
-
-
-def _check_socket(key: str, path: str) -> None:
-    if len(os.fsencode(path)) > MAX_SOCKET_BYTES:
-        raise BadInput(f"{key}={path} is longer than {MAX_SOCKET_BYTES} bytes; give a shorter path")
 
 
 def socket_key(tenant: str) -> str:
@@ -459,80 +364,3 @@ def socket_key(tenant: str) -> str:
 def default_socket(data: str, name: str) -> str:
     """A socket's path where no setting names one."""
     return str(Path(data) / name)
-
-
-def _table(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    table = given.get(name, {})
-    if not isinstance(table, Mapping):
-        section = "tenants.NAME" if name == "tenants" else name
-        raise BadInput(f"{name}={table!r} is a section of the configuration; write [{section}] and keys below it")
-    return table
-
-
-def _tenant(tenants: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    table = tenants[name]
-    if isinstance(table, Mapping):
-        return table
-    section, keys = "NAME" if name in _keys(TenantSettings) else name, ", ".join(_keys(TenantSettings))
-    raise BadInput(
-        f"tenants.{name}={table!r}: each tenant is a section of its own; write [tenants.{section}] and its keys below "
-        f"it ({keys})"
-    )
-
-
-def _keys(kind: type[Any]) -> list[str]:
-    return [one.name for one in fields(kind)]
-
-
-def _section(kind: type[T], given: Mapping[str, Any], prefix: str) -> T:
-    checked = _checked(kind, given, prefix)
-    missing = [
-        one.name
-        for one in fields(kind)  # type: ignore[arg-type]
-        if one.default is MISSING and one.default_factory is MISSING and one.name not in checked
-    ]
-    if missing:
-        raise BadInput(f"{prefix}{missing[0]} is missing in the configuration; give it")
-    try:
-        return kind(**checked)
-    except BadInput as error:
-        raise BadInput(f"{prefix}{error}") from None
-
-
-def _checked(kind: type[Any], given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    _refuse_unknown(given, _keys(kind), prefix)
-    for one in fields(kind):
-        if one.name in given:
-            _check_type(given[one.name], str(one.type), prefix + one.name)
-    return dict(given)
-
-
-def _check_type(value: Any, wanted: str, name: str) -> None:
-    kinds: dict[str, tuple[tuple[type, ...], str]] = {
-        "str": ((str,), "text in quotes, not empty and without NUL"),
-        "Size": ((str,), "text in quotes, not empty and without NUL"),
-        "int": ((int,), "a whole number"),
-        "float": ((int, float), "a number"),
-        "str | float": ((str, int, float), "a word in quotes, or a number"),
-        "list[int]": ((list,), "a list of whole numbers"),
-        "list[str]": ((list,), "a list of texts in quotes"),
-        "bool": ((bool,), "true or false"),
-    }
-    allowed, described = kinds[wanted.removesuffix(" | None")]
-    is_right = isinstance(value, allowed) and isinstance(value, bool) == (bool in allowed)
-    if isinstance(value, str):
-        is_right = is_right and bool(value) and "\0" not in value
-    if isinstance(value, list):
-        kind = str if "str" in wanted else int
-        is_right = is_right and all(isinstance(one, kind) and not isinstance(one, bool) for one in value)
-    if not is_right:
-        raise BadInput(f"{name}={value!r}; give {WORDS.get(name, described)}")
-
-
-def _refuse_unknown(given: Mapping[str, Any], known: list[str], prefix: str, without: tuple[str, ...] = ()) -> None:
-    allowed = [one for one in known if one not in without]
-    for key in given:
-        if key not in allowed:
-            near = difflib.get_close_matches(key[:LONGEST_KEY], allowed, 1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(allowed)}"
-            raise BadInput(f"{prefix}{key} is not a setting; {hint}")

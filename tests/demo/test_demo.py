@@ -38,13 +38,13 @@ POSITIONS = 2048
 
 @pytest.fixture(scope="module", params=[False, True], ids=["llama", "hybrid"])
 def result(request: pytest.FixtureRequest) -> DemoResult:
-    given = {"requests": REQUESTS, "answer_tokens": ANSWER_TOKENS, "threads": 1, "seed": 0, "hybrid": request.param}
+    given = {"requests": REQUESTS, "tokens": ANSWER_TOKENS, "threads": 1, "seed": 0, "hybrid": request.param}
     return run_short(DemoOptions(dram="64MiB", **given))
 
 
 def run_short(options: DemoOptions) -> DemoResult:
     assert options.seed is not None
-    requests = twenty_requests(options.answer_tokens, page_bytes=600)
+    requests = twenty_requests(options.tokens, page_bytes=600)
     return run(
         options, requests=requests, model=build_model(options.seed, POSITIONS, layers=1, is_hybrid=options.hybrid)
     )
@@ -142,7 +142,7 @@ def test_failures_are_found(result: DemoResult) -> None:
 
 
 def test_a_store_that_is_too_small_evicts_and_stays_right() -> None:
-    small = run_short(DemoOptions(dram="2MiB", nvme="1MiB", requests=REQUESTS, answer_tokens=2, threads=1, seed=7))
+    small = run_short(DemoOptions(dram="2MiB", nvme="1MiB", requests=REQUESTS, tokens=2, threads=1, seed=7))
     assert small.identical == REQUESTS and small.failures == []
     assert small.passes[2].misses()["evicted"] > 0
 
@@ -161,10 +161,8 @@ def test_the_model_depends_on_its_seed_alone() -> None:
     assert first[name].equal(again[name]) and not first[name].equal(other[name])
 
 
-@pytest.mark.parametrize(
-    "given", [{"answer_tokens": 0}, {"answer_tokens": 129}, {"seed": -1}, {"threads": 0}, {"requests": 21}]
-)
+@pytest.mark.parametrize("given", [{"tokens": 0}, {"tokens": 129}, {"seed": -1}, {"threads": 0}, {"requests": 21}])
 def test_options_say_what_is_allowed(given: dict[str, int]) -> None:
     (name, value) = next(iter(given.items()))
-    with pytest.raises(BadInput, match=f"{name.removeprefix('answer_')}={value}; give "):
+    with pytest.raises(BadInput, match=f"{name}={value}; give "):
         DemoOptions(**given)  # type: ignore[arg-type]

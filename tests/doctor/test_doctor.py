@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from msgspec.structs import replace
 
 from kvstore.block.errors import BadInput
@@ -209,7 +210,9 @@ def test_a_package_lacks_where_the_settings_need_it(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_cryptography_is_needed_where_blocks_leave_the_host(network: NetworkSettings, is_needed: bool) -> None:
-    assert ("cryptography" in checks._wanted(Settings(network=network), False)) is is_needed
+    settings = Settings()
+    structs.force_setattr(settings, "network", network)  # some lack what a sidecar needs besides
+    assert ("cryptography" in checks._wanted(settings, False)) is is_needed
     if network.wants_peers and network.listen is not None:
         host = host_and_port(network.pull or network.listen)[0]
         assert must_seal(host, network.seal) is is_needed, "as the data server decides it"
@@ -330,11 +333,11 @@ def test_the_configuration_of_the_documentation_is_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"kv_connector_extra_config": {"url": "unix:/nowhere", "codek": "raw"}}, ["'codek'", "allowed: url, codec"]),
-        ({"kv_connector_extra_config": {"url": "unix:/nowhere", "audit": 2}}, ["audit=2", "a share from 0 to 1"]),
+        ({"kv_connector_extra_config": {"url": "unix:/nowhere", "codek": "raw"}}, ["codek is not a setting", "codec?"]),
+        ({"kv_connector_extra_config": {"url": "unix:/nowhere", "audit": 2}}, ["audit=2", "a number from 0 to 1"]),
         ({"kv_connector_extra_config": {"url": "unix:/nowhere"}}, ["/nowhere is not there", "kvstore serve"]),
-        ({"kv_connector_extra_config": ["url"]}, ["has no url"]),
-        ({}, ["has no url"]),
+        ({"kv_connector_extra_config": ["url"]}, ["url is missing"]),
+        ({}, ["url is missing"]),
         ({"kv_connector": "LMCacheConnectorV1"}, ["no connector of this store", '"KvStoreConnector"']),
         ({"kv_role": "both"}, ["kv_role is 'both'", '"kv_both"']),
         ({"kv_connector_module_path": "kvstore"}, ["'kvstore'", '"engine_adapter.vllm_connector"']),

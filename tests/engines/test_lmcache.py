@@ -254,7 +254,7 @@ def test_what_cannot_be_told_apart_is_not_served_and_one_line_says_so(
     for word in ("--hash-algorithm blake3", "other-model", "serde", "quotas"):
         assert sum(word in line for line in caplog.messages) == 1
     for given in ({"colour": 1}, {"model": ""}, {"url": ""}):
-        with pytest.raises(BadInput, match=r"allowed: url, model_name|model_dir") as refused:
+        with pytest.raises(BadInput, match=r"known: url, model_dir|either \"model_dir\"|give the store's") as refused:
             L1(**{"url": url, **given})
         assert "\n" not in str(refused.value)
     with pytest.raises(BadInput, match="DRAM"):

@@ -311,11 +311,11 @@ def test_a_history_at_random_is_that_of_a_dictionary(opened: Callable[..., HiCac
 @pytest.mark.parametrize(
     ("extra", "what"),
     [
-        ({"url": ""}, '"url" is missing'),
+        ({"url": ""}, "url=''; give the store's address"),
         ({"url": "tcp:x"}, "not a store's address"),
-        ({"sise": 3}, "'sise' is no parameter"),
-        ({"deadline_ms": "soon"}, "KvStoreHiCache: ValueError: .*'soon'"),
-        ({"weights_epoch": None}, "KvStoreHiCache: TypeError: .*NoneType"),
+        ({"sise": 3}, "KvStoreHiCache: sise is not a setting"),
+        ({"deadline_ms": "soon"}, "KvStoreHiCache: deadline_ms='soon'; give a number"),
+        ({"weights_epoch": None}, "KvStoreHiCache: weights_epoch=None; give a whole number"),
         ({"model_dir": "/nowhere"}, "cannot be read"),
         ({"model_dir": None}, "give the weights as model_dir"),
     ],

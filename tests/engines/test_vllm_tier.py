@@ -392,13 +392,13 @@ def test_without_a_sidecar_it_begins_and_misses(config: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("parameters", "what"),
     [
-        ({"url": ""}, '"url" is missing'),
+        ({"url": ""}, "url=''; give the store's address"),
         ({"url": "tcp:x"}, "not a store's address"),
-        ({"url": "unix:x", "sise": 3}, "'sise'"),
-        ({"url": "unix:x", "deadline_ms": "soon"}, "KvStoreTier: ValueError: .*'soon'"),
-        ({"url": "unix:x", "queued_chunks": [2]}, "KvStoreTier: TypeError: .*list"),
-        ({"url": 3}, "3 is not a store's address"),
-        ({"url": "unix:x", "model_dir": 3}, "KvStoreTier: "),
+        ({"url": "unix:x", "sise": 3}, "KvStoreTier: sise is not a setting"),
+        ({"url": "unix:x", "deadline_ms": "soon"}, "KvStoreTier: deadline_ms='soon'; give a number"),
+        ({"url": "unix:x", "queued_chunks": [2]}, "KvStoreTier: queued_chunks=.*; give a whole number"),
+        ({"url": 3}, "url=3; give the store's address"),
+        ({"url": "unix:x", "model_dir": 3}, "KvStoreTier: model_dir=3; give text"),
     ],
 )
 def test_parameters_are_checked(parameters: dict[str, Any], what: str, config: Any) -> None:

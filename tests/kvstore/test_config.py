@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields
 from inspect import signature
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 import kvstore
 from kvstore.block.errors import BadInput
@@ -164,5 +164,5 @@ def test_limits_stand_at_every_level_of_a_group() -> None:
 @pytest.mark.parametrize("opener", [kvstore.open, kvstore.embedded])
 def test_whoever_opens_a_store_gives_the_options_of_the_tree(opener: Callable[..., Any]) -> None:
     defaults = {name: one.default for name, one in signature(opener).parameters.items()}
-    assert {one.name: one.default for one in fields(TierOptions)}.items() <= defaults.items()
-    assert {one.name for one in fields(StoreOptions)} - {"tiers"} <= defaults.keys()
+    assert structs.asdict(TierOptions()).items() <= defaults.items()
+    assert {*StoreOptions.__struct_fields__} - {"tiers"} <= defaults.keys()

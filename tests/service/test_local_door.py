@@ -631,7 +631,8 @@ def test_who_has_as_much_under_way_as_he_may_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """The sidecar answers: it is not unreachable."""
-    limits = DoorLimits(long_running=0) if kind == "persist" else DoorLimits()
+    limits = DoorLimits()
+    msgspec.structs.force_setattr(limits, "long_running", 0 if kind == "persist" else 1)  # no user may set 0
     nvme: dict[str, Any] = {"nvme": "16MiB", "indexes": LmdbMaker} if kind == "persist" else {}
     with Sidecar(tmp_path, limits, dram="16MiB", **nvme) as sidecar, sidecar.client() as store:
         handle = store.namespace(model=MODEL, layout=small_layout())

@@ -2,61 +2,63 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 
 from kvstore.block.errors import BadInput
-from kvstore.service.settings import MAX_USER, read_settings
+from kvstore.service.settings import Settings, read_settings, settings_of
 from workbench import one_line
+from wrong_values import every_setting, wrong_values
+
+WHOLE = {
+    "tenants.NAME": {"socket": "s"},
+    "network": {"listen": "127.0.0.1:1", "token_file": "t"},
+    "remote": {"url": "u"},
+}
+"""What a section needs besides, so that only the wrong value is wrong."""
+WRONG = [(section, key, value) for section, key, kind, _ in every_setting() for value in wrong_values(kind)]
+
+
+def settings_with(section: str, **given: Any) -> Settings:
+    table: dict[str, Any] = {**WHOLE.get(section, {}), **given}
+    top, _, name = section.partition(".")
+    return settings_of({top: {name: table} if name else table})
+
+
+def test_a_value_that_a_setting_does_not_allow_is_one_line_under_its_full_name() -> None:
+    """Each setting refuses what its own type and bounds exclude."""
+    assert len(WRONG) > 500 and {(section, key) for section, key, _ in WRONG} == {it[:2] for it in every_setting()}
+    for section, key, value in WRONG:
+        with pytest.raises(BadInput) as caught:
+            settings_with(section, **{key: value})
+        assert one_line(caught.value, f"{section}.{key}={value!r}"[:300]), (section, key, value)
+        assert re.search(r"give|write|allowed", str(caught.value)), caught.value
+
+
+def test_the_defaults_of_all_sections_are_what_they_allow() -> None:
+    for section, key, _, default in every_setting():
+        if default is not None:
+            assert settings_with(section, **{key: default})
 
 
 @pytest.mark.parametrize(
     ("text", "fragments"),
     [
         (b'[store]\ndata = "\xff"\n', ("not UTF-8 at byte 16",)),
-        ("[store]\ndata = ''\n", ("store.data=''", "not empty")),
-        ('[store]\ndata = "a\\u0000b"\n', ("store.data='a\\x00b'", "give text")),
         ("[store]\ndram = 'AUTO'\n", ("store.dram='AUTO'", "or auto")),
         ("[store]\nnvme = 'none'\n", ("store.nvme='none'", "or auto", "or off")),
-        ("[store]\nnvme = 'off'\nslab = 'large'\n", ("store.slab='large'",)),
         ("[store]\nextent = 'auto'\n", ("store.extent='auto'",)),
-        ("[store]\nscrub = 'fast'\n", ("store.scrub='fast'", "or off")),
-        ("[store]\npolicy = 'arc'\n", ("store.policy='arc'", "allowed: lru, adaptive")),
-        ("[store]\nnvme_writes = 'some'\n", ("store.nvme_writes='some'", "give all, learned, or how many times")),
-        ("[store]\nnvme_writes = -1\n", ("store.nvme_writes=-1", "give all, learned, or how many times")),
-        ("[store]\nnvme_writes = true\n", ("store.nvme_writes=True", "give all or learned, in quotes, or a number")),
-        ("[store]\nnvme_writes = ''\n", ("store.nvme_writes=''", "give all or learned, in quotes, or a number")),
-        ("[store]\nnvme = 'off'\nnvme_writes = 1.0\n", ("store.nvme_writes=1.0", "there is none", "give store.nvme a")),
-        ("[store]\npolicy = 1\n", ("store.policy=1", "give lru or adaptive, in quotes")),
-        ("[store]\npolicy = ''\n", ("store.policy=''", "give lru or adaptive, in quotes")),
-        ("[log]\nlevel = 3\n", ("log.level=3", "give debug, info, warning or error, in quotes")),
-        (
-            "[tenants]\nshare = 0.2\n",
-            ("tenants.share=0.2", "write [tenants.NAME] and its keys", "socket, users, share"),
-        ),
-        ("[tenants]\na = 0.2\n", ("tenants.a=0.2", "write [tenants.a] and its keys", "socket, users, share")),
-        ("tenants = 0.2\n", ("tenants=0.2", "write [tenants.NAME] and keys")),
-        ("[door]\nshare = 1.5\n", ("door.share=1.5", "guaranteed to it, 0 to 1")),
-        ("[door]\nweight = 0\n", ("door.weight=0", "0.001 to 1000")),
-        ("[tenants.a]\nsocket = 'a'\nshare = 'half'\n", ("tenants.a.share='half'", "a number")),
+        ("[store]\nnvme = 'off'\nnvme_writes = 1.0\n", ("store.nvme_writes=1.0", "there is none", "give nvme a size")),
+        ("[tenants]\nshare = 0.2\n", ("tenants.share=0.2 is a section", "socket, users, share")),
+        ("tenants = 0.2\n", ("tenants=0.2", "write [tenants.NAME] for each")),
         ("[tenants.a]\nsocket = 'a'\nshare = 0.7\n[door]\nshare = 0.4\n", ("come to 1.1", "default 0.4, a 0.7")),
-        ("[store]\nkeeper = 'yes'\n", ("store.keeper='yes'", "true or false")),
-        ("[door]\nmode = 660\n", ("door.mode=660", "in quotes")),
-        ("[door]\nsocket = ''\n", ("door.socket=''",)),
         (f"[door]\nsocket = '{'x' * 120}'\n", ("door.socket=xxx", "107 bytes")),
         (f"[tenants.a]\nsocket = '{'x' * 120}'\n", ("tenants.a.socket=xxx", "107 bytes")),
-        ("[door]\nusers = [1, -1]\n", ("door.users=[1, -1]", "-1 is no user id", str(MAX_USER))),
-        (f"[tenants.a]\nsocket = 's'\nusers = [{1 << 32}]\n", ("tenants.a.users=", "no user id")),
         ("[tenants.default]\nsocket = 's'\n", ("tenants.default", "door.socket")),
-        ("[door]\nrate = inf\n", ("door.rate=inf", "more than 0")),
-        ("[door]\nsweep_seconds = inf\n", ("door.sweep_seconds=inf", "at most 10")),
-        ("[door]\nsweep_seconds = 11\n", ("door.sweep_seconds=11", "at most 10")),
-        ("[door]\nsilence_seconds = 1e300\n", ("door.silence_seconds=1e+300", "at most")),
-        ("[limits]\nlease_seconds = inf\n", ("limits.lease_seconds=inf", "at most")),
         ("[http]\nlisten = '127.0.0.1:\u00b2'\n", ("http.listen=", "HOST:PORT")),
         ("[http]\nlisten = '127.0.0.1:65536'\n", ("http.listen='127.0.0.1:65536'", "65535")),
-        ('[http]\nlisten = "a\\u0000:1"\n', ("http.listen=",)),
-        ("[keys]\ncold_start = ''\n", ("keys.cold_start=''",)),
-        ("[keys]\ncold_start = '0123'\n", ("keys.cold_start='0123'", "16 hexadecimal digits")),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_its_full_name(text: str | bytes, fragments: tuple[str, ...]) -> None:
@@ -136,7 +138,7 @@ def test_each_setting_has_a_variable_and_each_kind_of_value_can_be_written() -> 
     settings = read_settings("", environment=given)
     assert (settings.store.policy, settings.store.nvme_writes, settings.store.prefault) == ("adaptive", 100.5, False)
     assert settings.door.users == [1000, 1001] and settings.door.mode == "600" and settings.door.share == 0.25
-    assert settings.door.limits.connections == 7 and settings.limits.lease_seconds == 12
+    assert settings.door.connections == 7 and settings.limits.lease_seconds == 12
     assert settings.http.listen == "127.0.0.1:9797" and settings.observe_socket == "/run/o.sock"
     assert settings.admin_socket == "/run/a.sock" and settings.log.format == "text"
 
@@ -155,7 +157,7 @@ def test_short_names_are_those_of_the_store_and_long_ones_go_before_them() -> No
         ("KVSTORE_STORE_DRAMM", "1GiB", "did you mean KVSTORE_STORE_DRAM?"),
         ("KVSTORE_DOOR_LIMITS", "1", "names no setting"),
         ("KVSTORE_TENANTS_MINE_SOCKET", "/s", r"\[tenants.NAME\]"),
-        ("KVSTORE_DOOR_SHARE", "much", "door.share='much'; give a number"),
+        ("KVSTORE_DOOR_SHARE", "much", "door.share='much'; give the part of each tier"),
         ("KVSTORE_DOOR_USERS", "everybody", "door.users='everybody'"),
         ("KVSTORE_STORE_PREFAULT", "yes", "true or false"),
         ("KVSTORE_LIMITS_LEASE_SECONDS", "1\n[store]\ndram = 1", "limits.lease_seconds="),
