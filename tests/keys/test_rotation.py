@@ -10,12 +10,12 @@ from random import Random
 
 import pytest
 
+from kvstore import fsck
 from kvstore.block.account import MissReason
 from kvstore.block.codec import codec_named
 from kvstore.block.identity import Namespace
 from kvstore.client.handle import NamespaceHandle
 from kvstore.config import KeysOptions
-from kvstore.fsck import check as fsck
 from kvstore.keys import pool_keys
 from kvstore.keys.pool_keys import TenantSecrets
 from kvstore.keys.secret_dir import SecretDirectory
