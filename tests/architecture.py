@@ -250,9 +250,8 @@ EXEMPTIONS = (
     Exemption(
         "kvstore/block/key_file.py", frozenset({RANDOMNESS}), "a new tenant's secret, which must not be foreseen"
     ),
-    Exemption("kvstore/keys/node_file.py", frozenset({RANDOMNESS}), "a node's id, and that of each run of it"),
     Exemption(
-        "kvstore/keys/secret_dir.py", frozenset({DISK}), "the one door to a directory of secrets, which is no store's"
+        "kvstore/keys/pool_keys.py", frozenset({DISK}), "the one door to a directory of secrets, which is no store's"
     ),
     Exemption("kvstore/cli/", ALL_KINDS, "a person's entrance, above the service edge"),
     Exemption("kvstore/protocol/notify_pipe.py", frozenset({DISK}), "reads and writes a pipe, which is on no disk"),

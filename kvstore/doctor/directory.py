@@ -13,8 +13,7 @@ from kvstore.block.errors import StoreError
 from kvstore.block.key_file import KeyFile
 from kvstore.config import NvmeConfig, format_size
 from kvstore.doctor.findings import Finding, lacks, note, ok, refused
-from kvstore.keys.pool_keys import PoolKeys
-from kvstore.keys.secret_dir import SecretDirectory
+from kvstore.keys.pool_keys import PoolKeys, SecretDirectory
 from kvstore.keys.store_keys import refuse_new_keys
 from tiering.files import read_text_files, what_stands_at
 from tiering.nvme.slab_files import disk_room

@@ -17,8 +17,7 @@ from kvstore.block.identity import Namespace
 from kvstore.client.handle import NamespaceHandle
 from kvstore.config import KeysOptions
 from kvstore.keys import pool_keys
-from kvstore.keys.pool_keys import TenantSecrets
-from kvstore.keys.secret_dir import SecretDirectory
+from kvstore.keys.pool_keys import SecretDirectory, TenantSecrets
 from kvstore.node import EmbeddedDoor, EmbeddedStore
 from service.sidecar import Sidecar
 from tiering.frame import epoch_in
