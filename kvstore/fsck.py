@@ -39,7 +39,7 @@ from tiering.errors import BlockCorrupt, TierUnavailable
 from tiering.failpoint import Reach, go_on
 from tiering.files import DirectoryLock, ReadingLock, names_in
 from tiering.nvme.frame_index import FrameIndex
-from tiering.nvme.index_records import IndexReader, IndexState, known_index
+from tiering.nvme.index_records import IndexReader, IndexState, SlabEntries, known_index
 from tiering.nvme.lmdb_index import LmdbMaker, open_to_read
 from tiering.nvme.slab import (
     ENTRY,
@@ -320,36 +320,31 @@ class _Examiner:
         return frames
 
     def _judge(self, slab: SlabResult, header: SlabHeader, frames: list[SlotFound], doubts: list[int]) -> None:
-        entries, damaged = self._entries(header, b"".join(frame.entry for frame in frames))
-        states = slot_states(split_entries(entries), doubts, damaged)
+        entries, damaged, faults = self._entries(header, frames)
+        for fault in faults:
+            self._found.problems.add("index_record", fault, slab.name)
+        states, packed = slot_states(entries, doubts, damaged), entries.tobytes()
         slab.slots = bytearray(header.slots)
         for slot, frame in enumerate(frames):
-            entry = entries[slot * ENTRY.itemsize : (slot + 1) * ENTRY.itemsize]
+            entry = packed[slot * ENTRY.itemsize : (slot + 1) * ENTRY.itemsize]
             verdict = slab.slots[slot] = _verdict(frame, states[slot], entry)
             if _is_to_be_empty(frame.seen, verdict):
                 slab.to_empty.append(slot)
             if verdict > Slot.GIVEN_UP:
                 self._found.problems.add(verdict.name.lower(), _DETAIL.get(verdict, frame.detail), slab.name, slot)
 
-    def _entries(self, header: SlabHeader, by_headers: bytes) -> tuple[bytes, set[int]]:
-        """As a start has them: by the index's records, and by headers where it has none to trust; and which records
-        were damaged."""
+    def _entries(self, header: SlabHeader, frames: list[SlotFound]) -> SlabEntries:
+        """As a start has them: by the index, or by headers where there is none to trust."""
+
+        def by_headers(slots: range) -> bytes:
+            return b"".join(frame.entry for frame in frames[slots.start : slots.stop])
+
         mac_key = self._keys.slab_key(header.slot_class.tenant, header.key_id, header.epoch)
-        if self._index is None or self._index.unread([header.number]):
-            return by_headers, set()
-        if mac_key is None:
-            return by_headers, set(range(-(-header.slots // SLOTS_PER_RECORD)))
-        entries, damaged = bytearray(len(by_headers)), set()
-        for record in self._index.records(header, mac_key):
-            if record.fault:
-                self._found.problems.add("index_record", record.fault, slab_name(header.number))
-            if record.number >= 0:
-                start = record.number * SLOTS_PER_RECORD * ENTRY.itemsize
-                whole = by_headers[start : start + SLOTS_PER_RECORD * ENTRY.itemsize]
-                entries[start : start + len(whole)] = record.entries[: len(whole)] or whole
-                if record.fault:
-                    damaged.add(record.number)
-        return bytes(entries), damaged
+        if self._index is not None and mac_key is not None and not self._index.unread([header.number]):
+            return self._index.slab_entries(header, mac_key, by_headers)
+        # No record counts without the key; a slab that the index has not read yet is read as without an index.
+        damaged = set(range(-(-header.slots // SLOTS_PER_RECORD))) if mac_key is None else set()
+        return SlabEntries(split_entries(by_headers(range(header.slots))), damaged, [])
 
 
 def _verdict(frame: SlotFound, state: int, entry: bytes) -> Slot:

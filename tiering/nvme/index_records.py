@@ -112,13 +112,13 @@ def known_index(open_index: Callable[[], FrameIndex | None], stamp: StoreStamp |
     return KnownIndex(None, IndexState.STALE, detail)
 
 
-class IndexRecord(NamedTuple):
-    """A run of slots in the index. number: which one, -1 where the slab has no such slots. entries: nothing unless it
-    verified. fault: why it did not."""
+class SlabEntries(NamedTuple):
+    """What an index says of a slab's slots. damaged: records that failed a check, so that the entries of their slots
+    are those of headers. faults: for people, in the order of the records' keys."""
 
-    number: int
-    entries: bytes
-    fault: str
+    entries: Entries
+    damaged: set[int]
+    faults: list[str]
 
 
 class IndexReader:
@@ -128,11 +128,31 @@ class IndexReader:
         self._index = index
         self._lock = threading.Lock()  # one call to the index at a time
 
-    def records(self, slab: SlabHeader, mac_key: bytes) -> list[IndexRecord]:
-        """All records under a slab's name, in the order of their keys."""
+    def slab_entries(self, slab: SlabHeader, mac_key: bytes, by_headers: Callable[[range], bytes]) -> SlabEntries:
+        """A slab's records. by_headers: the entries of a run of slots by their headers, for damaged records."""
         with self._lock:
             pairs = list(self._index.iterate(record_key(slab.number, 0)[:5]))
-        return [_opened(slab, mac_key, key, value) for key, value in pairs]
+        pieces = [_NO_ENTRIES] * -(-slab.slots // SLOTS_PER_RECORD)
+        damaged: set[int] = set()
+        faults: list[str] = []
+        for key, value in pairs:
+            try:
+                _, record = split_record_key(key)
+            except BlockCorrupt:
+                faults.append("a record under no slot's name")
+                continue
+            first = record * SLOTS_PER_RECORD
+            if first >= slab.slots:
+                faults.append(f"a record of slots from {first} on")
+                continue
+            try:
+                pieces[record] = open_record(slab, record, value, mac_key)
+            except BlockCorrupt as error:
+                slots = range(first, min(first + SLOTS_PER_RECORD, slab.slots))
+                faults.append(f"{error}, for slots {first} to {slots.stop - 1}")
+                damaged.add(record)
+                pieces[record] = by_headers(slots)
+        return SlabEntries(split_entries(b"".join(pieces)[: slab.slots * ENTRY.itemsize]), damaged, faults)
 
     def slabs(self) -> set[int]:
         """The slabs that have records."""
@@ -173,21 +193,6 @@ class IndexReader:
             self._index.close()
 
 
-def _opened(slab: SlabHeader, mac_key: bytes, key: bytes, value: bytes) -> IndexRecord:
-    try:
-        _, number = split_record_key(key)
-    except BlockCorrupt:
-        return IndexRecord(-1, b"", "a record under no slot's name")
-    first = number * SLOTS_PER_RECORD
-    if first >= slab.slots:
-        return IndexRecord(-1, b"", f"a record of slots from {first} on")
-    try:
-        return IndexRecord(number, open_record(slab, number, value, mac_key), "")
-    except BlockCorrupt as error:
-        last = min(first + SLOTS_PER_RECORD, slab.slots) - 1
-        return IndexRecord(number, b"", f"{error}, for slots {first} to {last}")
-
-
 class IndexRecords(IndexReader):
     """The index of a directory. uid: which one it is. changes: how many batches it has taken in."""
 
@@ -219,20 +224,9 @@ class IndexRecords(IndexReader):
 
     # Reading -------------------------------------------------------------------------------------------------------
 
-    def entries(self, slab: NvmeSlab, damaged: set[int]) -> Entries:
-        """A slab's records. Runs of slots whose record is damaged are read from their headers, and added to
-        `damaged`."""
-        pieces = [_NO_ENTRIES] * -(-slab.slots.capacity // SLOTS_PER_RECORD)
-        for record in self.records(slab.header, slab.mac_key):
-            if record.number < 0:
-                continue
-            pieces[record.number] = record.entries
-            if not record.entries:
-                damaged.add(record.number)
-                first = record.number * SLOTS_PER_RECORD
-                last = min(first + SLOTS_PER_RECORD, slab.slots.capacity)
-                pieces[record.number] = self.headers(slab, range(first, last)).tobytes()
-        return split_entries(b"".join(pieces)[: slab.slots.capacity * ENTRY.itemsize])
+    def entries(self, slab: NvmeSlab) -> SlabEntries:
+        """A slab's records. Runs of slots whose record is damaged are read from their headers."""
+        return self.slab_entries(slab.header, slab.mac_key, lambda slots: self.headers(slab, slots).tobytes())
 
     def headers(self, slab: NvmeSlab, slots: range) -> Entries:
         """The entries by these slots' headers; a header that fails any check is no frame."""

@@ -208,7 +208,7 @@ class SlabRecovery:
                 if is_unread:
                     entries = self._scan(slab, progress, done, total)
                 else:
-                    entries = self._records.entries(slab, damaged)
+                    entries, damaged, _ = self._records.entries(slab)
             except (OSError, TierError) as error:
                 raise TierUnavailable(f"{slab.name} cannot be loaded: {error}") from error
             is_proven = slab.number not in self._unproven
