@@ -23,7 +23,7 @@ import msgspec
 from kvstore.block import payload
 from kvstore.block.account import MissReason
 from kvstore.block.display_names import DisplayNames, checked_name
-from kvstore.block.errors import BadInput, DirectoryInUse, KeysUnusable
+from kvstore.block.errors import BadInput, DirectoryInUse, KeysUnusable, StoreClosed
 from kvstore.block.identity import (
     NOWHERE,
     NUMBER_KEY_BYTES,
@@ -61,9 +61,7 @@ from kvstore.core.store import Store
 from kvstore.core.table import BlockTable
 from kvstore.core.usage import StoreUsage
 from kvstore.insight.replay import CountingTier, Replay, StatesKept
-from kvstore.keys.node_file import NodeLock, node_of
-from kvstore.keys.rotation import KeyRotation
-from kvstore.keys.store_keys import StoreKeys, refuse_new_keys, warn_of_left_alone
+from kvstore.keys.store_keys import Epochs, NodeLock, StoreKeys, node_of, refuse_new_keys, warn_of_left_alone
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import AttachLease, NamedLease, Request, Submitted, TenantClient
 from kvstore.protocol.replies import LeaseReply
@@ -177,6 +175,56 @@ class EmbeddedDoor:
             return NamedLease(reply, request.run, reply.lease)
         text = "no process holds it any more"
         return NamedLease(LeaseReply(0, reply.first_block, 0, reason=MissReason.STALE_HINT, detail=text))
+
+
+class KeyRotation:
+    """Follows the directory of keys for one store, while it serves. Called by one thread.
+
+    an epoch more    the store accepts it, then signs new frames with it; stored frames stay readable
+    an epoch less    the store accepts it no more, then removes the blocks that it signed from every tier. It tries
+                     blocks in use again later; once none is left, DATA/keys forgets the epoch
+
+    After a crash DATA/keys says of which retired epochs blocks may be left.
+    """
+
+    def __init__(self, keys: StoreKeys, ring: KeyRing, store: Store) -> None:
+        self._keys, self._ring, self._store = keys, ring, store
+        self._left: dict[str, tuple[Epochs, Mapping[int, Sequence[int]]]] = {}
+        self._retiring = {name for name in keys.served() if keys.retired(name)}
+
+    def step(self) -> None:
+        """Apply changes of the directory, and go on removing what retired epochs signed."""
+        for name in self._keys.reload():
+            accepted, retired = self._keys.accepted(name), self._keys.retired(name)
+            if not accepted:  # purged since
+                continue
+            for one in accepted:
+                self._ring.add(one)
+            self._store.rotate(accepted[-1])
+            for key_id, epoch in retired:
+                self._ring.retire(accepted[-1].tenant, key_id, epoch)
+                self._retiring.add(name)
+            told = {"tenant": name, "epoch": accepted[-1].epoch, "accepted": [one.epoch for one in accepted]}
+            _log.info("keys are followed", extra=told)
+        if self._store.is_loaded:
+            for name in sorted(self._retiring):
+                self._take_out(name)
+
+    def _take_out(self, name: str) -> None:
+        accepted, retired = self._keys.accepted(name), self._keys.retired(name)
+        if not accepted or not retired:  # all is gone, they are accepted again, or the tenant was purged
+            self._left.pop(name, None)
+            self._retiring.discard(name)
+            return
+        epochs, rows = self._left.get(name, ((), None))
+        try:
+            left = self._store.retire(accepted[-1].tenant, frozenset(retired), rows if epochs == retired else None)
+            self._left[name] = retired, left
+            if not left:
+                self._keys.gone(name, retired)
+                _log.info("an epoch is retired", extra={"tenant": name, "epochs": [epoch for _, epoch in retired]})
+        except (KeysUnusable, StoreClosed) as error:  # the next look tries it again
+            _log.warning("what retired epochs signed cannot be taken out: %s", error)
 
 
 class EmbeddedStore:
@@ -392,7 +440,7 @@ def open_embedded(directory: str, options: StoreOptions, parts: StoreParts) -> E
         own = KeyFile(path / "keys", parts.reach)
         if not own.is_there:
             refuse_new_keys(path)
-        node = node_of(path / "node", parts.reach)
+        node = node_of(path / "node", secrets.token_bytes, parts.reach)
         keys, ring = StoreKeys(own, parts.keys), KeyRing()
         keys.find(options.tenant)  # which makes it, or says why it cannot be served
         keys.fill(ring)

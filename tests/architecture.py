@@ -102,6 +102,7 @@ ROOMS_IMPORT_ONLY = {
         "kvstore.client",
         "kvstore.config",
         "kvstore.keys",
+        "kvstore.node",
         "kvstore.service.daemon",
         "kvstore.service.settings",
         "kvstore.insight.models",
@@ -250,9 +251,8 @@ EXEMPTIONS = (
     Exemption(
         "kvstore/block/key_file.py", frozenset({RANDOMNESS}), "a new tenant's secret, which must not be foreseen"
     ),
-    Exemption("kvstore/keys/node_file.py", frozenset({RANDOMNESS}), "a node's id, and that of each run of it"),
     Exemption(
-        "kvstore/keys/secret_dir.py", frozenset({DISK}), "the one door to a directory of secrets, which is no store's"
+        "kvstore/keys/pool_keys.py", frozenset({DISK}), "the one door to a directory of secrets, which is no store's"
     ),
     Exemption("kvstore/cli/", ALL_KINDS, "a person's entrance, above the service edge"),
     Exemption("kvstore/protocol/notify_pipe.py", frozenset({DISK}), "reads and writes a pipe, which is on no disk"),
@@ -264,7 +264,7 @@ EXEMPTIONS = (
     Exemption("kvstore/network/unix_address.py", frozenset({DISK}), "the name of a socket that grpc binds by itself"),
     Exemption("kvstore/__main__.py", ALL_KINDS, "a person's entrance, above the service edge"),
     Exemption("kvstore/demo/", ALL_KINDS, "a person's entrance: it times real work on real files"),
-    Exemption("kvstore/doctor/", ALL_KINDS, "a person's entrance: it looks at the machine itself"),
+    Exemption("kvstore/doctor.py", ALL_KINDS, "a person's entrance: it looks at the machine itself"),
     Exemption(
         "kvstore/traffic/",
         frozenset({RANDOMNESS, DISK}),

@@ -67,7 +67,7 @@ PURE_FILES = frozenset(
     tiering/test_admission.py
     tiering/test_frame.py
     tiering/test_further_parts.py
-    tiering/test_header_scan.py
+    tiering/test_slab_scan.py
     tiering/test_keeping.py
     tiering/test_lazy_memory.py
     tiering/test_retention.py

@@ -5,11 +5,13 @@ Nothing here stands in for code of the house: stores are made by the real compos
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from kvstore.block.account import MissReason
@@ -200,6 +202,14 @@ def one_line(error: BaseException, *fragments: str) -> bool:
     missing = [fragment for fragment in fragments if fragment not in message]
     assert not missing, f"{message!r} does not say {missing}"
     return True
+
+
+@contextmanager
+def refused(kind: type[BaseException] | tuple[type[BaseException], ...], *fragments: str) -> Iterator[None]:
+    """Passes only if that is raised, with one line that names each of the fragments."""
+    with pytest.raises(kind) as caught:
+        yield
+    assert one_line(caught.value, *fragments)
 
 
 def slot_class(part: int = 0, *, owner: bytes = b"a", frame_bytes: int = 16 * KIB) -> SlotClass:

@@ -11,8 +11,7 @@ from kvstore.cli.operate import Data
 from kvstore.cli.terminal import Json, argument, option, path_argument, print_result, typer
 from kvstore.cli.terminal import keys as app
 from kvstore.keys import pool_keys
-from kvstore.keys.pool_keys import PoolKeys, TenantSecrets, read_source
-from kvstore.keys.secret_dir import SecretDirectory
+from kvstore.keys.pool_keys import PoolKeys, SecretDirectory, TenantSecrets, read_source
 from kvstore.keys.store_keys import revive as revive_tenant
 
 Dir = Annotated[str, path_argument("DIR", "Directory of keys, as `keys.directory` names it.")]

@@ -179,7 +179,7 @@ def fsck(
 
     Nothing is written without --repair. Status 0: all is well, or is again. Status 1: something is damaged.
     """
-    from kvstore.fsck import check as checks
+    from kvstore import fsck as checks
 
     with shown_progress() as show:
         work = checks.repair if repair else checks.check

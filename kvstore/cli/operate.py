@@ -73,9 +73,7 @@ def doctor(
     Give it the flags of kvstore serve; KVSTORE_ variables count as they do there. Status 0: all is well. Status 1:
     something is missing.
     """
-    from kvstore.doctor.checks import checks_of
-    from kvstore.doctor.engine import MOST_BYTES, read_transfer_config
-    from kvstore.doctor.findings import examine
+    from kvstore.doctor import MOST_BYTES, checks_of, examine, read_transfer_config
     from tiering.files import Unfit, read_file
 
     flags = {

@@ -19,7 +19,6 @@ from kvstore.block.errors import BadInput, StoreError
 from kvstore.config import AUTO, MIN_NVME_BYTES, OFF, Size, parse_rate
 from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import WhatIf
-from kvstore.keys.rotation import LOOK_SECONDS
 from kvstore.node import EmbeddedStore, memory_here
 from kvstore.service.accounting import Counting, set_aside
 from kvstore.service.admin import Admin, Observer, SidecarHealth, StatusReport
@@ -35,6 +34,8 @@ from tiering.nvme.slab_files import disk_room, slab_bytes
 
 RUN_BYTES, SALT_BYTES = 16, 8
 DRAM_SHARE, NVME_SHARE = 0.5, 0.8
+KEYS_LOOK_SECONDS = 1.0
+"""Between two looks at the directory of keys."""
 
 CouriersMaker = Callable[[EmbeddedStore, Sessions, Handlers, str], Parking]
 """The last argument: the address at which other nodes reach this one."""
@@ -135,7 +136,7 @@ class Daemon:
             _log.warning("no estimates of what other sizes would find, or of which prefixes are hot: %s", error)
 
     def _follow_keys(self) -> None:
-        while not self._keys_end.wait(LOOK_SECONDS):
+        while not self._keys_end.wait(KEYS_LOOK_SECONDS):
             try:
                 self.store.rotation.step()
             except (StoreError, TierError, OSError, MemoryError, RuntimeError) as error:  # the next look may succeed

@@ -17,8 +17,7 @@ import pytest
 
 from deploy.sidecar_process import AROUND_SECONDS, DEPLOY, flags_in, known_flags
 from kvstore.config import parse_size
-from kvstore.doctor.engine import configuration, read_transfer_config
-from kvstore.doctor.findings import Health
+from kvstore.doctor import Health, configuration, read_transfer_config
 from kvstore.metrics.endpoints import MetricsAccess, sidecar_pages
 from kvstore.metrics.server import SidecarServer
 from kvstore.node import SystemClock

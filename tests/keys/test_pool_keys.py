@@ -8,6 +8,8 @@ import secrets
 import signal
 import stat
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,15 @@ from kvstore.block.errors import BadInput, KeysUnusable
 from kvstore.block.identity import TenantKeys
 from kvstore.block.key_file import KeyFile
 from kvstore.keys import pool_keys
-from kvstore.keys.pool_keys import MAX_EPOCHS, PoolKeys, TenantSecrets, file_name, read_source
-from kvstore.keys.secret_dir import MOST_FILE_BYTES, SecretDirectory
+from kvstore.keys.pool_keys import (
+    MAX_EPOCHS,
+    MOST_FILE_BYTES,
+    PoolKeys,
+    SecretDirectory,
+    TenantSecrets,
+    file_name,
+    read_source,
+)
 from tiering.files import Unfit
 
 SECRET, OTHER = "ab" * 32, "cd" * 32
@@ -35,6 +44,13 @@ NAMES = ["default", "search-1", "A_b", "mit Leerzeichen", "ü", "x" * 64, ".hidd
 def one_line(error: BaseException, *fragments: str) -> bool:
     assert SECRET[:16] not in str(error) and OTHER[:16] not in str(error), "no secret in a message"
     return workbench.one_line(error, *fragments)
+
+
+@contextmanager
+def refused(kind: Any, *fragments: str) -> Iterator[None]:
+    with pytest.raises(kind) as caught:
+        yield
+    assert one_line(caught.value, *fragments)
 
 
 def made(path: Path, *tenants: str) -> SecretDirectory:
@@ -126,9 +142,8 @@ def test_a_damaged_file_is_said_and_costs_nothing_else(tmp_path: Path, contents:
         lambda: read_source(tmp_path / "d"),
         *([lambda: read_source(file)] if contents != changed(tenant="b") else []),  # by itself it may have any name
     ):
-        with pytest.raises(KeysUnusable) as caught:
+        with refused(KeysUnusable, str(file)):
             attempt()
-        assert one_line(caught.value, str(file))
     assert file.read_bytes() == contents.encode("latin-1"), "what is damaged is left for somebody to look at"
 
 
@@ -183,9 +198,8 @@ def test_too_many_files(tmp_path: Path) -> None:
         (tmp_path / "d" / f"{number}.key").touch()
     with pytest.raises(Unfit):
         SecretDirectory(tmp_path / "d").names()
-    with pytest.raises(KeysUnusable) as caught:
+    with refused(KeysUnusable, str(tmp_path / "d"), "4096"):
         PoolKeys.read(SecretDirectory(tmp_path / "d"))
-    assert one_line(caught.value, str(tmp_path / "d"), "4096")
 
 
 def mounted(path: Path, contents: dict[str, bytes], number: int) -> None:
@@ -215,9 +229,8 @@ def test_a_mounted_secret_is_read_followed_and_never_written(tmp_path: Path) -> 
         lambda: pool_keys.init(mount, ["b"], secrets.token_bytes),
         lambda: pool_keys.take_in(mount, source.path),
     ):
-        with pytest.raises(BadInput) as caught:
+        with refused(BadInput, str(mount.path), "mounted secret"):
             attempt()
-        assert one_line(caught.value, str(mount.path), "mounted secret")
 
 
 # What an operator does ------------------------------------------------------------------------------------------------
@@ -231,32 +244,27 @@ def test_a_rotation_keeps_the_identity_and_numbers_are_not_used_again(tmp_path: 
     pool_keys.retire(directory, "default", 1)
     third = pool_keys.rotate(directory, "default", secrets.token_bytes)
     assert [number for number, _ in third.epochs] == [2, 3] and third.first == first.first
-    with pytest.raises(BadInput) as caught:
+    with refused(BadInput, "epoch 3", "rotate first"):
         pool_keys.retire(directory, "default", 3)
-    assert one_line(caught.value, "epoch 3", "rotate first")
-    with pytest.raises(BadInput) as caught:
+    with refused(BadInput, "no epoch 1", "2, 3"):
         pool_keys.retire(directory, "default", 1)
-    assert one_line(caught.value, "no epoch 1", "2, 3")
-    with pytest.raises(BadInput) as caught:
+    with refused(BadInput, "'nobody'", "default"):
         pool_keys.rotate(directory, "nobody", secrets.token_bytes)
-    assert one_line(caught.value, "'nobody'", "default")
 
 
 def test_epochs_are_bounded(tmp_path: Path) -> None:
     directory = made(tmp_path / "d")
     for _ in range(MAX_EPOCHS - 1):
         pool_keys.rotate(directory, "default", secrets.token_bytes)
-    with pytest.raises(BadInput) as caught:
+    with refused(BadInput, str(MAX_EPOCHS), "retire"):
         pool_keys.rotate(directory, "default", secrets.token_bytes)
-    assert one_line(caught.value, str(MAX_EPOCHS), "retire")
 
 
 def test_init_makes_all_or_none(tmp_path: Path) -> None:
     directory = made(tmp_path / "d")
     before = directory.read("default.key")
-    with pytest.raises(BadInput) as caught:
+    with refused(BadInput, "default", PoolKeys.read(directory).tenants["default"].fingerprint):
         pool_keys.init(directory, ["b", "default"], secrets.token_bytes)
-    assert one_line(caught.value, "default", PoolKeys.read(directory).tenants["default"].fingerprint)
     assert directory.names() == ["default.key"] and directory.read("default.key") == before
     with pytest.raises(BadInput):
         pool_keys.init(directory, ["b", "bad\nname"], secrets.token_bytes)
@@ -281,9 +289,8 @@ def test_an_older_state_does_not_come_back_by_an_import(tmp_path: Path) -> None:
     pool_keys.take_in(SecretDirectory(tmp_path / "copy"), here.path)
     copy = SecretDirectory(tmp_path / "copy")
     pool_keys.rotate(here, "default", secrets.token_bytes)
-    with pytest.raises(BadInput) as caught:
+    with refused(BadInput, "epoch 2", "epoch 1", "other direction"):
         pool_keys.take_in(here, copy.path)
-    assert one_line(caught.value, "epoch 2", "epoch 1", "other direction")
     pool_keys.rotate(copy, "default", secrets.token_bytes)
     with pytest.raises(BadInput):
         pool_keys.take_in(here, copy.path)  # two operators rotated: neither epoch 2 is the other's
@@ -300,12 +307,10 @@ def test_a_stores_own_keys_become_a_pools(tmp_path: Path) -> None:
     (again,) = pool_keys.take_in(directory, tmp_path / "d" / "default.key")
     assert again == taken
     for source in ("nowhere", "nowhere.key"):
-        with pytest.raises((BadInput, KeysUnusable)) as caught:
+        with refused((BadInput, KeysUnusable), source):
             pool_keys.take_in(directory, tmp_path / source)
-        assert one_line(caught.value, source)
-    with pytest.raises(BadInput) as caught:
+    with refused(BadInput, "'guest'", "default"):
         pool_keys.take_in(directory, tmp_path / "keys", ["guest"])
-    assert one_line(caught.value, "'guest'", "default")
 
 
 @pytest.mark.parametrize("step", ["secret draft made", "secret written", "secret synced", "secret renamed"])
@@ -383,6 +388,5 @@ def test_another_one_at_work_is_said(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "d", Path("/proc/d")):
-        with pytest.raises(KeysUnusable) as caught:
+        with refused(KeysUnusable, str(path)):
             pool_keys.init(SecretDirectory(path), ["a"], secrets.token_bytes)
-        assert one_line(caught.value, str(path))

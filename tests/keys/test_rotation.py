@@ -10,15 +10,14 @@ from random import Random
 
 import pytest
 
+from kvstore import fsck
 from kvstore.block.account import MissReason
 from kvstore.block.codec import codec_named
 from kvstore.block.identity import Namespace
 from kvstore.client.handle import NamespaceHandle
 from kvstore.config import KeysOptions
-from kvstore.fsck import check as fsck
 from kvstore.keys import pool_keys
-from kvstore.keys.pool_keys import TenantSecrets
-from kvstore.keys.secret_dir import SecretDirectory
+from kvstore.keys.pool_keys import SecretDirectory, TenantSecrets
 from kvstore.node import EmbeddedDoor, EmbeddedStore
 from service.sidecar import Sidecar
 from tiering.frame import epoch_in

@@ -19,11 +19,10 @@ from kvstore.block.identity import KeyRing
 from kvstore.block.key_file import KeyFile
 from kvstore.config import KeysOptions
 from kvstore.keys import pool_keys
-from kvstore.keys.pool_keys import PoolKeys, file_name
-from kvstore.keys.rotation import KeyRotation
-from kvstore.keys.secret_dir import SecretDirectory
+from kvstore.keys.pool_keys import PoolKeys, SecretDirectory, file_name
 from kvstore.keys.store_keys import StoreKeys, revive, ring_of
-from workbench import one_line
+from kvstore.node import KeyRotation
+from workbench import one_line, refused
 
 
 @dataclass
@@ -71,21 +70,18 @@ def test_no_secret_of_a_pool_is_kept_here(world: World) -> None:
     text = (world.path / "keys").read_text()
     for one in PoolKeys.read(world.pool).tenants.values():
         assert one.first[1].hex() not in text
-    with pytest.raises(KeysUnusable) as caught:
+    with refused(KeysUnusable, world.fingerprint(), "keys.directory"):
         world.opened(own=True).tenant("default")
-    assert one_line(caught.value, world.fingerprint(), "keys.directory")
 
 
 def test_a_tenant_without_keys_there_gets_none(world: World) -> None:
-    with pytest.raises(KeysUnusable) as caught:
+    with refused(KeysUnusable, "guest", str(world.pool.path), "kvstore keys init", "kvstore keys import"):
         world.opened().tenant("guest")
-    assert one_line(caught.value, "guest", str(world.pool.path), "kvstore keys init", "kvstore keys import")
 
 
 def test_a_directory_that_is_not_there(world: World) -> None:
-    with pytest.raises(KeysUnusable) as caught:
+    with refused(KeysUnusable, "nowhere", "kvstore keys init"):
         StoreKeys(KeyFile(world.path / "keys"), KeysOptions(str(world.path / "nowhere")))
-    assert one_line(caught.value, "nowhere", "kvstore keys init")
 
 
 def test_a_store_that_goes_into_a_pool_keeps_its_identity_and_its_secret_goes(world: World) -> None:
@@ -99,9 +95,8 @@ def test_a_store_that_goes_into_a_pool_keeps_its_identity_and_its_secret_goes(wo
 def test_another_identity_needs_an_explicit_cold_start(world: World) -> None:
     world.opened()
     before, now = world.fingerprint(), world.replace()
-    with pytest.raises(KeysUnusable) as caught:
+    with refused(KeysUnusable, before, now, f"keys.cold_start={now}"):
         world.opened().tenant("default")
-    assert one_line(caught.value, before, now, f"keys.cold_start={now}")
     for wrong in (before, "00" * 8):
         with pytest.raises(KeysUnusable):
             world.opened(wrong).tenant("default")
@@ -124,9 +119,8 @@ def test_a_cold_start_is_a_start(world: World) -> None:
 
 def test_another_identity_than_a_secret_of_its_own(world: World) -> None:
     KeyFile(world.path / "keys").tenant("default")
-    with pytest.raises(KeysUnusable) as caught:
+    with refused(KeysUnusable, world.fingerprint(), "keys.cold_start"):
         world.opened().tenant("default")
-    assert one_line(caught.value, world.fingerprint(), "keys.cold_start")
     assert world.opened().tenant("b").fingerprint.hex() == world.fingerprint("b"), "others are served"
 
 
@@ -191,9 +185,8 @@ def test_a_purged_tenant_does_not_come_back_with_a_mount(world: World) -> None:
 
 def test_the_way_back(world: World) -> None:
     world.opened().retire("default")
-    with pytest.raises(BadInput) as caught:
+    with refused(BadInput, "'b'", "default"):
         revive(world.path, "b")
-    assert one_line(caught.value, "'b'", "default")
     assert revive(world.path, "default") == [world.fingerprint()]
     assert world.opened().tenant("default").fingerprint.hex() == world.fingerprint()
 
@@ -234,9 +227,8 @@ def test_what_is_wrong_is_told_of_the_right_tenant(world: World) -> None:
     keys = world.opened()
     assert len(keys.warnings()) == 3
     for name, fragment in zip(("default", *names), ("0644", *now), strict=True):
-        with pytest.raises(KeysUnusable) as caught:
+        with refused(KeysUnusable, fragment):
             keys.tenant(name)
-        assert one_line(caught.value, fragment)
     assert keys.tenant("b").fingerprint.hex() == world.fingerprint("b")
 
 
@@ -250,9 +242,8 @@ def test_what_could_not_be_read_again_is_not_written(world: World) -> None:
     path.write_text(json.dumps(contents, ensure_ascii=False, separators=(",", ":")))
     path.chmod(0o600)
     before, own = path.read_bytes(), KeyFile(path)
-    with pytest.raises(KeysUnusable) as caught:
+    with refused(KeysUnusable, str(path), "4194304 bytes"):
         own.tenant("default")
-    assert one_line(caught.value, str(path), "4194304 bytes")
     assert path.read_bytes() == before and not KeyFile(path).by_name()
 
 

@@ -11,7 +11,7 @@ import pytest
 import kvstore
 from kvstore.block import display_names
 from kvstore.block.display_names import MOST_CHARACTERS, MOST_NAMES, DisplayNames, read_names, shown
-from kvstore.fsck.check import check
+from kvstore.fsck import check
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from service.sidecar import Sidecar

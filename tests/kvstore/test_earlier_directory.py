@@ -14,7 +14,7 @@ import torch
 import kvstore
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages
-from kvstore.fsck.check import check
+from kvstore.fsck import check
 from kvstore.node import EmbeddedStore
 from waiting import wait_until
 from workbench import blank_pages, blank_planes, ids, same_tokens, small_layout

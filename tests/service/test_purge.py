@@ -14,9 +14,9 @@ import pytest
 
 import kvstore
 from asking import Asking
+from kvstore import fsck
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput, KeysUnusable
-from kvstore.fsck import check as fsck
 from kvstore.node import EmbeddedStore
 from service.purging import BLOCKS, SIZES, fill
 from tiering.errors import TierUnavailable

@@ -1260,6 +1260,9 @@ def test_a_slab_whose_key_is_away_waits_for_it(rebuilt: bool) -> None:
     customer.settle()
     machine = customer.machine
     machine.stop()
+    customer.compare(machine.start(with_keys(Keys(b"u" * 16))))
+    assert [one.name for one in customer.tier.left_alone] == [slab_name(4)], "though it never held a frame"
+    machine.stop()
     customer.compare(machine.start(with_keys(Keys())))
     machine.stop()
     before = {name: machine.files.image(name) for name in machine.files.sizes()}

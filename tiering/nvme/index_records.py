@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
+from contextlib import suppress
+from enum import Enum
+from functools import partial
+from typing import NamedTuple
 
 from tiering.errors import BlockCorrupt, IndexDoubtful, TierError
 from tiering.nvme.frame_index import Change, FrameIndex, IndexMaker
-from tiering.nvme.header_scan import HeaderScan
 from tiering.nvme.slab import (
     BAD,
     DOUBTS,
     EMPTY,
     ENTRY,
     META,
+    RECORDS,
     SLOTS_PER_RECORD,
     UNPROVEN,
     UNREAD,
@@ -36,9 +40,11 @@ from tiering.nvme.slab import (
     slab_name,
     split_doubt_key,
     split_entries,
+    split_record_key,
     unproven_key,
     unread_key,
 )
+from tiering.nvme.slab_scan import SlabScan
 from tiering.slab_header import SlabHeader
 from tiering.slots import FrameState, Piece, SlotLedger
 from tiering.tier import extent_of, slot_of
@@ -60,74 +66,103 @@ class NvmeSlab(Piece):
         self.evictions = 0
 
 
-class IndexRecords:
-    """The index of a directory. uid: which one it is. changes: how many batches it has taken in."""
+class IndexState(Enum):
+    """Whether a start can use the index; if not, it reads every header."""
 
-    def __init__(
-        self,
-        maker: IndexMaker,
-        stamp: StoreStamp | None,
-        new_uid: Callable[[], bytes],
-        scanner: HeaderScan,
-        ledger: SlotLedger[NvmeSlab],
-        *,
-        has_slabs: bool,
-    ) -> None:
-        """Opens the index that the stamp knows or, without such a one, a new one, to be built from the headers of the
-        slabs there are. ledger: the slabs in use."""
-        self._scanner = scanner
-        self._ledger = ledger
-        self._lock = threading.Lock()  # one call to the index at a time
-        self.rebuilds = False  # the index is not trusted: every header is to be read
-        self.is_rebuilding = False  # until they have been, it has no uid: the next start would begin again
-        known = self._known(maker, stamp) if stamp is not None else None
-        if known is None:
-            self.rebuilds = self.is_rebuilding = has_slabs
-            maker.discard()
-            self.uid, self.changes = new_uid(), 0
-            known = maker.open(clean=True)
-        self._index = known
+    GOOD = "good"
+    MISSING = "missing"
+    DOUBTFUL = "doubtful"  # failed a check of its structure
+    FOREIGN = "foreign"  # belongs to another directory, or is incomplete
+    STALE = "stale"  # older than the stamp, or changed by another program
 
-    def _known(self, maker: IndexMaker, stamp: StoreStamp) -> FrameIndex | None:
-        index = None
-        try:
-            index = maker.open(clean=stamp.clean)
-            meta = open_meta(index.get([META])[0])
-            if meta is not None and stamp.knows(*meta):
-                self.uid, self.changes = meta
-                return index
-        except IndexDoubtful:
-            pass
+
+class KnownIndex(NamedTuple):
+    """An index beside a stamp. opened: None unless `state` is good; its reader closes it. detail: why, for people.
+    uid, changes: as `IndexRecords` has them."""
+
+    opened: FrameIndex | None
+    state: IndexState
+    detail: str
+    uid: bytes = b""
+    changes: int = 0
+
+
+def known_index(open_index: Callable[[], FrameIndex | None], stamp: StoreStamp | None) -> KnownIndex:
+    """The index, if it is the one that the stamp knows. open_index: None where there is none."""
+    index = None
+    try:
+        index = open_index()
+        if index is None:
+            return KnownIndex(None, IndexState.MISSING, "there is none")
+        meta = open_meta(index.get([META])[0])
+    except IndexDoubtful as error:
         if index is not None:
             index.close()
-        return None
+        return KnownIndex(None, IndexState.DOUBTFUL, str(error))
+    if stamp is not None and meta is not None and stamp.knows(*meta):
+        return KnownIndex(index, IndexState.GOOD, f"batches taken in: {meta[1]}", *meta)
+    index.close()
+    if meta is None:
+        return KnownIndex(None, IndexState.FOREIGN, "it does not say whose it is, as one that was not finished")
+    if stamp is None:
+        return KnownIndex(None, IndexState.FOREIGN, "there is no stamp to compare it with")
+    if meta[0] != stamp.index_uid:
+        return KnownIndex(None, IndexState.FOREIGN, "it belongs to another directory")
+    detail = f"it has taken in {meta[1]} batches, and the stamp says {stamp.changes}"
+    return KnownIndex(None, IndexState.STALE, detail)
 
-    def close(self) -> None:
+
+class SlabEntries(NamedTuple):
+    """What an index says of a slab's slots. damaged: records that failed a check, so that the entries of their slots
+    are those of headers. faults: for people, in the order of the records' keys."""
+
+    entries: Entries
+    damaged: set[int]
+    faults: list[str]
+
+
+class IndexReader:
+    """What an index says of slabs. Thread-safe."""
+
+    def __init__(self, index: FrameIndex) -> None:
+        self._index = index
+        self._lock = threading.Lock()  # one call to the index at a time
+
+    def slab_entries(self, slab: SlabHeader, mac_key: bytes, by_headers: Callable[[range], bytes]) -> SlabEntries:
+        """A slab's records. by_headers: the entries of a run of slots by their headers, for damaged records."""
         with self._lock:
-            self._index.close()
-
-    # Reading -------------------------------------------------------------------------------------------------------
-
-    def entries(self, slab: NvmeSlab, damaged: set[int]) -> Entries:
-        """A slab's records. Runs of slots whose record is damaged are read from their headers, and added to
-        `damaged`."""
-        with self._lock:
-            values = dict(self._index.iterate(record_key(slab.number, 0)[:5]))
-        header, mac_key, pieces = slab.header, slab.mac_key, []
-        for first in range(0, slab.slots.capacity, SLOTS_PER_RECORD):
-            record = first // SLOTS_PER_RECORD
-            value = values.get(record_key(slab.number, record))
+            pairs = list(self._index.iterate(record_key(slab.number, 0)[:5]))
+        pieces = [_NO_ENTRIES] * -(-slab.slots // SLOTS_PER_RECORD)
+        damaged: set[int] = set()
+        faults: list[str] = []
+        for key, value in pairs:
             try:
-                pieces.append(_NO_ENTRIES if value is None else open_record(header, record, value, mac_key))
+                _, record = split_record_key(key)
             except BlockCorrupt:
+                faults.append("a record under no slot's name")
+                continue
+            first = record * SLOTS_PER_RECORD
+            if first >= slab.slots:
+                faults.append(f"a record of slots from {first} on")
+                continue
+            try:
+                pieces[record] = open_record(slab, record, value, mac_key)
+            except BlockCorrupt as error:
+                slots = range(first, min(first + SLOTS_PER_RECORD, slab.slots))
+                faults.append(f"{error}, for slots {first} to {slots.stop - 1}")
                 damaged.add(record)
-                last = min(first + SLOTS_PER_RECORD, slab.slots.capacity)
-                pieces.append(self.headers(slab, range(first, last)).tobytes())
-        return split_entries(b"".join(pieces)[: slab.slots.capacity * ENTRY.itemsize])
+                pieces[record] = by_headers(slots)
+        return SlabEntries(split_entries(b"".join(pieces)[: slab.slots * ENTRY.itemsize]), damaged, faults)
 
-    def headers(self, slab: NvmeSlab, slots: range) -> Entries:
-        """The entries by these slots' headers; a header that fails any check is no frame."""
-        return self._scanner.entries(slab.name, slab.header, slots)
+    def slabs(self) -> set[int]:
+        """The slabs that have records."""
+        with self._lock:
+            keys = [key for key, _ in self._index.iterate(RECORDS)]
+        slabs = set()
+        for key in keys:
+            with suppress(BlockCorrupt):
+                slabs.add(split_record_key(key)[0])
+        return slabs
 
     def doubts(self) -> dict[int, list[int]]:
         """Slots in doubt, by slab."""
@@ -135,11 +170,9 @@ class IndexRecords:
         with self._lock:
             keys = [key for key, _ in self._index.iterate(DOUBTS)]
         for key in keys:
-            try:
+            with suppress(BlockCorrupt):
                 place = split_doubt_key(key)
-            except BlockCorrupt:
-                continue
-            doubts.setdefault(extent_of(place), []).append(slot_of(place))
+                doubts.setdefault(extent_of(place), []).append(slot_of(place))
         return doubts
 
     def unread(self, slabs: Collection[int]) -> set[int]:
@@ -154,6 +187,50 @@ class IndexRecords:
         with self._lock:
             keys = {key for key, _ in self._index.iterate(prefix)}
         return {number for number in slabs if name(number) in keys}
+
+    def close(self) -> None:
+        with self._lock:
+            self._index.close()
+
+
+class IndexRecords(IndexReader):
+    """The index of a directory. uid: which one it is. changes: how many batches it has taken in."""
+
+    def __init__(
+        self,
+        maker: IndexMaker,
+        stamp: StoreStamp | None,
+        new_uid: Callable[[], bytes],
+        scanner: SlabScan,
+        ledger: SlotLedger[NvmeSlab],
+        *,
+        has_slabs: bool,
+    ) -> None:
+        """Opens the index that the stamp knows or, without such a one, a new one, to be built from the headers of the
+        slabs there are. ledger: the slabs in use."""
+        self._scanner = scanner
+        self._ledger = ledger
+        self.rebuilds = False  # the index is not trusted: every header is to be read
+        self.is_rebuilding = False  # until they have been, it has no uid: the next start would begin again
+        known = known_index(partial(maker.open, clean=stamp.clean), stamp) if stamp is not None else None
+        if known is not None and known.opened is not None:
+            self.uid, self.changes = known.uid, known.changes
+            super().__init__(known.opened)
+            return
+        self.rebuilds = self.is_rebuilding = has_slabs
+        maker.discard()
+        self.uid, self.changes = new_uid(), 0
+        super().__init__(maker.open(clean=True))
+
+    # Reading -------------------------------------------------------------------------------------------------------
+
+    def entries(self, slab: NvmeSlab) -> SlabEntries:
+        """A slab's records. Runs of slots whose record is damaged are read from their headers."""
+        return self.slab_entries(slab.header, slab.mac_key, lambda slots: self.headers(slab, slots).tobytes())
+
+    def headers(self, slab: NvmeSlab, slots: range) -> Entries:
+        """The entries by these slots' headers; a header that fails any check is no frame."""
+        return self._scanner.entries(slab.name, slab.header, slots)
 
     # Writing -------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from tiering.errors import TierUnavailable
 from tiering.nvme.index_records import IndexRecords
 from tiering.nvme.slab import STAMP_PAGES, STAMP_SLAB, StoreStamp, latest_stamp, slab_name
-from tiering.nvme.slab_files import Files
+from tiering.nvme.slab_files import Files, read_page
 from tiering.slab_header import PAGE_BYTES
 
 _NAME = slab_name(STAMP_SLAB)
@@ -24,11 +24,7 @@ def take_up(files: Files) -> StoreStamp | None:
     without slabs gets its first stamp with the session. Raises `OtherFormat`."""
     if _NAME not in files.sizes():
         return None
-    pages = []
-    for page in range(STAMP_PAGES):
-        buffer = bytearray(PAGE_BYTES)
-        files.read(_NAME, page * PAGE_BYTES, memoryview(buffer))
-        pages.append(bytes(buffer))
+    pages = [read_page(files, _NAME, page * PAGE_BYTES) for page in range(STAMP_PAGES)]
     last = latest_stamp(pages)
     if last is not None and latest_stamp(pages, besides=last) is None:
         last = replace(last, session=last.session + 1)  # the page that is not whole may have been a later session's

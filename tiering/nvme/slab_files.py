@@ -83,6 +83,13 @@ class Files(Protocol):
     def close(self) -> None: ...
 
 
+def read_page(files: Files, name: str, offset: int) -> bytes:
+    """One page of a slab. Raises `OSError`."""
+    page = bytearray(_PAGE_BYTES)
+    files.read(name, offset, memoryview(page))
+    return bytes(page)
+
+
 class DirectFiles:
     """`Files` in a directory, past the page cache where the file system allows it.
 

@@ -9,7 +9,7 @@ Must never overwrite a slab whose header it cannot confirm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,15 +22,16 @@ from tiering.nvme.slab import (
     SLOTS_PER_RECORD,
     STAMP_SLAB,
     Entries,
+    slab_name,
     slab_number,
     split_entries,
     unproven_key,
     unread_key,
 )
-from tiering.nvme.slab_files import Files
-from tiering.slab_header import PAGE_BYTES, KeyAbsent, SlabHeader, read_slab_header
+from tiering.nvme.slab_files import Files, read_page
+from tiering.slab_header import PAGE_BYTES, KeyAbsent, SlabHeader, parse_slab_header, read_slab_header
 from tiering.slots import FrameState
-from tiering.tier import place_of, slot_of
+from tiering.tier import place_of
 
 _RESIDENT = int(FrameState.RESIDENT)
 _STATE_OF_ENTRY = bytes([FrameState.FREE, FrameState.RESIDENT, FrameState.QUARANTINED]).ljust(256, b"\x00")
@@ -69,6 +70,74 @@ class LeftAlone(NamedTuple):
     unread: bool = False
 
 
+class HeaderCopy(NamedTuple):
+    """One of a slab's two header pages. page: nothing if the disk did not give it. header: as parsed, to be believed
+    where `fault` is None. fault: why it does not count, a `BlockCorrupt` or an `OSError`."""
+
+    offset: int
+    page: bytes
+    header: SlabHeader | None
+    fault: Exception | None
+
+
+def header_copies(files: Files, keys: MacKeys, name: str, size_bytes: int) -> Iterator[HeaderCopy]:
+    """The first page of a slab file, then the last one, each read when it is asked for. Raises `BlockCorrupt` if it
+    cannot be a slab's file."""
+    if slab_number(name) < 0:
+        raise BlockCorrupt("not the name of a slab")
+    if size_bytes < 2 * PAGE_BYTES or size_bytes % PAGE_BYTES:
+        raise BlockCorrupt(f"{size_bytes} bytes are not the size of a slab")
+    for offset in (0, size_bytes - PAGE_BYTES):
+        page, header = b"", None
+        fault: Exception | None = None
+        try:
+            page = read_page(files, name, offset)
+            header = read_slab_header(page, keys)
+        except KeyAbsent as error:  # a damaged page may name any key
+            header, fault = parse_slab_header(page), error
+        except (BlockCorrupt, OSError) as error:
+            fault = error
+        if header is not None and (header.number, header.size_bytes) != (slab_number(name), size_bytes):
+            says = f"it says {header.size_bytes} bytes and the file has {size_bytes}"
+            if header.number != slab_number(name):
+                says = f"the header of slab {slab_name(header.number)}"
+            header, fault = None, BlockCorrupt(says) if fault is None else KeyAbsent(says)
+        yield HeaderCopy(offset, page, header, fault)
+
+
+def never_held_frames(files: Files, name: str, size_bytes: int, faults: Sequence[Exception]) -> bool:
+    """Whether the making of a slab was cut short, so that it may be removed. faults: of both header pages. Raises
+    `OSError`."""
+    if any(_may_verify_later(fault) for fault in faults):
+        return False
+    buffer = memoryview(bytearray(SCAN_BYTES))
+    for offset in range(PAGE_BYTES, size_bytes - PAGE_BYTES, SCAN_BYTES):
+        piece = buffer[: min(SCAN_BYTES, size_bytes - PAGE_BYTES - offset)]
+        files.read(name, offset, piece)
+        if bytes(piece).strip(b"\x00"):
+            return False
+    return True
+
+
+def _may_verify_later(fault: Exception) -> bool:
+    return isinstance(fault, (KeyAbsent, OSError))
+
+
+def slot_states(entries: Entries, doubts: Iterable[int], damaged: Collection[int]) -> bytearray:
+    """A `FrameState` for each slot of a slab; RESERVED: in doubt, so what is there must never count.
+
+    doubts: slots that the index has in doubt. damaged: records whose entries were taken from headers. A record that
+    verifies overrides a doubt, which has no MAC; a header read in its place does not.
+    """
+    states = bytearray(entries["state"].tobytes().translate(_STATE_OF_ENTRY))
+    for slot in doubts:
+        if slot < len(states):
+            state = states[slot]
+            if state == FrameState.FREE or (state == _RESIDENT and slot // SLOTS_PER_RECORD in damaged):
+                states[slot] = FrameState.RESERVED
+    return states
+
+
 class SlabRecovery:
     """The slabs that were there at the start, until each is in use."""
 
@@ -99,57 +168,25 @@ class SlabRecovery:
     # Slab headers --------------------------------------------------------------------------------------------------
 
     def _find(self, name: str, size: int) -> None:
+        faults: list[Exception] = []
         try:
-            if slab_number(name) < 0:
-                raise BlockCorrupt("not the name of a slab")
-            if self._is_unfinished(name, size):
+            for copy in header_copies(self._files, self._keys, name, size):
+                if copy.fault is None:
+                    assert copy.header is not None
+                    owner = copy.header.slot_class
+                    key = self._keys.slab_key(owner.tenant, copy.header.key_id, copy.header.epoch)
+                    assert key is not None
+                    self._to_load.append(NvmeSlab(copy.header, key))
+                    return
+                faults.append(copy.fault)
+            if never_held_frames(self._files, name, size, faults):
                 self._files.remove(name)
                 return
-            header = self._slab_header(name, size)
         except (BlockCorrupt, OSError) as error:
-            needs_keys, unread = isinstance(error, KeyAbsent), isinstance(error, OSError)
-            self.left_alone.append(LeftAlone(name, size, str(error), needs_keys, unread))
-            return
-        key = self._keys.slab_key(header.slot_class.tenant, header.key_id, header.epoch)
-        assert key is not None
-        self._to_load.append(NvmeSlab(header, key))
-
-    def _is_unfinished(self, name: str, size: int) -> bool:
-        try:
-            self._slab_header(name, size)
-            return False
-        except KeyAbsent:
-            return False
-        except BlockCorrupt:
-            pass
-        if size < 2 * PAGE_BYTES or size % PAGE_BYTES:
-            return False  # slabs are created in full size
-        buffer = memoryview(bytearray(SCAN_BYTES))
-        for offset in range(PAGE_BYTES, size - PAGE_BYTES, SCAN_BYTES):
-            piece = buffer[: min(SCAN_BYTES, size - PAGE_BYTES - offset)]
-            self._files.read(name, offset, piece)
-            if bytes(piece).strip(b"\x00"):
-                return False
-        return True
-
-    def _slab_header(self, name: str, size: int) -> SlabHeader:
-        fault: Exception = BlockCorrupt("not the size of a slab")
-        doubt: Exception | None = None
-        for offset in (0, size - PAGE_BYTES) if size >= 2 * PAGE_BYTES and size % PAGE_BYTES == 0 else ():
-            page = bytearray(PAGE_BYTES)
-            try:
-                self._files.read(name, offset, memoryview(page))
-                header = read_slab_header(bytes(page), self._keys)
-            except (KeyAbsent, OSError) as error:  # a damaged page may name any key
-                doubt = error
-                continue
-            except BlockCorrupt as error:
-                fault = error
-                continue
-            if header.number == slab_number(name) and header.size_bytes == size:
-                return header
-            fault = BlockCorrupt("the header of another slab")
-        raise doubt or fault
+            faults = [error]
+        fault = next((one for one in faults if _may_verify_later(one)), faults[-1])
+        needs_keys, unread = isinstance(fault, KeyAbsent), isinstance(fault, OSError)
+        self.left_alone.append(LeftAlone(name, size, str(fault), needs_keys, unread))
 
     # Frames --------------------------------------------------------------------------------------------------------
 
@@ -171,7 +208,7 @@ class SlabRecovery:
                 if is_unread:
                     entries = self._scan(slab, progress, done, total)
                 else:
-                    entries = self._records.entries(slab, damaged)
+                    entries, damaged, _ = self._records.entries(slab)
             except (OSError, TierError) as error:
                 raise TierUnavailable(f"{slab.name} cannot be loaded: {error}") from error
             is_proven = slab.number not in self._unproven
@@ -210,15 +247,11 @@ class SlabRecovery:
     def _take_in(
         self, slab: NvmeSlab, entries: Entries, doubts: dict[int, list[int]], damaged: Collection[int]
     ) -> Found:
-        states = bytearray(entries["state"].tobytes().translate(_STATE_OF_ENTRY))
-        mine = [place_of(slab.number, slot) for slot in doubts.get(slab.number, ()) if slot < slab.slots.capacity]
-        for place in mine:
-            state = states[slot_of(place)]
-            # A record that verifies overrides a doubt, which has no MAC; a header read in its place does not.
-            if state == FrameState.FREE or (state == _RESIDENT and slot_of(place) // SLOTS_PER_RECORD in damaged):
-                states[slot_of(place)] = FrameState.RESERVED
+        mine = doubts.get(slab.number, [])
+        states = slot_states(entries, mine, damaged)
         slab.slots.load(bytes(states))
-        self._commits.take_in(slab, [place for place in mine if states[slot_of(place)] == FrameState.RESERVED])
+        in_doubt = [slot for slot in mine if slot < slab.slots.capacity and states[slot] == FrameState.RESERVED]
+        self._commits.take_in(slab, [place_of(slab.number, slot) for slot in in_doubt])
         held = np.flatnonzero(np.frombuffer(states, np.uint8) == _RESIDENT)
         chosen = entries if len(held) == len(entries) else entries[held]
         return Found(slab.header, (held + place_of(slab.number, 0)).tolist(), chosen)

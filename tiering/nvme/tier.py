@@ -20,12 +20,12 @@ from tiering.faults import NEW_SLABS, NVME_READS, NVME_WRITES, FaultReports, Unh
 from tiering.frame import MacKeys, Stamp
 from tiering.nvme.frame_index import IndexMaker
 from tiering.nvme.group_commit import BatchRequest, GroupCommit
-from tiering.nvme.header_scan import HeaderScan
 from tiering.nvme.index_records import IndexRecords, NvmeSlab
 from tiering.nvme.session import StoreSession, take_up
 from tiering.nvme.slab import MAX_NUMBER, SLOTS_PER_RECORD, record_key, slab_name, slab_number, unproven_key
 from tiering.nvme.slab_files import Files
 from tiering.nvme.slab_recovery import Found, Progress, SlabRecovery
+from tiering.nvme.slab_scan import SlabScan
 from tiering.slab_header import PAGE_BYTES, SlabHeader, SlabSizes
 from tiering.slots import FrameState, SlotLedger
 from tiering.tier import Column, SlotClass, Usage, extent_of, place_of, slot_of
@@ -77,7 +77,7 @@ class NvmeTier:
         try:
             self._next_number = 1 + max([0, *map(slab_number, files.sizes())])
             last = take_up(files)
-            scanner = HeaderScan(files, keys, threads)
+            scanner = SlabScan(files, keys, threads)
             has_slabs = self._next_number > 1
             self._records = IndexRecords(maker, last, new_uid, scanner, self._ledger, has_slabs=has_slabs)
             try:

@@ -12,9 +12,9 @@ import pytest
 
 from simulation.machine import MAC_KEY, OneKey
 from tiering.frame import HEADER_BYTES, Sealer, Stamp, digest
-from tiering.nvme.header_scan import MOST_UNREADABLE, SPAN_BYTES, TRIES, HeaderScan
 from tiering.nvme.slab import BAD, EMPTY, HELD
 from tiering.nvme.slab_files import DirectFiles
+from tiering.nvme.slab_scan import MOST_UNREADABLE, SPAN_BYTES, TRIES, SlabScan
 from tiering.slab_header import SlabHeader
 from tiering.tier import SlotClass
 
@@ -78,7 +78,7 @@ def test_it_finds_the_frames_that_are_right(disk: BadSectors, payload_bytes: int
     slab, sealer = slab_of(payload_bytes, slots)
     good = fill(disk, slab, sealer, Random(seed))
     disk.reads = 0
-    entries = HeaderScan(disk, OneKey(), threads).entries(NAME, slab, range(slots))
+    entries = SlabScan(disk, OneKey(), threads).entries(NAME, slab, range(slots))
     assert entries["state"].nonzero()[0].tolist() == good, f"seed {seed}"
     assert entries["generation"][good].tolist() == [1000 + slot for slot in good]
     assert entries["block_index"][good].tolist() == good
@@ -86,7 +86,7 @@ def test_it_finds_the_frames_that_are_right(disk: BadSectors, payload_bytes: int
     if 4 * slab.slot_class.frame_bytes <= SPAN_BYTES and threads == 1:
         assert disk.reads == -(-slots // (SPAN_BYTES // slab.slot_class.frame_bytes)), "neighbours in one read"
     first, last = slots // 3, slots // 2
-    some = HeaderScan(disk, OneKey(), threads).entries(NAME, slab, range(first, last))
+    some = SlabScan(disk, OneKey(), threads).entries(NAME, slab, range(first, last))
     assert some.tobytes() == entries[first:last].tobytes()
 
 
@@ -97,7 +97,7 @@ def test_a_sector_that_cannot_be_read_costs_its_own_slot(disk: BadSectors, paylo
     gone, shy = good[1], good[-1]
     disk.bad = {slab.offset(gone): 1 << 30, slab.offset(shy): TRIES - 1}
     with caplog.at_level(logging.WARNING):
-        entries = HeaderScan(disk, OneKey(), 2).entries(NAME, slab, range(slab.slots))
+        entries = SlabScan(disk, OneKey(), 2).entries(NAME, slab, range(slab.slots))
     states = [EMPTY] * slab.slots
     for slot in good:
         states[slot] = HELD
@@ -112,7 +112,7 @@ def test_a_disk_that_refuses_too_much_is_at_fault(disk: BadSectors, count: int) 
     slab, sealer = slab_of(4096, 40)
     fill(disk, slab, sealer, Random(8))
     disk.bad = {slab.offset(slot): 1 << 30 for slot in range(count)}
-    scan = HeaderScan(disk, OneKey(), 1)
+    scan = SlabScan(disk, OneKey(), 1)
     if count > MOST_UNREADABLE:
         with pytest.raises(OSError, match="9 of 40 headers cannot be read"):
             scan.entries(NAME, slab, range(40))

@@ -1,1 +1,0 @@
-"""`kvstore doctor`: what a machine, a data directory, a sidecar and an engine's configuration lack."""

@@ -1,1 +1,0 @@
-"""Checks a store's directory offline, and repairs it."""
