@@ -110,7 +110,7 @@ def test_there_is_no_second_index() -> None:
         if file.name in (
             "trace.py",
             "yardsticks.py",
-            "lru_curve.py",
+            "curve.py",
             "prompts.py",
             "models.py",
         ):  # no blocks, or none of a store's
