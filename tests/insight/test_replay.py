@@ -111,7 +111,7 @@ def test_there_is_no_second_index() -> None:
             "trace.py",
             "yardsticks.py",
             "curve.py",
-            "prompts.py",
+            "lint.py",
             "models.py",
         ):  # no blocks, or none of a store's
             continue
