@@ -70,7 +70,7 @@ def replay(
     No KV is stored, so any size up to 4,194,304 blocks works on any machine. Equal traces, seeds and sizes give equal
     figures.
     """
-    from kvstore.insight import replays
+    from kvstore.insight import replay as replays
     from kvstore.insight.models import model_named
     from kvstore.insight.trace import MOST_TOKENS, read_trace
     from kvstore.node import build_replay

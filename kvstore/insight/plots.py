@@ -14,7 +14,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from kvstore.insight.replays import ADMISSIONS, OPTIMUM, ReplayResult, ReplayRow
+from kvstore.insight.replay import ADMISSIONS, OPTIMUM, ReplayResult, ReplayRow
 from kvstore.insight.whatif import WhatIfResult
 
 TIB = 1 << 40

@@ -23,7 +23,7 @@ from rich.text import Text
 from kvstore.block.errors import BadInput
 from kvstore.config import format_size
 from kvstore.insight.curve import HOT_NAMES, HOT_SHARE, MARKS, NAMES, LruCurve, Marks, marks_of
-from kvstore.insight.replays import KV_BYTES_PER_TOKEN, MOST_BLOCKS, Builder, Progress, headed
+from kvstore.insight.replay import KV_BYTES_PER_TOKEN, MOST_BLOCKS, Builder, Progress, headed
 from kvstore.insight.trace import Trace
 from tiering.clock import Clock
 from tiering.policies.policy import PolicyMaker
