@@ -28,14 +28,14 @@ class DemoOptions(SettingsSection, frozen=True):
     data: str | None = None
     requests: Annotated[int, Meta(ge=1, le=REQUESTS)] = REQUESTS
     tokens: Annotated[int, Meta(ge=1, le=MAX_ANSWER_TOKENS)] = 32
-    threads: Annotated[int, Meta(ge=1)] | None = None
+    threads: int | None = None
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
     nvme: Annotated[str, allowed_size()] = "1GiB"
     hybrid: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.threads is not None and self.threads > usable_cores():
+        if self.threads is not None and not 1 <= self.threads <= usable_cores():
             raise BadInput(f"threads={self.threads}; give 1 to {usable_cores()}, the cores that may be used here")
         if self.hybrid and self.seed is None:
             structs.force_setattr(self, "seed", 0)

@@ -314,6 +314,26 @@ class OnDisk(FilesContract):
             copied.result()
         assert self.path().read_bytes() == page(1, PAGES)
 
+    def test_a_copy_that_has_the_name_already_is_no_other_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        files = self.with_slab()
+        files.write(A, 0, aligned(page(1, PAGES)))
+        renamed, goes_on = threading.Event(), threading.Event()
+
+        def held(folder: Path) -> None:
+            renamed.set()
+            goes_on.wait()
+
+        monkeypatch.setattr("tiering.nvme.slab_files.sync_directory", held)
+        self.path().unlink()
+        with ThreadPoolExecutor(2) as pool:
+            copied = pool.submit(files.bring_back, A)
+            renamed.wait()
+            confirmed = pool.submit(files.confirm, A)
+            wait_until(lambda: confirmed.done() or files._turn._waiters)  # type: ignore[attr-defined]
+            goes_on.set()
+            copied.result()
+            confirmed.result()
+
 
 class TestDirectFiles(OnDisk):
     def make(self) -> DirectFiles:

@@ -212,9 +212,13 @@ class DirectFiles:
             with self._in_use(name):
                 slab = self._slabs[name]
         there = os.stat(f"{self._directory}/{name}", follow_symlinks=False)
+        is_another = (there.st_dev, there.st_ino) != slab.identity
+        with self._turn:
+            while is_another and slab.is_copied:  # the copy has the name before it has the slab's place
+                self._turn.wait()
         if self._slabs.get(name) is not slab:
             return self.confirm(name)  # it was written again meanwhile
-        if (there.st_dev, there.st_ino) != slab.identity:
+        if is_another:
             raise _another(name)
         if there.st_size != slab.size_bytes:
             words = f"{name} was cut while it was in use, to {there.st_size} of {slab.size_bytes} bytes; start again"
