@@ -125,7 +125,7 @@ def test_a_verb_passes_little(way: str, tmp_path: Path) -> None:
     passed = Passed()
     with passed.everywhere():
         if way == "socket":
-            with Sidecar(tmp_path, DoorLimits(sweep_seconds=600.0)) as sidecar, sidecar.client() as store:
+            with Sidecar(tmp_path, DoorLimits(sweep_seconds=10.0)) as sidecar, sidecar.client() as store:
                 store._door._limits = QUIET
                 found = verbs(passed, store.namespace(model=MODEL, layout=small_layout()), "volatile")
         else:
