@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulation.disk import SimulatedFiles
+from tiering.nvme import slab_files
 from tiering.nvme.slab_files import DirectFiles, Files
 from waiting import wait_until
 
@@ -90,8 +91,7 @@ class FilesContract:
             if number % 3 == 0:
                 files.sync(A)
         assert contents(files, A) == expected
-        first, count = look
-        start, end = first * PAGE, min(first + count, PAGES) * PAGE
+        start, end = look[0] * PAGE, min(sum(look), PAGES) * PAGE
         assert contents(files, A, start, end - start) == expected[start:end]
         files.close()
 
@@ -119,8 +119,9 @@ class FilesContract:
 
     def test_many_threads_make_a_name_once(self) -> None:
         files = self.make()
-        errors = [type(error) for error in run([lambda: files.create(A, PAGE)] * 4)]
-        assert sorted(errors, key=str) == [FileExistsError] * 3 + [type(None)]
+        assert sorted(map(type, run([lambda: files.create(A, PAGE)] * 4)), key=str) == [FileExistsError] * 3 + [
+            type(None)
+        ]
         assert files.sizes() == {A: PAGE}
 
     def test_a_removed_slab_is_gone(self) -> None:
@@ -288,42 +289,21 @@ class OnDisk(FilesContract):
 
     def test_a_slab_is_copied_after_the_writes_that_began_before(self, monkeypatch: pytest.MonkeyPatch) -> None:
         files = self.with_slab()
-        began, goes_on, copy_waits = threading.Event(), threading.Event(), threading.Event()
-        write, wait = os.pwritev, files._turn.wait
-
-        def held(*arguments: Any) -> int:
-            if not began.is_set():
-                began.set()
-                goes_on.wait()
-            return write(*arguments)
-
-        def waits() -> None:
-            copy_waits.set()
-            wait()
-
-        monkeypatch.setattr(os, "pwritev", held)
-        monkeypatch.setattr(files._turn, "wait", waits)
+        began, goes_on = held_once(monkeypatch, os, "pwritev")
         with ThreadPoolExecutor(2) as pool:
             written = pool.submit(files.write, A, 0, aligned(page(1, PAGES)))
             began.wait()
             self.path().unlink()
             copied = pool.submit(files.bring_back, A)
-            wait_until(lambda: copied.done() or copy_waits.is_set())
+            wait_until(lambda: copied.done() or files._turn._waiters)  # type: ignore[attr-defined]
             goes_on.set()
-            written.result()
-            copied.result()
+            assert written.result() is copied.result() is None
         assert self.path().read_bytes() == page(1, PAGES)
 
     def test_a_copy_that_has_the_name_already_is_no_other_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
         files = self.with_slab()
-        files.write(A, 0, aligned(page(1, PAGES)))
-        renamed, goes_on = threading.Event(), threading.Event()
-
-        def held(folder: Path) -> None:
-            renamed.set()
-            goes_on.wait()
-
-        monkeypatch.setattr("tiering.nvme.slab_files.sync_directory", held)
+        files.sync(A)
+        renamed, goes_on = held_once(monkeypatch, slab_files, "sync_directory")
         self.path().unlink()
         with ThreadPoolExecutor(2) as pool:
             copied = pool.submit(files.bring_back, A)
@@ -331,8 +311,21 @@ class OnDisk(FilesContract):
             confirmed = pool.submit(files.confirm, A)
             wait_until(lambda: confirmed.done() or files._turn._waiters)  # type: ignore[attr-defined]
             goes_on.set()
-            copied.result()
-            confirmed.result()
+            assert copied.result() is confirmed.result() is None
+
+
+def held_once(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> tuple[threading.Event, threading.Event]:
+    """Events: that a function's first call has begun, and that it may go on."""
+    began, goes_on, really = threading.Event(), threading.Event(), getattr(module, name)
+
+    def held(*arguments: Any) -> Any:
+        if not began.is_set():
+            began.set()
+            goes_on.wait()
+        return really(*arguments)
+
+    monkeypatch.setattr(module, name, held)
+    return began, goes_on
 
 
 class TestDirectFiles(OnDisk):
