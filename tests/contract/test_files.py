@@ -1,7 +1,5 @@
-"""What every `Files` keeps: slabs of a fixed size that give back what was written, whole or with an `OSError`.
-
-An implementation is a subclass of `FilesContract` that makes a new, empty folder.
-"""
+"""What every `Files` keeps: slabs of a fixed size that give back what was written, whole or with an `OSError`. An
+implementation is a subclass of `FilesContract` that makes a new, empty folder."""
 
 from __future__ import annotations
 
@@ -119,9 +117,8 @@ class FilesContract:
 
     def test_many_threads_make_a_name_once(self) -> None:
         files = self.make()
-        assert sorted(map(type, run([lambda: files.create(A, PAGE)] * 4)), key=str) == [FileExistsError] * 3 + [
-            type(None)
-        ]
+        kinds = map(type, run([lambda: files.create(A, PAGE)] * 4))
+        assert sorted(kinds, key=str) == [FileExistsError] * 3 + [type(None)]
         assert files.sizes() == {A: PAGE}
 
     def test_a_removed_slab_is_gone(self) -> None:
