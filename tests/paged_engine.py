@@ -118,9 +118,9 @@ class Shape:
     """On any other one steps are put into a stream of the engine's own, and each is long on its way."""
 
 
-def hashes_of(tokens: Sequence[int], weights: int = 0) -> numpy.ndarray:
-    """Behind each token, of all tokens up to it and of the weights."""
-    value, found = 0x9E3779B97F4A7C15 + weights, numpy.empty(len(tokens), numpy.uint64)
+def hashes_of(tokens: Sequence[int], weights: int = 0, before: int | None = None) -> numpy.ndarray:
+    """Behind each token, of all tokens up to it and of the weights. before: the hash of what precedes them."""
+    value, found = before or 0x9E3779B97F4A7C15 + weights, numpy.empty(len(tokens), numpy.uint64)
     for at, token in enumerate(tokens):
         value = ((value ^ (token + 1)) * 0x5851F42D4C957F2D + 0x14057B7EF767814F) % (1 << 64)
         found[at] = value = value ^ (value >> 31)

@@ -219,12 +219,11 @@ class FormulaEngine:
 
     def add(self, name: str, prompt: Sequence[int], outputs: int = 1, *, weights: int = 0, lora: Any = None) -> None:
         """A request. Its answer is a function of the prompt and of the weights."""
-        stream = list(prompt)
-        hashes = hashes_of(stream, weights)
+        stream, hashes = list(prompt), [hashes_of(prompt, weights)]
         for _ in range(outputs + self.drafts + 1):
-            stream.append(int(hashes[-1] % VOCAB))
-            hashes = hashes_of(stream, weights)
-        self.streams[name] = (stream, hashes)
+            stream.append(int(hashes[-1][-1] % VOCAB))
+            hashes.append(hashes_of(stream[-1:], before=int(hashes[-1][-1])))
+        self.streams[name] = (stream, np.concatenate(hashes))
         params = SamplingParams(max_tokens=outputs, ignore_eos=True)
         params.update_from_generation_config({}, VOCAB + 1)
         self.scheduler.add_request(
