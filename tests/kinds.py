@@ -34,10 +34,9 @@ PURE_FILES = frozenset(
     console/test_figures.py
     elsewhere/test_questions.py
     metrics/test_endpoints.py
-    insight/test_divergence.py
+    insight/test_lint.py
     insight/test_models.py
     insight/test_plan.py
-    insight/test_prompts.py
     kvstore/test_catalogue.py
     kvstore/test_door.py
     kvstore/test_miss.py

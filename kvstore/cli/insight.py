@@ -70,7 +70,7 @@ def replay(
     No KV is stored, so any size up to 4,194,304 blocks works on any machine. Equal traces, seeds and sizes give equal
     figures.
     """
-    from kvstore.insight import replays
+    from kvstore.insight import replay as replays
     from kvstore.insight.models import model_named
     from kvstore.insight.trace import MOST_TOKENS, read_trace
     from kvstore.node import build_replay
@@ -154,21 +154,21 @@ def whatif(
     lru: one pass for all sizes, in a second for a hundred thousand blocks. adaptive: a tenth of the blocks or more goes
     through the store's own tables, once for each size. Only full blocks count. The ceiling is the limit over all sizes.
     """
-    from kvstore.insight import whatif_trace
-    from kvstore.insight.lru_curve import LEAST_NAMES
+    from kvstore.insight import whatif as estimates
+    from kvstore.insight.curve import LEAST_NAMES
     from kvstore.insight.trace import MOST_TOKENS, read_trace
     from kvstore.node import SystemClock, build_replay
 
     path = _trace_file(trace)
-    if policy not in whatif_trace.ESTIMATED:
-        raise typer.BadParameter(f"--policy {policy[:40]!r}; give {' or '.join(whatif_trace.ESTIMATED)}")
-    most = whatif_trace.MOST_BLOCKS
+    if policy not in estimates.ESTIMATED:
+        raise typer.BadParameter(f"--policy {policy[:40]!r}; give {' or '.join(estimates.ESTIMATED)}")
+    most = estimates.MOST_BLOCKS
     several = "give sizes with commas between them, as 64GiB,128GiB"
-    options = whatif_trace.WhatIfOptions(
+    options = estimates.WhatIfOptions(
         _sizes(sizes, "--sizes", most),
         [parse_size(size, "--dram") for size in listed(dram or [], "--dram", several)],
         policy,
-        whole(names, "--names", LEAST_NAMES, whatif_trace.MOST_NAMES),
+        whole(names, "--names", LEAST_NAMES, estimates.MOST_NAMES),
         whole(seed, "--seed", 0, (1 << 31) - 1),
         whole(kv_bytes_per_token, "--kv-bytes-per-token", 1, (1 << 40) - 1),
         exact,
@@ -185,7 +185,7 @@ def whatif(
         show(f"reading {path}")
         with lines_of(path) as lines:
             read = read_trace(path.name, lines, block_size)
-        result = whatif_trace.run(
+        result = estimates.run(
             read, options, build_replay, lambda part: kvstore.policy_named(policy, part), SystemClock(), show
         )
     return _shown(result, as_json, draw)

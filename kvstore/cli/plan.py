@@ -267,7 +267,7 @@ class ServedTable:
     def render(self, console: Any) -> None:
         from rich.text import Text
 
-        from kvstore.insight.replays import headed
+        from kvstore.insight.replay import headed
 
         engines = list(self._rows[0].answers)
         table = headed(f"model|kinds|*B per token|*state|*block|codec|{'|'.join(engines)}")

@@ -21,7 +21,7 @@ from kvstore.block.payload import RAW, block_bytes, default_codec, payload_bytes
 from kvstore.block.states import DEFAULT_SHARE, StatePolicy
 from kvstore.config import format_size
 from kvstore.insight.models import KvKind, KvLayers, ModelKv
-from kvstore.insight.replays import MOST_BLOCKS, QUADRATIC_TOKENS, Builder, Progress, headed
+from kvstore.insight.replay import MOST_BLOCKS, QUADRATIC_TOKENS, Builder, Progress, headed
 from kvstore.insight.served import Engine, served
 from kvstore.insight.trace import MOST_TOKENS, Column, Trace
 from tiering.frame import frame_bytes
@@ -319,11 +319,10 @@ def stored_bytes_per_token(request: PlanRequest) -> float:
 
 def _ages(trace: Trace) -> Column:
     """For each block asked for, the seconds since it was last asked for; infinite the first time."""
-    seconds = np.repeat(trace.timestamps_ms, np.diff(trace.starts)) / 1000
-    order = np.argsort(trace.blocks, kind="stable")
-    ages = np.full(len(order), np.inf)
-    is_same = trace.blocks[order][1:] == trace.blocks[order][:-1]
-    ages[order[1:][is_same]] = (seconds[order][1:] - seconds[order][:-1])[is_same]
+    seconds = (trace.timestamps_ms / 1000)[trace.request_numbers()]
+    earlier, later = trace.repeats()
+    ages = np.full(len(trace.blocks), np.inf)
+    ages[later] = seconds[later] - seconds[earlier]
     return ages
 
 

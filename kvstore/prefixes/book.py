@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvstore.block.account import HitTier
-from kvstore.insight.whatif import HALF_LIFE_SECONDS, faded_seconds
+from kvstore.insight.curve import HALF_LIFE_SECONDS, faded_seconds
 from kvstore.prefixes.hottest import PrefixTree
 from kvstore.protocol import messages as m
 from kvstore.protocol.told import HotPrefix, PrefixFigures

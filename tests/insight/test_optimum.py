@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.insight.yardsticks import optimal_hits
+from kvstore.insight.replay import optimal_hits
 from recorded import made_of, recorded
 
 # Hits of MIN with bypass over blocks that were asked for, partly filled ones among them: what two more implementations,

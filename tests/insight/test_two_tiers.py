@@ -14,11 +14,19 @@ from hypothesis import strategies as st
 
 import kvstore
 from kvstore.block.errors import BadInput
-from kvstore.insight import replays
-from kvstore.insight.replay import Replay
-from kvstore.insight.replays import ALL, COIN, LEARNED, ORACLE, ReplayOptions
+from kvstore.insight import replay as replays
+from kvstore.insight.replay import (
+    ALL,
+    COIN,
+    LEARNED,
+    ORACLE,
+    CoinAdmission,
+    OracleAdmission,
+    Replay,
+    ReplayOptions,
+    optimal_hits,
+)
 from kvstore.insight.trace import Trace
-from kvstore.insight.yardsticks import CoinAdmission, OracleAdmission, optimal_hits, requests_of
 from kvstore.node import build_replay
 from recorded import made_of, recorded
 from tiering.policies.adaptive import Adaptive
@@ -116,7 +124,7 @@ ADMISSIONS = {
     "all": lambda replay, trace: AdmitAll(),
     "learned": lambda replay, trace: LearnedAdmission(replay.names, lambda: replay.seconds, 3.0),
     "coin": lambda replay, trace: CoinAdmission(0.4, 3),
-    "oracle": lambda replay, trace: OracleAdmission(requests_of(trace), replay.names, lambda: replay.request),
+    "oracle": lambda replay, trace: OracleAdmission(trace, replay.names, lambda: replay.request),
 }
 
 

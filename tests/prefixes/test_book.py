@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.insight.whatif import HALF_LIFE_SECONDS
+from kvstore.insight.curve import HALF_LIFE_SECONDS
 from kvstore.prefixes import book as module
 from kvstore.prefixes.book import PrefixBook, SpaceNames, Standing
 from kvstore.protocol import messages as m
