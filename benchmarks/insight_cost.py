@@ -41,7 +41,7 @@ def obey():
         link.connect(os.environ["KV_INSIGHT_SWITCH"])
         for word in link.makefile():
             from kvstore.insight.curve import WhatIf
-            from kvstore.prefixes.book import PrefixBook
+            from kvstore.insight.prefixes import PrefixBook
             for cls, name in ((WhatIf, "looked_up"), (PrefixBook, "looked_up"), (PrefixBook, "granted")):
                 mine = kept.setdefault((cls, name), getattr(cls, name))
                 setattr(cls, name, mine if word == "on\\n" else lambda *_: False)

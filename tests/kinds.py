@@ -37,6 +37,7 @@ PURE_FILES = frozenset(
     insight/test_lint.py
     insight/test_models.py
     insight/test_plan.py
+    insight/test_prefixes.py
     kvstore/test_catalogue.py
     kvstore/test_door.py
     kvstore/test_miss.py
@@ -53,8 +54,6 @@ PURE_FILES = frozenset(
     pool/test_speeds.py
     peers/test_sealed.py
     peers/test_tokens.py
-    prefixes/test_book.py
-    prefixes/test_hottest.py
     remote/test_names.py
     remote/test_remote_breaker.py
     remote/test_writes.py
