@@ -470,8 +470,9 @@ class LintGroup:
         )
 
     def to_dict(self) -> dict[str, object]:
-        told = {name: value for name, value in asdict(self).items() if name != "block_tokens"}
-        return told | {"kind": str(self.kind), "lines": list(self.lines), "sentence": self.sentence}
+        told = asdict(self)
+        del told["block_tokens"]
+        return told | {"sentence": self.sentence}
 
 
 @dataclass(frozen=True, slots=True)

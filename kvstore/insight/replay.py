@@ -455,12 +455,8 @@ class ReplayResult:
     policies: tuple[str, ...]
 
     def to_dict(self) -> dict[str, object]:
-        options = asdict(self.options)
-        for name in ("blocks", "admission", "write_shares"):
-            options[name] = list(options[name])
-        options["policies"] = list(self.policies)
         return {
-            "options": options,
+            "options": asdict(self.options) | {"policies": list(self.policies)},
             "traces": [one.to_dict() for one in self.traces],
             "rows": [asdict(row) for row in self.rows],
         }

@@ -86,10 +86,8 @@ class WhatIfResult:
     ceiling_error: float | None = None
 
     def to_dict(self) -> dict[str, object]:
-        options = asdict(self.options)
-        options["blocks"], options["sizes_bytes"] = list(self.options.blocks), list(self.options.sizes_bytes)
         return {
-            "options": options,
+            "options": asdict(self.options),
             "trace": self.trace.to_dict(),
             "rows": [asdict(row) for row in self.rows],
             "mean_error": self.mean_error,
