@@ -40,8 +40,8 @@ def obey():
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(os.environ["KV_INSIGHT_SWITCH"])
         for word in link.makefile():
-            from kvstore.insight.whatif import WhatIf
-            from kvstore.prefixes.book import PrefixBook
+            from kvstore.insight.curve import WhatIf
+            from kvstore.insight.prefixes import PrefixBook
             for cls, name in ((WhatIf, "looked_up"), (PrefixBook, "looked_up"), (PrefixBook, "granted")):
                 mine = kept.setdefault((cls, name), getattr(cls, name))
                 setattr(cls, name, mine if word == "on\\n" else lambda *_: False)

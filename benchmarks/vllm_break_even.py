@@ -38,7 +38,7 @@ from kv_bench.ttft_vllm import (
 )
 from kvstore.insight.models import described
 from kvstore.insight.plan import PlanRequest, SizePlan, TierSpeed, plan
-from kvstore.insight.replays import QUADRATIC_TOKENS
+from kvstore.insight.replay import QUADRATIC_TOKENS
 
 ALLOWED = 0.1
 CROSSINGS = (1.5, 2.5, 3.5)

@@ -34,10 +34,10 @@ PURE_FILES = frozenset(
     console/test_figures.py
     elsewhere/test_questions.py
     metrics/test_endpoints.py
-    insight/test_divergence.py
+    insight/test_lint.py
     insight/test_models.py
     insight/test_plan.py
-    insight/test_prompts.py
+    insight/test_prefixes.py
     kvstore/test_catalogue.py
     kvstore/test_door.py
     kvstore/test_miss.py
@@ -54,8 +54,6 @@ PURE_FILES = frozenset(
     pool/test_speeds.py
     peers/test_sealed.py
     peers/test_tokens.py
-    prefixes/test_book.py
-    prefixes/test_hottest.py
     remote/test_names.py
     remote/test_remote_breaker.py
     remote/test_writes.py
@@ -94,11 +92,9 @@ DRAWN_FILES = (
     "contract/test_tier.py",
     "elsewhere/test_adoption.py",
     "elsewhere/test_fetched.py",
-    "insight/test_optimum.py",
     "insight/test_replay.py",
     "insight/test_replay_plot.py",
     "insight/test_trace.py",
-    "insight/test_two_tiers.py",
     "keys/test_store_keys.py",
     "kvstore/test_awaits.py",
     "kvstore/test_getting.py",

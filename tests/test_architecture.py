@@ -66,8 +66,8 @@ BROKEN: tuple[tuple[str, str, str], ...] = (
     ("arrow", "tiering/dram/tier.py", "__import__('kvstore')"),
     # Entrances.
     ("entrance", "engine_adapter/hf_cache.py", "import kvstore.traffic"),
-    ("entrance", "kvstore/demo/run.py", "from kvstore.traffic import run"),
-    ("entrance", "kvstore/demo/run.py", "from kvstore.cli.main import main"),
+    ("entrance", "kvstore/demo/passes.py", "from kvstore.traffic import run"),
+    ("entrance", "kvstore/demo/passes.py", "from kvstore.cli.main import main"),
     ("entrance", "kvstore/traffic/run.py", "from kvstore import demo"),
     # Rooms that import less than lies below them.
     ("room", "kvstore/client/handle.py", "from kvstore.core.store import Store"),
@@ -94,7 +94,7 @@ BROKEN: tuple[tuple[str, str, str], ...] = (
     ("engine", "engine_adapter/sglang_storage.py", "from vllm.v1 import core"),
     ("engine", "engine_adapter/lmcache_backend.py", "import vllm"),
     ("engine", "kvstore/insight/planner.py", "def f():\n    from transformers import AutoConfig"),
-    ("engine", "kvstore/demo/run.py", "import vllm"),
+    ("engine", "kvstore/demo/passes.py", "import vllm"),
     ("engine", "kernels/kv_kernels/triton_raw.py", "import sglang.srt"),
     ("foreign-folder", "kvstore/core/store.py", "from kernels.kv_kernels import triton_raw"),
     ("foreign-folder", "tiering/dram/tier.py", "import tests.fakes"),
@@ -178,7 +178,7 @@ BROKEN: tuple[tuple[str, str, str], ...] = (
     ("environment", "kvstore/config.py", "import os\nos.environ['X']"),
     ("environment", "kvstore/config.py", "import os\nos.environ.get('X')"),
     ("environment", "kvstore/node.py", "import os\nos.getenv('X')"),
-    ("environment", "kvstore/demo/run.py", "from os import environ"),
+    ("environment", "kvstore/demo/passes.py", "from os import environ"),
     ("environment", "kernels/kv_kernels/triton_raw.py", "import os\nos.environ"),
     ("environment", "engine_adapter/adapter.py", "import os\nos.getenv('X')"),
     # Code from data.
@@ -189,7 +189,7 @@ BROKEN: tuple[tuple[str, str, str], ...] = (
     ("unsafe", "engine_adapter/hf_cache.py", "from torch import load"),
     ("unsafe", "kvstore/traffic/row.py", "import numpy\nnumpy.load('x', allow_pickle=True)"),
     ("unsafe", "kvstore/config.py", "eval('1')"),
-    ("unsafe", "kvstore/demo/run.py", "exec('1')"),
+    ("unsafe", "kvstore/demo/passes.py", "exec('1')"),
     ("unsafe", "kernels/kv_kernels/triton_raw.py", "import builtins\nbuiltins.exec('1')"),
     ("unsafe", "kvstore/config.py", "import yaml\nyaml.load('x', Loader=yaml.SafeLoader)"),
     # Names.
@@ -242,8 +242,8 @@ KEPT: tuple[tuple[str, str], ...] = (
     ("engine_adapter/vllm_tier.py", "import vllm"),
     ("engine_adapter/sglang_storage.py", "import sglang"),
     ("engine_adapter/lmcache_backend.py", "import lmcache"),
-    ("kvstore/demo/run.py", "import engine_adapter.hf_cache\nimport transformers\nfrom kvstore.demo import documents"),
-    ("kvstore/cli/main.py", "def main():\n    from kvstore.demo import run\n    import kvstore.traffic.run"),
+    ("kvstore/demo/passes.py", "import engine_adapter.hf_cache\nimport transformers\nfrom kvstore import demo"),
+    ("kvstore/cli/main.py", "def main():\n    from kvstore.demo import passes\n    import kvstore.traffic.run"),
     ("kvstore/__main__.py", "from kvstore.cli.main import main"),
     ("kvstore/__init__.py", "def open(url):\n    from kvstore.service import client"),
     ("kvstore/core/store.py", "def f():\n    import lmdb"),
@@ -278,7 +278,7 @@ KEPT: tuple[tuple[str, str], ...] = (
     ),
     ("kvstore/node.py", "import os, time, random\ntime.monotonic(); os.urandom(8); random.Random(1); open('x')"),
     ("kvstore/cli/main.py", "import os, time\nos.environ.get('X'); time.time(); open('x')"),
-    ("kvstore/demo/run.py", "import time\ntime.perf_counter()"),
+    ("kvstore/demo/passes.py", "import time\ntime.perf_counter()"),
     ("engine_adapter/cost/model.py", "import time\ntime.perf_counter()"),
     # Names, and files that are no concern of ours.
     ("tests/kvstore/test_store.py", "import pickle, time, torch\ntime.time()"),

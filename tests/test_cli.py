@@ -283,6 +283,7 @@ def needs_engine() -> None:
     [
         (("--dram", "12parsecs"), ("12parsecs", "GiB")),
         (("--tokens", "0"), ("tokens=0", "1 to")),
+        (("--tokens", "129"), ("tokens=129", "1 to 128")),
         (("--requests", "21"), ("requests=21", "1 to 20")),
         (("--threads", "0"), ("threads=0", "1 to")),
         (("--seed", "-1"), ("seed=-1", "0 to")),

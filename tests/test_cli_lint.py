@@ -92,8 +92,3 @@ def test_a_line_without_an_end_is_not_read_into_memory(tmp_path: Path, here: Her
     path.write_bytes(gzip.compress(b" " * (40 << 20)))
     said = error_line(here("lint", str(path), "--bytes"))
     assert "packed.gz line 1: more than 16777216 characters; give shorter prompts" in said
-
-
-def test_a_file_of_nothing_is_refused(tmp_path: Path, here: Here) -> None:
-    said = error_line(here("lint", str(written(tmp_path / "empty.jsonl"))))
-    assert "empty.jsonl has no prompt in it; on each line give a list of token ids" in said

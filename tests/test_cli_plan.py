@@ -1,4 +1,4 @@
-"""`kvstore plan` as people and scripts see it."""
+"""`kvstore plan` and `kvstore models` as people and scripts see them, and the page that the latter writes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import pytest
 
 pytest.importorskip("typer", reason="typer is not installed (extra: server)")
 
+from kvstore.insight.models import MODELS
+from kvstore.insight.served import Engine, Verdict, shapes
 from recorded import line
 from test_cli import NO_TORCH, Here, error_line, run_cli
 
+PAGE = Path(__file__).resolve().parent.parent / "docs/models.md"
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -80,6 +83,9 @@ def test_a_recording_says_rates_and_hits(tmp_path: Path, here: Here) -> None:
         ((), "give a model, such as kvstore plan llama-3.1-8b, or --config FILE, or --layers"),
         (("llama-3.1-8b", "--layers", "3"), "give a model, such as"),
         (("--layers", "3"), "a described model needs all of --layers, --kv-heads and --head-dim"),
+        (("--layers", "1025", "--kv-heads", "8", "--head-dim", "64"), "'1025'; give a whole number from 1 to 1024"),
+        (("--layers", "9", "--kv-heads", "0", "--head-dim", "64"), "--kv-heads '0'; give a whole number from 1 to"),
+        (("--layers", "9", "--kv-heads", "8", "--head-dim", "x"), "--head-dim 'x'; give a whole number from 1 to"),
         (("llama-9-8b",), "model 'llama-9-8b' is not in the table; near it: llama-3.1-8b"),
         (("--config", "none.json"), "none.json: No such file or directory"),
         (("llama-3.1-8b", "--context", "8k"), "--context '8k'; give a whole number from 1 to"),
@@ -90,6 +96,17 @@ def test_a_recording_says_rates_and_hits(tmp_path: Path, here: Here) -> None:
         (("llama-3.1-8b", "--dram", "much"), "--dram='much' is not a size; write a number with B, KiB"),
         (("llama-3.1-8b", "--dram-speed", "fast"), "--dram-speed='fast' is not a rate"),
         (("llama-3.1-8b", "--nvme-overhead", "x"), "--nvme-overhead 'x'; give milliseconds, 0 or more"),
+        (("llama-3.1-8b", "--dtype", "int4"), "--dtype 'int4'; allowed: float32"),
+        (("llama-3.1-8b", "--codec", "zip"), "codec 'zip' is not known; allowed: int8-kc64, raw"),
+        (("llama-3.1-8b", "--tensor-parallel", "3"), "--tensor-parallel 3 does not divide the 8 KV heads of llama-3.1"),
+        (("llama-3.1-8b", "--utilisation", "1.5"), "--utilisation 1.5; give a share"),
+        (("llama-3.1-8b", "--utilisation", "nan"), "--utilisation nan; give a share"),
+        (("llama-3.1-8b", "--window", "0s"), "--window 0 seconds; give more than 0"),
+        (("llama-3.1-8b", "--new-tokens-per-second", "-1"), "--new-tokens-per-second -1; give 0 or more"),
+        (("llama-3.1-8b", "--dram", "999999999999GiB"), "give 0 or more, such as 80GB"),
+        (("llama-3.1-8b", "--nvme-overhead", "nan"), "nan seconds before a load from nvme; give 0 to 3600"),
+        (("llama-3.1-8b", "--nvme-overhead", "-1"), "-0.001 seconds before a load from nvme; give 0 to 3600"),
+        (("llama-3.1-8b", "--prefill-rate", "0"), "--prefill-rate 0; give tokens per second"),
         (("llama-3.1-8b", "--prefill-rate", "x"), "--prefill-rate 'x'; give tokens per second"),
         (("llama-3.1-8b", "--gpu-memory", "80GB"), "--gpu-memory is shared with the weights; give --weights"),
         (("qwen3.5-27b", "--state-share", "65"), "a share of 65.0 for states; give their bytes for each byte of KV"),
@@ -118,3 +135,38 @@ def test_a_recording_without_a_rate_is_refused(tmp_path: Path, here: Here) -> No
     assert "all its requests came at once" in error_line(here(*given))
     path.write_text(line([1], 3) + "\n")
     assert "has no full block of 16 tokens" in error_line(here(*given))
+
+
+# kvstore models --------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_what_the_command_writes(here: Here) -> None:
+    assert here("models", "--markdown").stdout == PAGE.read_text("utf-8"), "kvstore models --markdown > docs/models.md"
+
+
+def test_the_page_has_all_models_and_architectures() -> None:
+    text = PAGE.read_text("utf-8")
+    assert len(MODELS) == 65 and all(f"| {name} |" in text for name in MODELS)
+    assert len(shapes()) == 48 and all(name in text for name, _, _ in shapes())
+
+
+def test_a_model_by_name_by_directory_and_by_file_is_the_same(tmp_path: Path, here: Here) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    by_place = [json.loads(here("models", str(one), "--json").stdout)["models"] for one in (tmp_path, path)]
+    (by_name,) = json.loads(here("models", "llama-3.1-8b", "--json").stdout)["models"]
+    assert by_place[0] == by_place[1] == [{**by_name, "model": "llama"}]
+    assert by_name["engines"]["vLLM"] == {"verdict": "served", "reason": "", "remedy": ""}
+
+
+def test_of_what_is_not_served_the_reason_and_the_remedy_are_shown(here: Here) -> None:
+    shown = here("models", "kimi-k3").stdout
+    assert "transformers: served in part: prompts with videos or sound; allowed: text and images." in shown
+    told = json.loads(here("models", "--json").stdout)["models"]
+    answers = [one["engines"][engine] for one in told for engine in Engine]
+    assert all(bool(one["reason"]) == (one["verdict"] != Verdict.SERVED) for one in answers)
+
+
+@pytest.mark.parametrize("given", ["no such model", "deepseek-v4"])
+def test_a_model_that_is_not_known_is_one_line(given: str, here: Here) -> None:
+    assert given in error_line(here("models", given))

@@ -1,4 +1,4 @@
-"""`kvstore replay` as people and scripts see it."""
+"""`kvstore replay` and `kvstore whatif` as people and scripts see them."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def test_a_table_for_people_and_an_object_for_scripts(trace: Path) -> None:
 
 
 def test_values_stand_between_commas_and_spaces(trace: Path, here: Here) -> None:
-    given = ("--policy", "lru, s3-fifo", "--policy", "lru,", "--blocks", "4, 8,", "--block-tokens", "16", "--json")
+    given = ("--policy", "lru, s3-fifo", "--policy", "lru,", "--blocks", "4, 8,4,", "--block-tokens", "16", "--json")
     told = json.loads(here("replay", str(trace), *given).stdout)
-    assert told["options"]["policies"] == ["lru", "adaptive"] and told["options"]["blocks"] == [4, 8]
+    assert told["options"]["policies"] == ["lru", "adaptive"] and told["options"]["blocks"] == [4, 8, 4]
     assert len(told["rows"]) == 6
     assert all(row["written_bytes"] is None for row in told["rows"] if row["policy"] == "optimum")
 
@@ -140,8 +140,13 @@ def test_a_model_with_states_says_what_they_cost_and_find(trace: Path, here: Her
         (("--blocks", "4", "--block-tokens", "512"), "give the --block-tokens that it was recorded with"),
         (("--blocks", "4", "--plot", "curves.bmp"), "--plot curves.bmp: give a name that ends in .png"),
         (("--blocks", "4", "--warmup", "1"), "--warmup 1; give the share"),
+        (("--blocks", "4", "--warmup", "nan"), "--warmup nan; give the share"),
+        (("--blocks", "4", "--prefill-rate", "1e-320"), "e-321; give tokens per second, 0.001"),
         (("--blocks", "4", "--nvme-blocks", "8", "--admission", "luck"), "--admission 'luck'; allowed: all, learned"),
         (("--blocks", "4", "--nvme-blocks", "8", "--write-share", "half"), "--write-share 'half'; give shares"),
+        (("--blocks", "4", "--nvme-blocks", "8", "--write-share", "0"), "--write-share 0; give a share"),
+        (("--blocks", "4", "--nvme-blocks", "8", "--write-share", "nan"), "--write-share nan; give a share"),
+        (("--blocks", "4", "--nvme-blocks", "8", "--admission", "random"), "random writes a share; give --write-share"),
         (("--blocks", "4", "--write-share", "0.5"), "give --nvme-blocks, too"),
         (
             ("--blocks", "4", "--nvme-blocks", "8", "--admission", "oracle", "--write-share", "0.5"),
@@ -198,3 +203,69 @@ def test_without_numba_it_names_the_extra(trace: Path) -> None:
     assert run_cli(*given, "--policy", "lru", **without).returncode == 0
     line = error_line(run_cli(*given, "--policy", "adaptive", **without))
     assert "needs the package numba; run in a checkout: pip install '.[server]'" in line
+
+
+# kvstore whatif --------------------------------------------------------------------------------------------------
+
+
+def test_an_estimate_is_a_table_for_people_and_an_object_for_scripts(trace: Path, here: Here) -> None:
+    given = ("--sizes", "4,8", "--dram", "32MiB", "--block-tokens", "16", "--exact")
+    shown = here("whatif", str(trace), *given)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    first, heads, *rows, last = [" ".join(row.split()) for row in shown.stdout.splitlines()]
+    assert first == "some.jsonl: 6 requests, 16 full blocks of 16 tokens (2.0 MiB each), 8 distinct; lru"
+    assert heads == "blocks size hit rate ceiling sample seconds exact error seconds"
+    assert [row.split()[0] for row in rows] == ["4", "8", "16"]
+    assert rows[1].split()[3:6] == ["0.5000", "0.5000", "100"], "with room for all, all is found again"
+    assert last == "mean absolute error (MAE) 0.0000, of the ceiling +0.0000"
+    told = json.loads(here("whatif", str(trace), *given, "--json").stdout)
+    assert [(row["blocks"], row["size_bytes"]) for row in told["rows"]] == [(4, 8 << 20), (8, 16 << 20), (16, 32 << 20)]
+    assert told["mean_error"] == 0 and told["trace"]["distinct_blocks"] == 8 and told["options"]["policy"] == "lru"
+    assert [row["hit_rate"] for row in told["rows"]] == [row["exact_hit_rate"] for row in told["rows"]]
+
+
+def test_an_estimate_without_sizes_takes_some_and_compares_with_nothing(trace: Path, here: Here) -> None:
+    given = ("--block-tokens", "16", "--names", "16", "--seed", "3")
+    told = json.loads(here("whatif", str(trace), *given, "--json").stdout)
+    assert told["rows"][-1]["blocks"] == 8 and told["mean_error"] is None
+    assert all(row["exact_hit_rate"] is None for row in told["rows"])
+    shown = here("whatif", str(trace), *given, "--policy", "adaptive").stdout
+    assert "exact" not in shown and "distinct; adaptive" in shown
+
+
+@pytest.mark.slow
+def test_an_estimated_curve_is_drawn(trace: Path, here: Here) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
+    picture = trace.with_name("curve.svg")
+    given = ("--block-tokens", "16", "--svg", str(picture))
+    for more in ((), ("--exact",), ("--sizes", "4")):
+        done = here("whatif", str(trace), *given, *more)
+        assert (done.returncode, done.stderr) == (0, "")
+        text = picture.read_text()
+        assert "some.jsonl" in text and "ceiling" in text and ("replayed in full" in text) == ("--exact" in more)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("--policy", "arc"), "--policy 'arc'; give lru or adaptive"),
+        (("--sizes", "1e3"), "--sizes '1e3'; give whole numbers from 1 to 4194304"),
+        (("--sizes", ""), "--sizes ''; give whole numbers"),
+        (("--dram", "much"), "--dram='much' is not a size; write a number with"),
+        (("--dram", ","), "--dram ','; give sizes with commas between them, as 64GiB,128GiB"),
+        (("--dram", "1KiB"), "--dram 1.0 KiB has room for 0 blocks of 2.0 MiB; give 2.0 MiB to 8.0 TiB"),
+        (("--names", "8"), "--names '8'; give a whole number from 16 to 1048576"),
+        (("--seed", "x"), "--seed 'x'; give a whole number from 0 to 2147483647"),
+        (("--kv-bytes-per-token", "0"), "--kv-bytes-per-token '0'; give a whole number from 1"),
+        (("--svg", "curve.png"), "--svg curve.png: give a name that ends in .svg"),
+        (("--svg", "no/such/place.svg"), "--svg no/such/place.svg: there is no folder no/such; make it"),
+    ],
+)
+def test_what_cannot_be_estimated_is_one_line(given: tuple[str, ...], says: str, trace: Path, here: Here) -> None:
+    result = here("whatif", str(trace), "--block-tokens", "16", "--json", *given)
+    assert says in error_line(result)
+
+
+def test_of_a_trace_without_a_full_block_nothing_is_estimated(trace: Path, here: Here) -> None:
+    trace.write_text(line([1], 9) + "\n")
+    assert "has no full block of 16 tokens in it" in error_line(here("whatif", str(trace), "--block-tokens", "16"))

@@ -46,6 +46,8 @@ def stand_in_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "kvstore/demo/__init__.py",
         "kvstore/demo/documents/text.txt",
         "kvstore/demo/trained/model.safetensors",
+        "kvstore/insight/__init__.py",
+        "kvstore/insight/models.toml",
         "tiering/policies/__init__.py",
         "proto/kvstore/wire/store.proto",
         "tests/test_nothing.py",
@@ -108,6 +110,7 @@ def test_data_files_travel_in_the_wheel(stand_in_wheel: Path) -> None:
         "kvstore/console/static/uplot/LICENSE",
         "kvstore/demo/documents/text.txt",
         "kvstore/demo/trained/model.safetensors",
+        "kvstore/insight/models.toml",
     } <= names
 
 

@@ -70,9 +70,8 @@ def replay(
     No KV is stored, so any size up to 4,194,304 blocks works on any machine. Equal traces, seeds and sizes give equal
     figures.
     """
-    from kvstore.insight import replays
+    from kvstore.insight import replay as replays
     from kvstore.insight.models import model_named
-    from kvstore.insight.trace import MOST_TOKENS, read_trace
     from kvstore.node import build_replay
 
     paths = [_trace_file(one) for one in traces]
@@ -94,7 +93,6 @@ def replay(
     shares = [
         real(share, "--write-share", of_writes) for share in listed(write_share or [], "--write-share", of_writes)
     ]
-    block_size = whole(block_tokens, "--block-tokens", 1, MOST_TOKENS - 1) if block_tokens is not None else None
     if model is not None and kv_bytes_per_token is not None:
         raise typer.BadParameter("--model says how many bytes a token has; leave --kv-bytes-per-token out")
     token_bytes, state_bytes = whole(kv_bytes_per_token or _8B, "--kv-bytes-per-token", 1, (1 << 40) - 1), 0
@@ -122,11 +120,7 @@ def replay(
         draw = _plotter(draw_replay, file)
     is_short = len({path.name for path in paths}) == len(paths)
     with shown_progress() as show:
-        read = []
-        for path in paths:
-            show(f"reading {path}")
-            with lines_of(path) as lines:
-                read.append(read_trace(path.name if is_short else str(path), lines, block_size))
+        read = [read_recorded(path, path.name if is_short else str(path), block_tokens, show) for path in paths]
         result = replays.run(read, chosen, options, build_replay, show)
     return _shown(result, as_json, draw)
 
@@ -154,26 +148,24 @@ def whatif(
     lru: one pass for all sizes, in a second for a hundred thousand blocks. adaptive: a tenth of the blocks or more goes
     through the store's own tables, once for each size. Only full blocks count. The ceiling is the limit over all sizes.
     """
-    from kvstore.insight import whatif_trace
-    from kvstore.insight.lru_curve import LEAST_NAMES
-    from kvstore.insight.trace import MOST_TOKENS, read_trace
+    from kvstore.insight import whatif as estimates
+    from kvstore.insight.curve import LEAST_NAMES
     from kvstore.node import SystemClock, build_replay
 
     path = _trace_file(trace)
-    if policy not in whatif_trace.ESTIMATED:
-        raise typer.BadParameter(f"--policy {policy[:40]!r}; give {' or '.join(whatif_trace.ESTIMATED)}")
-    most = whatif_trace.MOST_BLOCKS
+    if policy not in estimates.ESTIMATED:
+        raise typer.BadParameter(f"--policy {policy[:40]!r}; give {' or '.join(estimates.ESTIMATED)}")
+    most = estimates.MOST_BLOCKS
     several = "give sizes with commas between them, as 64GiB,128GiB"
-    options = whatif_trace.WhatIfOptions(
+    options = estimates.WhatIfOptions(
         _sizes(sizes, "--sizes", most),
         [parse_size(size, "--dram") for size in listed(dram or [], "--dram", several)],
         policy,
-        whole(names, "--names", LEAST_NAMES, whatif_trace.MOST_NAMES),
+        whole(names, "--names", LEAST_NAMES, estimates.MOST_NAMES),
         whole(seed, "--seed", 0, (1 << 31) - 1),
         whole(kv_bytes_per_token, "--kv-bytes-per-token", 1, (1 << 40) - 1),
         exact,
     )
-    block_size = whole(block_tokens, "--block-tokens", 1, MOST_TOKENS - 1) if block_tokens is not None else None
     draw = None
     if svg is not None:
         file = _checked_picture("--svg", svg, ".svg")
@@ -182,10 +174,8 @@ def whatif(
         draw = _plotter(draw_whatif, file)
     kvstore.policy_named(policy)  # raises now if its packages are missing
     with shown_progress() as show:
-        show(f"reading {path}")
-        with lines_of(path) as lines:
-            read = read_trace(path.name, lines, block_size)
-        result = whatif_trace.run(
+        read = read_recorded(path, path.name, block_tokens, show)
+        result = estimates.run(
             read, options, build_replay, lambda part: kvstore.policy_named(policy, part), SystemClock(), show
         )
     return _shown(result, as_json, draw)
@@ -197,6 +187,16 @@ def _shown(result: Any, as_json: bool, draw: Callable[[Any], None] | None) -> in
         sys.stdout.flush()
         draw(result)
     return status
+
+
+def read_recorded(path: Path, name: str, block_tokens: str | None, show: Any) -> Any:
+    """Read a trace. Raises `BadInput`, `OSError`."""
+    from kvstore.insight.trace import MOST_TOKENS, read_trace
+
+    size = whole(block_tokens, "--block-tokens", 1, MOST_TOKENS - 1) if block_tokens is not None else None
+    show(f"reading {path}")
+    with lines_of(path) as lines:
+        return read_trace(name, lines, size)
 
 
 def _trace_file(given: str) -> Path:

@@ -46,7 +46,7 @@ def lint(
     A line is a list of token ids, a text, or an object with token_ids, prompt or messages, and optionally cache_salt
     and namespace. Nothing is stored or sent.
     """
-    from kvstore.insight import prompts as linting
+    from kvstore.insight import lint as linting
 
     block_tokens, least = whole(block, "--block", 1, 4096), None
     if min_hit_rate is not None:
@@ -93,7 +93,7 @@ def _tokenizer(given: str) -> Any:
         raise typer.BadParameter(f"--tokenizer {file} is no tokenizer.json; give that of a model of Hugging Face")
     from tokenizers import Tokenizer
 
-    from kvstore.insight.prompts import Tokenised
+    from kvstore.insight.lint import Tokenised
 
     known = Tokenizer.from_buffer(raw)
 

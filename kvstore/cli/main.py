@@ -130,16 +130,21 @@ def demo(
     A small transformer over bytes answers them on this machine, in about a minute. You see how many tokens were found
     and why the others were not, how much sooner the first token came, and that all answers are the same.
     """
-    from kvstore.demo.options import DemoOptions
+    from kvstore.demo.questions import DemoOptions
 
     options = DemoOptions(dram, data, requests, tokens, threads, seed, nvme, hybrid)
     with ExitStack() as stack:
-        sidecar = _demo_sidecar(options, stack) if dashboard else None
         with shown_progress() as show:
             show("loading torch and transformers")
-            from kvstore.demo.run import run
-
-            result = run(options, show, sidecar=sidecar)
+            from kvstore.demo import passes
+        sidecar = None
+        if dashboard:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # both processes end with the demo
+            directory = Path(options.data or stack.enter_context(TemporaryDirectory(prefix="kvstore-demo-")))
+            sidecar = stack.enter_context(passes.DemoSidecar(directory, options.dram, options.nvme))
+            say(f"the dashboard is on {sidecar.url}", sys.stderr)
+        with shown_progress() as show:
+            result = passes.run(options, show, sidecar=sidecar)
         print_result(result, as_json)
         for failure in result.failures:
             print(f"kvstore: {failure}", file=sys.stderr)
@@ -148,16 +153,6 @@ def demo(
             with suppress(KeyboardInterrupt):
                 sidecar.wait()
     return CHECK_FAILED if result.failures else OK
-
-
-def _demo_sidecar(options: Any, stack: ExitStack) -> Any:
-    from kvstore.demo.dashboard import DemoSidecar
-
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both processes end with the demo
-    directory = options.data or stack.enter_context(TemporaryDirectory(prefix="kvstore-demo-"))
-    sidecar = stack.enter_context(DemoSidecar(Path(directory), options.dram, options.nvme))
-    say(f"the dashboard is on {sidecar.url}", sys.stderr)
-    return sidecar
 
 
 @app.command()

@@ -2,7 +2,7 @@
 which engines serve which models."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import msgspec
 
 from kvstore.block.states import DEFAULT_SHARE
+from kvstore.cli.insight import read_recorded
 from kvstore.cli.terminal import (
     Json,
     app,
     argument,
-    lines_of,
     option,
     path_option,
     print_result,
@@ -72,6 +72,7 @@ def plan(
 
     Nothing is measured here: speeds are those that you give, or assumed ones, and the output says which.
     """
+    from kvstore.block.layout import MAX_KV_HEADS, MAX_LAYERS, MAX_PLANE_WIDTH
     from kvstore.block.payload import codec_meant
     from kvstore.insight import models as known
     from kvstore.insight import plan as plans
@@ -79,7 +80,8 @@ def plan(
     if models:
         from kvstore.console.planning import models_of_table
 
-        return print_result(_ModelList(known.MODELS.values(), models_of_table(), plans.models_table), as_json)
+        table = plans.models_table(known.MODELS.values())
+        return print_result(_ListedModels(models_of_table(), lambda console: console.print(table)), as_json)
     described = [one for one in (layers, kv_heads, head_dim) if one is not None]
     if (model is not None) + (config is not None) + bool(described) != 1:
         raise typer.BadParameter(
@@ -93,11 +95,10 @@ def plan(
     else:
         if layers is None or kv_heads is None or head_dim is None:
             raise typer.BadParameter("a described model needs all of --layers, --kv-heads and --head-dim")
-        most = 1 << 24
         chosen = known.described(
-            whole(layers, "--layers", 1, most),
-            whole(kv_heads, "--kv-heads", 1, most),
-            whole(head_dim, "--head-dim", 1, most),
+            whole(layers, "--layers", 1, MAX_LAYERS),
+            whole(kv_heads, "--kv-heads", 1, MAX_KV_HEADS),
+            whole(head_dim, "--head-dim", 1, MAX_PLANE_WIDTH),
         )
     if trace is not None and new_tokens_per_second is not None:
         raise typer.BadParameter("--trace says how many new tokens come; leave --new-tokens-per-second out")
@@ -128,32 +129,27 @@ def plan(
     }
     request = plans.PlanRequest(**options)
     if trace is not None:
-        from kvstore.insight.trace import MOST_TOKENS, read_trace
         from kvstore.node import build_replay
 
         path = Path(trace)
         if path.is_dir():
             raise typer.BadParameter(f"--trace {path} is a folder; give a file in it")
-        size = whole(block_tokens, "--block-tokens", 1, MOST_TOKENS - 1) if block_tokens is not None else None
         with shown_progress() as show:
-            show(f"reading {path}")
-            with lines_of(path) as lines:
-                read = read_trace(path.name, lines, size)
+            read = read_recorded(path, path.name, block_tokens, show)
             request = plans.PlanRequest(**options, trace=plans.measure(request, read, build_replay, show))
     return print_result(plans.plan(request), as_json)
 
 
-class _ModelList:
-    """The models of the table, as the console lists them. table: makes the one for people."""
-
-    def __init__(self, models: Collection[Any], listed: Sequence[Any], table: Any) -> None:
-        self._models, self._listed, self._table = models, listed, table
+class _ListedModels:
+    def __init__(self, listed: Sequence[Any], show: Callable[[Any], None]) -> None:
+        """show: prints them for people."""
+        self._listed, self._show = listed, show
 
     def to_dict(self) -> dict[str, object]:
         return {"models": msgspec.to_builtins(self._listed)}
 
     def render(self, console: Any) -> None:
-        console.print(self._table(self._models))
+        self._show(console)
 
 
 def _tier(assumed: Any, speed: str | None, overhead_ms: str | None) -> Any:
@@ -193,7 +189,7 @@ def models(
     if markdown:
         print(page(rows), end="")
         return 0
-    return print_result(ServedTable(rows), as_json)
+    return print_result(_ListedModels(rows, lambda console: show_served(rows, console)), as_json)
 
 
 def given_model(given: str) -> Any:
@@ -219,7 +215,7 @@ def model_of_file(path: Path) -> Any:
 
 @dataclass(frozen=True)
 class ServedRow:
-    """block_tokens, codec: vLLM's, with as few ranks as serve the model. answers: by engine."""
+    """block_tokens, codec: vLLM's, with as few ranks as serve the model."""
 
     model: str
     kinds: tuple[str, ...]
@@ -227,15 +223,7 @@ class ServedRow:
     state_bytes: int
     block_tokens: int
     codec: str
-    answers: dict[str, Any]
-
-    def to_dict(self) -> dict[str, object]:
-        answers = {
-            str(engine): {"verdict": str(one.verdict), "reason": one.reason, "remedy": one.remedy}
-            for engine, one in self.answers.items()
-        }
-        own = ("model", "kinds", "bytes_per_token", "state_bytes", "block_tokens", "codec")
-        return {**{name: getattr(self, name) for name in own}, "engines": answers}
+    engines: dict[str, Any]
 
 
 def row_of(model: Any) -> ServedRow:
@@ -257,36 +245,28 @@ def row_of(model: Any) -> ServedRow:
     )
 
 
-class ServedTable:
-    def __init__(self, rows: Sequence[ServedRow]) -> None:
-        self._rows = rows
+def show_served(rows: Sequence[ServedRow], console: Any) -> None:
+    from rich.text import Text
 
-    def to_dict(self) -> dict[str, object]:
-        return {"models": [row.to_dict() for row in self._rows]}
+    from kvstore.insight.replay import headed
 
-    def render(self, console: Any) -> None:
-        from rich.text import Text
-
-        from kvstore.insight.replays import headed
-
-        engines = list(self._rows[0].answers)
-        table = headed(f"model|kinds|*B per token|*state|*block|codec|{'|'.join(engines)}")
-        for row in self._rows:
-            verdicts = (str(one.verdict) for one in row.answers.values())
-            table.add_row(*map(Text, (*_figures(row), *verdicts)))
-        console.print(table)
-        for engine in engines:
-            for line, names in reasons(self._rows, engine).items():
-                who = "" if len(self._rows) == 1 else f" ({', '.join(names)})"
-                console.print(Text(f"{engine}: {line}{who}."), soft_wrap=True)
+    engines = list(rows[0].engines)
+    table = headed(f"model|kinds|*B per token|*state|*block|codec|{'|'.join(engines)}")
+    for row in rows:
+        table.add_row(*map(Text, (*_figures(row), *(str(one.verdict) for one in row.engines.values()))))
+    console.print(table)
+    for engine in engines:
+        for line, names in reasons(rows, engine).items():
+            who = "" if len(rows) == 1 else f" ({', '.join(names)})"
+            console.print(Text(f"{engine}: {line}{who}."), soft_wrap=True)
 
 
 def reasons(rows: Sequence[ServedRow], engine: str) -> dict[str, list[str]]:
     """Of all that is not wholly served, by what is said of it."""
     found: dict[str, list[str]] = {}
     for row in rows:
-        if line := row.answers[engine].line:
-            found.setdefault(f"{row.answers[engine].verdict.words}: {line}", []).append(row.model)
+        if line := row.engines[engine].line:
+            found.setdefault(f"{row.engines[engine].verdict.words}: {line}", []).append(row.model)
     return found
 
 
@@ -333,7 +313,7 @@ def page(rows: Sequence[ServedRow]) -> str:
     text += "\n## Models of the table\n"
     text += head(["model", "kinds", "KV bytes a token", "state of a sequence", "block", "codec", *Engine])
     for row in rows:
-        text += line([*_figures(row), *(str(row.answers[engine].verdict) for engine in Engine)])
+        text += line([*_figures(row), *(str(row.engines[engine].verdict) for engine in Engine)])
     text += _KEY
     for engine in Engine:
         for said, names in reasons(rows, engine).items():

@@ -12,7 +12,7 @@ import msgspec
 from kvstore.block.errors import BadInput
 from kvstore.config import parse_size
 from kvstore.insight.models import MODELS, ModelKv, model_named
-from kvstore.insight.plan import PlanRequest, plan
+from kvstore.insight.plan import PlanRequest, PlanSection, plan
 from kvstore.status.tree import SidecarStatus
 
 
@@ -23,20 +23,6 @@ class PlannedModel(msgspec.Struct, frozen=True):
     bytes_per_token: int
     state_bytes: int
     source: str
-
-
-class PlanFigure(msgspec.Struct, frozen=True):
-    """words: a label. value: in `unit`; None if there is none. formula: how it is computed."""
-
-    words: str
-    value: float | None
-    unit: str
-    formula: str
-
-
-class PlanSection(msgspec.Struct, frozen=True):
-    heading: str
-    figures: list[PlanFigure]
 
 
 class PlanAnswer(msgspec.Struct, frozen=True):
@@ -92,10 +78,6 @@ def planned(
     notes = list(found.notes)
     if new_tokens == 0 and load:
         notes.append(f"this sidecar sees {load:,.0f} new tokens a second of another model: give those of {model.name}")
-    sections = [
-        PlanSection(heading, [PlanFigure(one.words, one.value, one.unit, one.formula) for one in figures])
-        for heading, figures in found.sections
-    ]
     return PlanAnswer(
         request.model.name,
         request.model.source,
@@ -104,9 +86,9 @@ def planned(
         nvme,
         new_tokens,
         is_measured,
-        list(found.refusals),
+        found.refusals,
         notes,
-        sections,
+        found.sections,
     )
 
 

@@ -34,11 +34,6 @@ LINEAR: dict[str, Any] = {f"linear_num_{one}_heads": 4 for one in ("key", "value
 """The hybrid's recurrent layers."""
 
 
-def model_of(seed: int | None, positions: int, *, is_hybrid: bool = False) -> torch.nn.Module:
-    """The trained model, or with a seed a random one of so many positions."""
-    return load_trained() if seed is None else build_model(seed, positions, is_hybrid=is_hybrid)
-
-
 def load_trained() -> torch.nn.Module:
     """The model in `trained/`, ready to run. Raises `StoreError` if its files are damaged."""
     folder = resources.files("kvstore.demo").joinpath(FOLDER)

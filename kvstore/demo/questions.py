@@ -1,22 +1,33 @@
-"""The demo's text: a system prompt, the pages in `documents/`, and twenty requests that share them.
+"""The demo's options, and its text: a system prompt, the pages in `documents/`, and twenty requests that share them.
 
     system prompt | page | question                          several questions on one page
     system prompt | question                                 only the system prompt is shared
     system prompt | page | question | answer | question ...  a chat: every turn repeats all former turns
 
 A prompt is bytes, one token each. As in a busy service, pages and the chat take turns. The chat's answers are those of
-the first pass, so that all passes see the same prompts.
+the first pass, so that all passes see the same prompts. Imports no torch: mistakes in options are reported at once.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import resources
+from math import ceil
+from pathlib import Path
+from typing import Annotated
 
-from kvstore.demo.options import MAX_ANSWER_TOKENS
+from msgspec import Meta, structs
 
+from kvstore.block.errors import BadInput
+from kvstore.config import SettingsSection, allowed_size
+
+REQUESTS = 20
+MAX_ANSWER_TOKENS = 128
+MAX_SEED = 2**63 - 1
+_PROCESSOR_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 MAX_PROMPT_TOKENS = 4096 - MAX_ANSWER_TOKENS
 """The model was trained for up to 4,096 positions, answer included."""
 
@@ -71,6 +82,39 @@ ORDER = "none blocks tiers chat promises misses chat blocks tiers chat promises 
 promises misses chat".split()
 
 
+class DemoOptions(SettingsSection, frozen=True):
+    """dram, nvme: the store's budgets. data: its directory, None for a temporary one. requests: how many of the twenty.
+    tokens: of each answer. threads: of torch; None for one with the trained model, whose operations are too small to
+    divide, and for all cores with a random one. seed: of random weights, None for the trained ones. hybrid: a model
+    with recurrent layers, whose weights are random."""
+
+    dram: Annotated[str, allowed_size()] = "512MiB"
+    data: str | None = None
+    requests: Annotated[int, Meta(ge=1, le=REQUESTS)] = REQUESTS
+    tokens: Annotated[int, Meta(ge=1, le=MAX_ANSWER_TOKENS)] = 32
+    threads: int | None = None
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
+    nvme: Annotated[str, allowed_size()] = "1GiB"
+    hybrid: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.threads is not None and not 1 <= self.threads <= usable_cores():
+            raise BadInput(f"threads={self.threads}; give 1 to {usable_cores()}, the cores that may be used here")
+        if self.hybrid and self.seed is None:
+            structs.force_setattr(self, "seed", 0)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use. Torch counts the machine's, regardless of the control group."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = _PROCESSOR_QUOTA.read_text().split()
+        return min(cores, max(1, ceil(int(quota) / int(period))))
+    except (OSError, ValueError):
+        return cores
+
+
 class Kind(StrEnum):
     """What a request shares with others."""
 
@@ -84,7 +128,6 @@ class DemoRequest:
     """`text` is the whole prompt or, with `follows`, what is appended to that earlier request's prompt and answer."""
 
     kind: Kind
-    topic: str
     text: bytes
     follows: int | None = None
 
@@ -96,25 +139,22 @@ def read_page(name: str) -> str:
 
 def twenty_requests(answer_tokens: int, page_bytes: int = PAGE_BYTES) -> list[DemoRequest]:
     """All requests in order. With answers of `answer_tokens` in the chat, each prompt fits `MAX_PROMPT_TOKENS`."""
-    pages = {name: cut_to_lines(read_page(name), page_bytes) for name in QUESTIONS_ON_PAGES}
-    turns = [_turn(question) for question in CHAT_TURNS]
-    growth = len("".join(turns).encode()) + answer_tokens * (len(turns) - 1) + len(_opening("").encode())
-    chat_page = cut_to_lines(read_page(CHAT_PAGE), min(page_bytes, MAX_PROMPT_TOKENS - growth))
-    asked = dict.fromkeys(ORDER, 0)
+    turns = "".join(_turn(question) for question in CHAT_TURNS)
+    growth = len(turns.encode()) + answer_tokens * (len(CHAT_TURNS) - 1) + len(_opening("").encode())
+    starts = {name: _opening(cut_to_lines(read_page(name), page_bytes)) for name in QUESTIONS_ON_PAGES}
+    starts["none"] = SYSTEM_PROMPT
+    starts["chat"] = _opening(cut_to_lines(read_page(CHAT_PAGE), min(page_bytes, MAX_PROMPT_TOKENS - growth)))
+    asked = {"none": QUESTIONS_WITHOUT_PAGE, "chat": CHAT_TURNS, **QUESTIONS_ON_PAGES}
+    questions = {topic: iter(some) for topic, some in asked.items()}
+    kinds = {"none": Kind.SYSTEM_PROMPT, "chat": Kind.CHAT}
     last_turn: int | None = None
     requests: list[DemoRequest] = []
     for topic in ORDER:
-        number, asked[topic] = asked[topic], asked[topic] + 1
-        if topic == "none":
-            text = SYSTEM_PROMPT + _turn(QUESTIONS_WITHOUT_PAGE[number])
-            requests.append(DemoRequest(Kind.SYSTEM_PROMPT, topic, text.encode()))
-        elif topic == "chat":
-            text = turns[number] if number else _opening(chat_page) + turns[number]
-            requests.append(DemoRequest(Kind.CHAT, CHAT_PAGE, text.encode(), last_turn))
-            last_turn = len(requests) - 1
-        else:
-            text = _opening(pages[topic]) + _turn(QUESTIONS_ON_PAGES[topic][number])
-            requests.append(DemoRequest(Kind.PAGE, topic, text.encode()))
+        turn, follows = _turn(next(questions[topic])), last_turn if topic == "chat" else None
+        if topic == "chat":
+            last_turn = len(requests)
+        text = turn if follows is not None else starts[topic] + turn
+        requests.append(DemoRequest(kinds.get(topic, Kind.PAGE), text.encode(), follows))
     return requests
 
 

@@ -16,18 +16,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
-from functools import partial
+from importlib.resources import files
 from itertools import cycle, islice
 from math import prod
-from pkgutil import get_data
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, convert
 
 from kvstore.block.errors import BadInput, shown
 from kvstore.block.layout import DTYPE_BYTES, MAX_KV_HEADS, MAX_LAYERS, MAX_PLANE_WIDTH, MAX_WINDOW, is_whole
 
 DEFAULT_DTYPE, _F32 = "bfloat16", "float32"
-_INDEX_BYTES = 132
-"""Bytes per token of one indexer layer: 128 numbers of fp8 and a scale of 4 bytes (DeepSeek-V3.2)."""
+LayerCount = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
 
 
 class KvKind(StrEnum):
@@ -45,10 +45,10 @@ class KvLayers:
     empty for the model's."""
 
     kind: KvKind
-    layers: int
-    kv_heads: int
-    widths: tuple[int, ...]
-    tokens: int = 0
+    layers: LayerCount
+    kv_heads: Annotated[int, Meta(ge=1, le=MAX_KV_HEADS)]
+    widths: tuple[Annotated[int, Meta(ge=1, le=MAX_PLANE_WIDTH)], ...]
+    tokens: Annotated[int, Meta(ge=0, le=MAX_WINDOW)] = 0
     dtype: str = ""
 
     def bytes_per_token(self, dtype: str) -> int:
@@ -72,7 +72,7 @@ class StateLayers:
     """Layers that keep a state of fixed size per sequence: Mamba, linear attention. tensors: of each layer, the shape
     and the dtype of its convolution's state and of its recurrence's, in vLLM's order."""
 
-    layers: int
+    layers: LayerCount
     tensors: tuple[tuple[tuple[int, ...], str], ...]
 
     @property
@@ -119,74 +119,11 @@ class ModelKv:
 
 # The table -------------------------------------------------------------------------------------------------------
 
-
-def _full(layers: int, kv_heads: int, width: int, v_width: int = 0) -> KvLayers:
-    return KvLayers(KvKind.FULL, layers, kv_heads, (width, v_width or width))
-
-
-def _within(kind: KvKind, layers: int, kv_heads: int, width: int, tokens: int, v_width: int = 0) -> KvLayers:
-    return KvLayers(kind, layers, kv_heads, (width, v_width or width), tokens)
-
-
-def _latent(layers: int, rank: int = 512, rope: int = 64) -> KvLayers:
-    return KvLayers(KvKind.LATENT, layers, 1, (rank + rope,))
-
-
-def _index(layers: int, width: int = _INDEX_BYTES, dtype: str = "uint8") -> KvLayers:
-    return KvLayers(KvKind.INDEX, layers, 1, (width,), dtype=dtype)
-
-
-def _state(layers: int, convolved: int, kernel: int, recurrence: tuple[int, int, int], dtype: str) -> StateLayers:
-    """convolved: channels of the convolution, which looks back `kernel` - 1 tokens. dtype: the recurrence's."""
-    return StateLayers(layers, (((kernel - 1, convolved), DEFAULT_DTYPE), (recurrence, dtype)))
-
-
-def _delta(
-    layers: int, v_heads: int, k_heads: int = 16, k_dim: int = 128, v_dim: int = 128, kernel: int = 4, dtype: str = _F32
-) -> StateLayers:
-    """Gated delta nets: Q, K and V are convolved."""
-    return _state(layers, 2 * k_heads * k_dim + v_heads * v_dim, kernel, (v_heads, v_dim, k_dim), dtype)
-
-
-def _kda(layers: int, heads: int, head_dim: int = 128, kernel: int = 4) -> StateLayers:
-    """Kimi's delta attention: as many heads of Q and K as of V."""
-    return _delta(layers, heads, heads, head_dim, head_dim, kernel)
-
-
-def _mamba2(
-    layers: int, heads: int, state: int, groups: int = 8, head_dim: int = 64, kernel: int = 4, dtype: str = _F32
-) -> StateLayers:
-    """Mamba 2: X, B and C are convolved."""
-    return _state(layers, heads * head_dim + 2 * groups * state, kernel, (heads, head_dim, state), dtype)
-
-
-_PICTURES = "pictures"
-_PIECES: Mapping[str, Callable[..., KvLayers | StateLayers]] = {
-    "full": _full,
-    "window": partial(_within, KvKind.WINDOW),
-    "chunk": partial(_within, KvKind.CHUNK),
-    "latent": _latent,
-    "index": _index,
-    "delta": _delta,
-    "kda": _kda,
-    "mamba2": _mamba2,
+MODELS: dict[str, ModelKv] = {
+    name: convert({"name": name, **row}, ModelKv)
+    for name, row in tomllib.loads(files("kvstore.insight").joinpath("models.toml").read_text("utf-8")).items()
 }
-
-
-def _model(name: str, row: dict[str, Any]) -> ModelKv:
-    pieces = [_PIECES[piece](*numbers) for piece, numbers in row.items() if piece in _PIECES]
-    return ModelKv(
-        name,
-        f"config.json of {row['repository']}",
-        tuple(one for one in pieces if isinstance(one, KvLayers)),
-        tuple(one for one in pieces if isinstance(one, StateLayers)),
-        traits=frozenset(row.get("traits", ())),
-    )
-
-
-_TABLE = get_data("kvstore.insight", "models.toml") or b""
-MODELS: dict[str, ModelKv] = {name: _model(name, row) for name, row in tomllib.loads(_TABLE.decode()).items()}
-
+_PICTURES = "pictures"
 _REFUSED = {
     "deepseek-v4": "its KV is compressed 4:1 and 128:1, and layers share it",
     "deepseek-v4.1": "its KV is compressed 4:1 and 128:1, and layers share it",
@@ -218,15 +155,9 @@ def model_named(given: str) -> ModelKv:
 
 
 def described(layers: int, kv_heads: int, head_dim: int, dtype: str = DEFAULT_DTYPE) -> ModelKv:
-    """A model with K and V of every token in all layers. Raises `BadInput`."""
-    for flag, given, most in (
-        ("--layers", layers, MAX_LAYERS),
-        ("--kv-heads", kv_heads, MAX_KV_HEADS),
-        ("--head-dim", head_dim, MAX_PLANE_WIDTH),
-    ):
-        if not is_whole(given, 1, most):
-            raise BadInput(f"{flag} {shown(given)}; give a whole number from 1 to {most}")
-    return ModelKv("as described", "the command line", (_full(layers, kv_heads, head_dim),), (), dtype)
+    """A model with K and V of every token in all layers."""
+    full = KvLayers(KvKind.FULL, layers, kv_heads, (head_dim, head_dim))
+    return ModelKv("as described", "the command line", (full,), (), dtype)
 
 
 # config.json -----------------------------------------------------------------------------------------------------
@@ -453,15 +384,15 @@ class _ConfigReader:
     def _linear(self, layers: int) -> StateLayers:
         if self._type not in _DELTAS:
             raise BadInput(f"layers of linear attention in a {self._type}, and what they keep is not guessed")
-        return _delta(
-            layers,
-            self._number("linear_num_value_heads", 1 << 16),
-            self._number("linear_num_key_heads", 1 << 16),
-            self._number("linear_key_head_dim", MAX_PLANE_WIDTH),
-            self._number("linear_value_head_dim", MAX_PLANE_WIDTH),
-            self._number("linear_conv_kernel_dim", 1 << 16),
-            self._state_dtype(),
-        )
+        v_heads, k_heads = (self._number(f"linear_num_{one}_heads", 1 << 16) for one in ("value", "key"))
+        k_dim, v_dim = (self._number(f"linear_{one}_head_dim", MAX_PLANE_WIDTH) for one in ("key", "value"))
+        convolved = 2 * k_heads * k_dim + v_heads * v_dim  # gated delta nets: Q, K and V
+        return self._state(layers, convolved, "linear_conv_kernel_dim", (v_heads, v_dim, k_dim))
+
+    def _state(self, layers: int, convolved: int, kernel: str, recurrence: tuple[int, int, int]) -> StateLayers:
+        """convolved: channels of the convolution, which looks back one token fewer than its kernel has."""
+        shape = self._number(kernel, 1 << 16) - 1, convolved
+        return StateLayers(layers, ((shape, DEFAULT_DTYPE), (recurrence, self._state_dtype())))
 
     def _latents(self) -> Counter[Any]:
         layers = self._layers()
@@ -511,13 +442,8 @@ class _ConfigReader:
         kinds: Counter[Any] = Counter()
         head_dim = self._head_dim()
         kinds[KvKind.FULL, self._heads(), (head_dim, head_dim)] += found.count("attention")
-        state = _mamba2(
-            found.count("mamba"),
-            self._number("mamba_num_heads", 1 << 16),
-            self._number("ssm_state_size", MAX_PLANE_WIDTH),
-            self._number("n_groups", 1 << 16),
-            self._number("mamba_head_dim", MAX_PLANE_WIDTH),
-            self._number("conv_kernel", 1 << 16),
-            self._state_dtype(),
-        )
+        heads, size = self._number("mamba_num_heads", 1 << 16), self._number("ssm_state_size", MAX_PLANE_WIDTH)
+        groups, width = self._number("n_groups", 1 << 16), self._number("mamba_head_dim", MAX_PLANE_WIDTH)
+        convolved = heads * width + 2 * groups * size  # Mamba 2: X, B and C
+        state = self._state(found.count("mamba"), convolved, "conv_kernel", (heads, width, size))
         return +kinds, (state,) if state.layers else ()

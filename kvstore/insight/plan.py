@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from rich.table import Table
 from rich.text import Text
@@ -21,7 +22,7 @@ from kvstore.block.payload import RAW, block_bytes, default_codec, payload_bytes
 from kvstore.block.states import DEFAULT_SHARE, StatePolicy
 from kvstore.config import format_size
 from kvstore.insight.models import KvKind, KvLayers, ModelKv
-from kvstore.insight.replays import MOST_BLOCKS, QUADRATIC_TOKENS, Builder, Progress, headed
+from kvstore.insight.replay import MOST_BLOCKS, QUADRATIC_TOKENS, Builder, Progress, headed
 from kvstore.insight.served import Engine, served
 from kvstore.insight.trace import MOST_TOKENS, Column, Trace
 from tiering.frame import frame_bytes
@@ -139,8 +140,7 @@ class PlanRequest:
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
+class Figure(msgspec.Struct, frozen=True):
     """value: None if there is none; the formula then says why. unit: bytes, tokens, blocks, users, seconds, share,
     ratio, or one of these per another."""
 
@@ -169,20 +169,24 @@ class Figure:
         return f"{self.value:,.{digits}f} {unit.replace('/', ' per ')}".rstrip()
 
 
+class PlanSection(msgspec.Struct, frozen=True):
+    heading: str
+    figures: list[Figure]
+
+
 @dataclass(frozen=True, slots=True)
 class SizePlan:
-    """refusals: with which engines the model is not served, or not wholly. notes: what the numbers leave out. sections:
-    headings with their figures."""
+    """refusals: with which engines the model is not served, or not wholly. notes: what the numbers leave out."""
 
     request: PlanRequest
     codec: str
-    refusals: tuple[str, ...]
-    notes: tuple[str, ...]
-    sections: tuple[tuple[str, tuple[Figure, ...]], ...]
+    refusals: list[str]
+    notes: list[str]
+    sections: list[PlanSection]
 
     def figure(self, key: str) -> Figure:
         """Raises `KeyError`."""
-        return {one.key: one for _, figures in self.sections for one in figures}[key]
+        return {one.key: one for section in self.sections for one in section.figures}[key]
 
     def to_dict(self) -> dict[str, object]:
         model = self.request.model
@@ -193,12 +197,12 @@ class SizePlan:
             "codec": self.codec,
             "block_tokens": self.request.block_tokens,
             "tensor_parallel": self.request.tensor_parallel,
-            "refusals": list(self.refusals),
-            "notes": list(self.notes),
+            "refusals": self.refusals,
+            "notes": self.notes,
             "figures": {
                 one.key: {"words": one.words, "value": one.value, "unit": one.unit, "formula": one.formula}
-                for _, figures in self.sections
-                for one in figures
+                for section in self.sections
+                for one in section.figures
             },
         }
 
@@ -215,9 +219,9 @@ class SizePlan:
         table.add_column()
         table.add_column(justify="right", no_wrap=True)
         table.add_column(overflow="fold")
-        for heading, figures in self.sections:
-            table.add_row(Text(heading, style="bold"), "", "")
-            for one in figures:
+        for section in self.sections:
+            table.add_row(Text(section.heading, style="bold"), "", "")
+            for one in section.figures:
                 table.add_row(Text(f"  {one.words}"), Text(one.text), Text(one.formula))
         console.print(table)
         for note in self.notes:
@@ -240,16 +244,15 @@ def plan(request: PlanRequest) -> SizePlan:
     for tier in request.tiers:
         assumed = " (assumed speed)" if tier.is_assumed else ""
         sections.append((f"Load from {tier.name} or compute{assumed}", parts.break_even(tier)))
-    notes = (*request.model.notes, *parts.notes())
-    shown = tuple((heading, tuple(figures)) for heading, figures in sections)
+    notes, shown = [*request.model.notes, *parts.notes()], [PlanSection(one, list(of)) for one, of in sections]
     return SizePlan(request, parts.codec, refusals(request.model, request.tensor_parallel), notes, shown)
 
 
-def refusals(model: ModelKv, tensor_parallel: int) -> tuple[str, ...]:
+def refusals(model: ModelKv, tensor_parallel: int) -> list[str]:
     """What engines' adapters do not serve of it, a line for each."""
     settings = {"tensor_parallel_size": tensor_parallel}
     answers = ((engine, served(model, engine, settings=settings)) for engine in Engine)
-    return tuple(f"With {engine} it is {one.verdict.words}: {one.line}" for engine, one in answers if one.line)
+    return [f"With {engine} it is {one.verdict.words}: {one.line}" for engine, one in answers if one.line]
 
 
 _ATTENTION = {KvKind.WINDOW: Attention.SLIDING, KvKind.CHUNK: Attention.CHUNKED}
@@ -319,11 +322,10 @@ def stored_bytes_per_token(request: PlanRequest) -> float:
 
 def _ages(trace: Trace) -> Column:
     """For each block asked for, the seconds since it was last asked for; infinite the first time."""
-    seconds = np.repeat(trace.timestamps_ms, np.diff(trace.starts)) / 1000
-    order = np.argsort(trace.blocks, kind="stable")
-    ages = np.full(len(order), np.inf)
-    is_same = trace.blocks[order][1:] == trace.blocks[order][:-1]
-    ages[order[1:][is_same]] = (seconds[order][1:] - seconds[order][:-1])[is_same]
+    seconds = (trace.timestamps_ms / 1000)[trace.request_numbers()]
+    earlier, later = trace.repeats()
+    ages = np.full(len(trace.blocks), np.inf)
+    ages[later] = seconds[later] - seconds[earlier]
     return ages
 
 

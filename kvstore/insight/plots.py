@@ -14,8 +14,8 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from kvstore.insight.replays import ADMISSIONS, OPTIMUM, ReplayResult, ReplayRow
-from kvstore.insight.whatif_trace import WhatIfResult
+from kvstore.insight.replay import ADMISSIONS, OPTIMUM, ReplayResult, ReplayRow
+from kvstore.insight.whatif import WhatIfResult
 
 TIB = 1 << 40
 MARKS = "osD^vP*X"

@@ -1,4 +1,5 @@
-"""Replays a trace through the store's own index, tables and policies, without payload and without a clock.
+"""Replays traces through the store's own index, tables and policies, without payload and without a clock; and compares
+policies at several sizes, beside the offline optimum: `kvstore replay`.
 
     request   match > what is found counts as a hit, in DRAM or below > blocks below are promoted > used
               slots for the rest: free ones, else the worst leaves are evicted > readable > used
@@ -7,25 +8,56 @@
               are stored where the policy wants them, each as a chain of its own that takes as many blocks' room
 
 These are the steps of an undisturbed lease and put, in the store's order. A request ends when the next one begins. Only
-a policy's seed is random, so equal traces give equal figures.
+a policy's seed is random, so equal traces give equal figures. Every figure is a ratio over the requests behind the
+warm-up; the warm-up fills the store and is not counted. Prefill seconds are modelled: n tokens take n / rate * (1 + n /
+QUADRATIC_TOKENS).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
-from kvstore.block.states import StatePolicy
+from kvstore.block.errors import BadInput
+from kvstore.block.states import DEFAULT_SHARE, StatePolicy
+from kvstore.config import format_size
 from kvstore.core.rows.index import NO_ROW
 from kvstore.core.table import BlockTable
 from kvstore.insight.trace import Column, Trace
+from tiering.policies.admission import Admission, AdmitAll, LearnedAdmission
+from tiering.policies.policy import PolicyMaker
 from tiering.slots import FrameEvent, Piece, SlotLedger
 from tiering.tier import SlotClass
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+QUADRATIC_TOKENS = 61_000
+"""Prompt length at which attention costs as much as all else: 16 GFLOP per token for a model with 8 billion weights,
+and 262,144 n for the attention of 32 layers and 4,096 channels behind n tokens."""
+
+KV_BYTES_PER_TOKEN = 128 << 10
+"""The same model's, in bfloat16 with 8 KV heads."""
+
+OPTIMUM = "optimum"
+ALL, LEARNED, COIN, ORACLE = ADMISSIONS = ("all", "learned", "random", "oracle")
+POLICY, EACH_BLOCK, ENDS_ALONE = STATES = ("policy", "each block", "ends alone")
+"""Where states are kept: as adapters do, and what that is compared with."""
+BUDGETS, NEAR_ENOUGH = 4, 0.002
+"""Replays to find the budget that writes the wanted share of bytes, and how near is near enough."""
+BISECTIONS = 8
+"""Replays to tune the coin's writes to within some percent."""
+MOST_BLOCKS = 1 << 22
+"""Capacity limit of the tables; a trace with that many distinct blocks has some million requests."""
 REQUESTS_PER_LOOK = 200
 """Requests between two reports of progress."""
+NEVER = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,26 +216,25 @@ class Replay:
         return [_name(number) for number in range(first, first + kept.blocks)]
 
     def _bring_up(self, rows: Sequence[int]) -> int:
-        blocks, number = self._blocks, self._number
         filled = 0
-        while filled < len(rows):
-            free = self._room(len(rows) - filled)
-            if not free:
-                break
-            taken = rows[filled : filled + free]
-            blocks.make_place_above(number, taken)
+        for taken in self._with_room(rows):
+            self._blocks.make_place_above(self._number, taken)
             for row in taken:
-                blocks.promoted(row, [b""])
+                self._blocks.promoted(row, [b""])
             filled += len(taken)
         return filled
 
-    def _room(self, wanted: int) -> int:
-        blocks, number = self._blocks, self._number
-        (slot_class,) = blocks.spaces[number].classes
-        while not (free := blocks.dram.free_slots(slot_class)):
-            if not blocks.evict_worst(wanted, self._leaves):
-                return 0
-        return free
+    def _with_room(self, rows: Sequence[int]) -> Iterator[Sequence[int]]:
+        """These rows in parts for which there are slots in DRAM, as far as there are: free ones, else the worst leaves
+        are evicted."""
+        blocks, filled = self._blocks, 0
+        (slot_class,) = blocks.spaces[self._number].classes
+        while filled < len(rows):
+            while not (free := blocks.dram.free_slots(slot_class)):
+                if not blocks.evict_worst(len(rows) - filled, self._leaves):
+                    return
+            yield rows[filled : filled + free]
+            filled += free
 
     def _leaves(self, row: int) -> None:
         """DRAM evicts a block that NVMe lacks: write it and its missing ancestors, if admitted."""
@@ -235,15 +266,11 @@ class Replay:
         for key in keys:
             rows.append(blocks.begin(number, key, rows[-1] if rows else parent, 0, 0))
         filled = 0
-        while filled < len(rows):
-            free = self._room(len(rows) - filled)
-            if not free:
-                break  # only this request's own ancestors are left
-            taken = rows[filled : filled + free]
+        for taken in self._with_room(rows):
             (places,) = blocks.place(number, taken)
             blocks.dram.commit(places, [b""] * len(places))
             filled += len(taken)
-        for row in reversed(rows[filled:]):
+        for row in reversed(rows[filled:]):  # only this request's own ancestors are left to evict
             blocks.give_up(row)
         if filled:
             blocks.publish(number, rows[:filled], blocks.next_generations(number, filled))
@@ -253,3 +280,477 @@ class Replay:
 
 def _name(number: int) -> bytes:
     return number.to_bytes(32, "little")
+
+
+# Yardsticks ------------------------------------------------------------------------------------------------------
+
+
+def optimal_hits(trace: Trace, capacity_blocks: int) -> Column:
+    """Hits of each request by MIN with bypass: how many blocks a policy could have found, had it known the future.
+
+    The block whose next use is furthest away goes first, even if it just came. In a chain an ancestor's next use is
+    never later than its descendant's, and ties go to the deeper block, so whole prefixes are kept: the optimum for
+    single blocks is the optimum for prefixes. L. A. Belady, "A study of replacement algorithms for a virtual-storage
+    computer", IBM Systems Journal 5 (2), 1966.
+    """
+    earlier, later = trace.repeats()
+    next_uses = np.full(len(trace.blocks), NEVER, np.int64)
+    next_uses[earlier] = trace.request_numbers()[later]
+    following = iter(next_uses.tolist())
+    hits = np.zeros(trace.requests, np.int64)
+    held: dict[int, int] = {}  # block -> its next use
+    worst: list[tuple[int, int, int]] = []  # (-next use, -depth, block); stale if `held` has another next use
+    for request, chain in enumerate(trace.chains()):
+        is_prefix = True
+        for depth, block in enumerate(chain):
+            found = block in held
+            is_prefix = is_prefix and found
+            hits[request] += is_prefix
+            use = next(following)
+            if use == NEVER:
+                held.pop(block, None)
+                continue
+            held[block] = use
+            heappush(worst, (-use, -depth, block))
+            if found or len(held) <= capacity_blocks:
+                continue
+            while True:
+                next_use, _, gone = heappop(worst)
+                if held.get(gone) == -next_use:
+                    del held[gone]
+                    break
+        if len(worst) > 4 * capacity_blocks + 1024:
+            worst = [one for one in worst if held.get(one[2]) == -one[0]]
+            heapify(worst)
+    return hits
+
+
+class CoinAdmission(AdmitAll):
+    """Admits a random share of evicted blocks. No store can use it. It takes ancestors along as every admission does,
+    so it favours the beginnings of prompts: it is a stronger baseline than it sounds."""
+
+    chooses = True
+
+    def __init__(self, share: float, seed: int) -> None:
+        self._least = int(share * (1 << 64))
+        self._seed = seed
+        self._throws = 0
+
+    def admits(self, way: Sequence[int], block_bytes: int) -> bool:
+        self._throws += 1
+        return xxh3_64_intdigest(self._throws.to_bytes(8, "little"), self._seed) < self._least
+
+
+class OracleAdmission(AdmitAll):
+    """Admits blocks that a later request asks for. No store can use it."""
+
+    chooses = True
+
+    def __init__(self, trace: Trace, names: array[int], now: Callable[[], int]) -> None:
+        """names: block of each row. now: the current request."""
+        last = np.zeros(trace.distinct_blocks, np.int64)
+        last[trace.blocks] = trace.request_numbers()  # of those of one block, the last one stays
+        self._last: list[int] = last.tolist()
+        self._names = names
+        self._now = now
+
+    def admits(self, way: Sequence[int], block_bytes: int) -> bool:
+        return self._last[self._names[way[0]]] > self._now()
+
+
+# Policies compared -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """blocks: sizes of DRAM. warmup: share of requests that are not counted. prefill_rate: tokens per second of a short
+    prompt. kv_bytes_per_token: for bytes written. nvme_blocks: size of the lower tier, 0 for none. admission: to it;
+    `ALL` is always shown too. write_shares: of the bytes that `ALL` writes over the whole trace, as budgets of
+    `LEARNED`; `COIN` is tuned to write as much as that did. state_bytes: of one state of a model that has them, 0 for
+    none: each policy is then replayed for all of `STATES`, too. state_share: of the KV's bytes (`StatePolicy`)."""
+
+    blocks: Sequence[int]
+    count_partial: bool = False
+    warmup: float = 0.0
+    seed: int = 0
+    prefill_rate: float = 10_000.0
+    kv_bytes_per_token: int = KV_BYTES_PER_TOKEN
+    nvme_blocks: int = 0
+    admission: Sequence[str] = (LEARNED,)
+    write_shares: Sequence[float] = ()
+    state_bytes: int = 0
+    state_share: float = DEFAULT_SHARE
+
+    def __post_init__(self) -> None:
+        if not self.blocks:
+            raise BadInput("no size was given; give --blocks, such as --blocks 1000,10000")
+        if not 0 <= self.warmup < 1:
+            raise BadInput(f"--warmup {self.warmup:g}; give the share of requests that is not counted, 0 to below 1")
+        if not 1e-3 <= self.prefill_rate < 1e12:
+            raise BadInput(f"--prefill-rate {self.prefill_rate:g}; give tokens per second, 0.001 or more")
+        StatePolicy(1, 1, 1, self.state_share)  # raises for a share that cannot be
+        if self.state_bytes and self.nvme_blocks:
+            raise BadInput("states are replayed in DRAM alone; give --blocks without --nvme-blocks, or another --model")
+        for name in self.admission:
+            if name not in ADMISSIONS:
+                raise BadInput(f"--admission {name[:40]!r}; allowed: {', '.join(ADMISSIONS)}")
+        for share in self.write_shares:
+            if not 0.01 <= share <= 1:
+                raise BadInput(f"--write-share {share:g}; give a share of what is written without a choice, 0.01 to 1")
+        if COIN in self.admission and not self.write_shares:
+            raise BadInput("--admission random writes a share; give --write-share, such as --write-share 0.5")
+        if self.write_shares and not self.nvme_blocks:
+            raise BadInput("--write-share is of what is written to NVMe; give --nvme-blocks, too")
+        if self.write_shares and LEARNED not in self.admission and COIN not in self.admission:
+            raise BadInput(
+                f"--write-share is a budget of {LEARNED} and {COIN}, and --admission {','.join(self.admission)} names "
+                f"neither; add one of them, such as --admission {LEARNED}, or leave --write-share out"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRow:
+    """One policy at one size. Rates are shares of what was asked for. Hits without a tier's name are of all tiers;
+    writes without one are to DRAM. write_share: the admission's budget. None where the optimum says nothing: which tier
+    finds a block, and what is written. states: one of `STATES`, or None where a hit needs none; their bytes take room
+    in DRAM like the KV's and are no part of `written_bytes`."""
+
+    trace: str
+    policy: str
+    dram_blocks: int
+    nvme_blocks: int
+    admission: str | None
+    write_share: float | None
+    asked_blocks: int
+    hit_blocks: int
+    dram_hit_blocks: int | None
+    nvme_hit_blocks: int | None
+    block_hit_rate: float
+    asked_tokens: int
+    hit_tokens: int
+    token_hit_rate: float
+    prefill_seconds: float
+    saved_prefill_seconds: float
+    written_blocks: int | None
+    written_bytes: int | None
+    nvme_written_blocks: int | None
+    nvme_written_bytes: int | None
+    states: str | None = None
+    written_states: int = 0
+    written_state_bytes: int = 0
+
+
+Builder = Callable[..., Replay]
+"""Makes a store's tables: `node.build_replay`."""
+Progress = Callable[[str, int, int], object]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """Rows by trace, size and policy, the optimum last of each. policies: their names."""
+
+    options: ReplayOptions
+    traces: tuple[Trace, ...]
+    rows: tuple[ReplayRow, ...]
+    policies: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "options": asdict(self.options) | {"policies": list(self.policies)},
+            "traces": [one.to_dict() for one in self.traces],
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+    def render(self, console: Any) -> None:
+        from rich.text import Text
+
+        counted = "partly filled blocks count" if self.options.count_partial else "full blocks alone"
+        for trace in self.traces:
+            read = (
+                f"{trace.name}: {trace.requests:,} requests, {len(trace.blocks):,} blocks of {trace.block_tokens} "
+                f"tokens, {trace.distinct_blocks:,} distinct ({counted})"
+            )
+            if trace.out_of_order:
+                read += (
+                    f"; {trace.out_of_order:,} stood behind a later one, and are put in the order of their timestamps"
+                )
+            console.print(Text(read), soft_wrap=True)
+            rows = [row for row in self.rows if row.trace == trace.name]
+            console.print(_tiers(rows) if self.options.nvme_blocks else _one_tier(rows))
+            if self.options.state_bytes:
+                console.print(Text("the same, where a hit needs a state at its end"))
+                console.print(_with_states(rows))
+
+
+def run(
+    traces: Sequence[Trace],
+    policies: Mapping[str, PolicyMaker],
+    options: ReplayOptions,
+    build: Builder,
+    progress: Progress,
+) -> ReplayResult:
+    """Run every policy at every size on every trace."""
+    if not policies:
+        raise BadInput("no policy was given")
+    names = [trace.name for trace in traces]
+    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    if twice:
+        raise BadInput(f"trace {', '.join(twice)} was given twice; give each once")
+    used = traces if options.count_partial else [trace.without_partial() for trace in traces]
+    rows: list[ReplayRow] = []
+    for trace in used:
+        here = _OnTrace(trace, options, build, progress)
+        for blocks in dict.fromkeys(options.blocks):
+            for name, policy in policies.items():
+                rows += here.rows(name, policy, blocks)
+            rows.append(here.optimum(blocks))
+    return ReplayResult(options, tuple(used), tuple(rows), tuple(policies))
+
+
+_Run = Callable[..., Replayed]
+"""Replays once with one policy at one size. words: name the admission in reports of progress; admission: made from the
+replay; states: where they are kept."""
+
+
+class _OnTrace:
+    def __init__(self, trace: Trace, options: ReplayOptions, build: Builder, progress: Progress) -> None:
+        self._trace = trace
+        self._options = options
+        self._build = build
+        self._progress = progress
+        self._first = int(options.warmup * trace.requests)
+        self._asked_blocks = int(np.diff(trace.starts)[self._first :].sum())
+        self._tokens = trace.input_tokens[self._first :]
+
+    def rows(self, name: str, policy: PolicyMaker, blocks: int) -> Iterator[ReplayRow]:
+        trace, options = self._trace, self._options
+
+        def run(
+            words: str, admission: Callable[[Replay], Admission] | None = None, states: StatesKept | None = None
+        ) -> Replayed:
+            doing = f"{trace.name}: {name}, {blocks:,} blocks{words}"
+            replay = self._build(policy, blocks, options.seed, options.nvme_blocks, admission, states)
+            return replay.run(trace, lambda done: self._progress(doing, done, trace.requests))
+
+        if options.nvme_blocks:
+            for admission, share, done in self._admitted(run):
+                yield self._row(name, blocks, done, admission, share)
+            return
+        yield self._row(name, blocks, run(""))
+        for at, kept in self._states():
+            yield self._row(name, blocks, run(f", states at {at}", states=kept), states=at)
+
+    def optimum(self, blocks: int) -> ReplayRow:
+        self._progress(f"{self._trace.name}: optimum, {blocks:,} blocks", 0, 0)
+        below = self._options.nvme_blocks
+        hits = optimal_hits(self._trace, blocks + below)
+        row = self._row(OPTIMUM, blocks, Replayed(hits, *[np.zeros_like(hits)] * 4))
+        if below:
+            row = replace(row, dram_hit_blocks=None, nvme_hit_blocks=None)
+        return replace(row, written_blocks=None, written_bytes=None, nvme_written_blocks=None, nvme_written_bytes=None)
+
+    def _states(self) -> list[tuple[str, StatesKept]]:
+        """(one of `STATES`, where they are kept), if the model has states."""
+        options, size = self._options, self._trace.block_tokens
+        if not options.state_bytes:
+            return []
+        policy = StatePolicy(size, options.state_bytes, options.kv_bytes_per_token, options.state_share)
+        room = -(-options.state_bytes // (size * options.kv_bytes_per_token))
+        return [
+            (POLICY, StatesKept(policy, True, room)),
+            (EACH_BLOCK, StatesKept(StatePolicy(size, 1, 1, 1.0), False, room)),
+            (ENDS_ALONE, StatesKept(replace(policy, share=0), False, room)),
+        ]
+
+    def _admitted(self, run: _Run) -> Iterator[tuple[str, float | None, Replayed]]:
+        """(admission, its share of the bytes, result): everything admitted first, then what the options ask for."""
+        everything = run(", everything admitted")
+        yield ALL, None, everything
+        total = _written(everything)
+        shares = list(dict.fromkeys(self._options.write_shares))
+        written = {share: int(share * total) for share in shares}
+        if LEARNED in self._options.admission:
+            yield LEARNED, None, run(", learned", _learned(None))
+            for share in shares:
+                done = self._within(run, share, share * total) if total else everything
+                written[share] = _written(done)
+                yield LEARNED, share, done
+        if COIN in self._options.admission:
+            for share in shares:
+                yield COIN, share, self._coin(run, share, written[share]) if total else everything
+        if ORACLE in self._options.admission:
+
+            def oracle(replay: Replay) -> Admission:
+                return OracleAdmission(self._trace, replay.names, lambda: replay.request)
+
+            yield ORACLE, None, run(", an oracle admits", oracle)
+
+    def _within(self, run: _Run, share: float, wanted: float) -> Replayed:
+        """Search the budget whose replay writes nearest to so many blocks: what is left of the bucket at the end cannot
+        be predicted."""
+        seconds = float(np.ptp(self._trace.timestamps_ms)) / 1000
+        tried: dict[int, Replayed] = {}
+        planned = wanted
+        for number in range(1, BUDGETS + 1):
+            words = f", learned, {share:g} of the bytes, try {number}"
+            done = run(words, _learned(LearnedAdmission.rate_for(planned, seconds)))
+            count = _written(done)
+            is_same = count in tried  # the budget no longer limits it
+            tried[count] = done
+            if is_same or not count or abs(count - wanted) <= wanted * NEAR_ENOUGH:
+                break
+            planned *= wanted / count
+        return tried[min(tried, key=lambda count: abs(count - wanted))]
+
+    def _coin(self, run: _Run, share: float, wanted: int) -> Replayed:
+        """Search the coin's chance with which about so many blocks are written."""
+        tried: dict[int, Replayed] = {}
+        low, high = -10.0, 0.0  # powers of two: ancestors come along, so even a small chance writes much
+        for number in range(1, BISECTIONS + 1):
+            middle = (low + high) / 2
+            coin = CoinAdmission(2**middle, self._options.seed)
+            done = run(f", random, {share:g} of the bytes, try {number}", lambda replay, coin=coin: coin)
+            tried[_written(done)] = done
+            low, high = (middle, high) if _written(done) < wanted else (low, middle)
+        return tried[min(tried, key=lambda count: abs(count - wanted))]
+
+    def _row(
+        self,
+        policy: str,
+        dram_blocks: int,
+        done: Replayed,
+        admission: str | None = None,
+        write_share: float | None = None,
+        states: str | None = None,
+    ) -> ReplayRow:
+        dram, nvme = done.dram_hits[self._first :], done.nvme_hits[self._first :]
+        blocks = dram + nvme
+        written, written_below, written_states = (
+            int(one[self._first :].sum()) for one in (done.dram_writes, done.nvme_writes, done.state_writes)
+        )
+        block_bytes = self._trace.block_tokens * self._options.kv_bytes_per_token
+        tokens = np.minimum(blocks * self._trace.block_tokens, self._tokens)
+        asked, hit = self._asked_blocks, int(blocks.sum())
+        asked_tokens, hit_tokens = int(self._tokens.sum()), int(tokens.sum())
+        return ReplayRow(
+            self._trace.name,
+            policy,
+            dram_blocks,
+            self._options.nvme_blocks,
+            admission,
+            write_share,
+            asked,
+            hit,
+            int(dram.sum()),
+            int(nvme.sum()),
+            hit / asked if asked else 0.0,
+            asked_tokens,
+            hit_tokens,
+            hit_tokens / asked_tokens if asked_tokens else 0.0,
+            self._seconds(self._tokens),
+            self._seconds(tokens),
+            written,
+            written * block_bytes,
+            written_below,
+            written_below * block_bytes,
+            states,
+            written_states,
+            written_states * self._options.state_bytes,
+        )
+
+    def _seconds(self, tokens: Column) -> float:
+        return float((tokens / self._options.prefill_rate * (1 + tokens / QUADRATIC_TOKENS)).sum())
+
+
+def _learned(blocks_per_second: float | None) -> Callable[[Replay], Admission]:
+    def learned(replay: Replay) -> Admission:
+        budget = None if blocks_per_second is None else blocks_per_second * replay.block_bytes
+        return LearnedAdmission(replay.names, lambda: replay.seconds, budget)
+
+    return learned
+
+
+def _written(done: Replayed) -> int:
+    return int(done.nvme_writes.sum())
+
+
+# Tables for people -----------------------------------------------------------------------------------------------
+
+
+def headed(heads: str) -> Table:
+    """A table with these heads, parted by |; a column whose head begins with * stands to the right."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for head in heads.split("|"):
+        table.add_column(head.lstrip("*"), justify="right" if head.startswith("*") else "left")
+    return table
+
+
+def _one_tier(rows: Sequence[ReplayRow]) -> Table:
+    table = headed("policy|*DRAM blocks|*hit blocks|*of asked|*of optimum|*tokens|*prefill saved|*written")
+    best = {row.dram_blocks: row.hit_blocks for row in rows if row.policy == OPTIMUM}
+    for row in (one for one in rows if one.states is None):
+        table.add_row(
+            row.policy,
+            f"{row.dram_blocks:,}",
+            f"{row.hit_blocks:,}",
+            f"{row.block_hit_rate:.4f}",
+            f"{row.hit_blocks / best[row.dram_blocks]:.3f}" if best[row.dram_blocks] else "-",
+            f"{row.token_hit_rate:.4f}",
+            f"{row.saved_prefill_seconds:,.0f} of {row.prefill_seconds:,.0f} s",
+            _size(row.written_bytes),
+        )
+    return table
+
+
+def _tiers(rows: Sequence[ReplayRow]) -> Table:
+    table = headed(
+        "policy|admission|*DRAM blocks|*NVMe blocks|*DRAM hits|*NVMe hits|*of asked|*prefill saved|*to DRAM|*to NVMe"
+        "|*share"
+    )
+    of_all = {(row.policy, row.dram_blocks): row.nvme_written_blocks for row in rows if row.admission == ALL}
+    for row in rows:
+        everything = of_all.get((row.policy, row.dram_blocks))
+        table.add_row(
+            row.policy,
+            "-"
+            if row.admission is None
+            else row.admission + ("" if row.write_share is None else f" {row.write_share:g}"),
+            f"{row.dram_blocks:,}",
+            f"{row.nvme_blocks:,}",
+            _number(row.dram_hit_blocks),
+            _number(row.nvme_hit_blocks),
+            f"{row.block_hit_rate:.4f}",
+            f"{row.saved_prefill_seconds:,.0f} s",
+            _size(row.written_bytes),
+            _size(row.nvme_written_bytes),
+            f"{row.nvme_written_blocks / everything:.3f}"
+            if everything and row.nvme_written_blocks is not None
+            else "-",
+        )
+    return table
+
+
+def _with_states(rows: Sequence[ReplayRow]) -> Table:
+    table = headed("policy|*DRAM blocks|states at|*tokens|*prefill saved|*KV written|*states written|*states / KV")
+    for row in (one for one in rows if one.states is not None):
+        table.add_row(
+            row.policy,
+            f"{row.dram_blocks:,}",
+            row.states,
+            f"{row.token_hit_rate:.4f}",
+            f"{row.saved_prefill_seconds:,.0f} of {row.prefill_seconds:,.0f} s",
+            _size(row.written_bytes),
+            _size(row.written_state_bytes),
+            f"{row.written_state_bytes / row.written_bytes:.3f}" if row.written_bytes else "-",
+        )
+    return table
+
+
+def _number(count: int | None) -> str:
+    return "-" if count is None else f"{count:,}"
+
+
+def _size(size_bytes: int | None) -> str:
+    return "-" if size_bytes is None else format_size(size_bytes)

@@ -76,6 +76,16 @@ class Trace:
         for start, stop in pairwise(starts):
             yield self.blocks[start:stop].tolist()
 
+    def request_numbers(self) -> Column:
+        """For each block of each request, the number of the request."""
+        return np.repeat(np.arange(self.requests), np.diff(self.starts))
+
+    def repeats(self) -> tuple[Column, Column]:
+        """For each use of a block but its last: where it stands in `blocks`, and where that block's next use does."""
+        order = np.argsort(self.blocks, kind="stable")
+        is_same = self.blocks[order][1:] == self.blocks[order][:-1]
+        return order[:-1][is_same], order[1:][is_same]
+
     def without_partial(self) -> Trace:
         """The same trace without partly filled blocks, which are never stored."""
         lengths = np.diff(self.starts)

@@ -1,286 +1,263 @@
-"""Estimates from live look-ups what other store sizes would have found, without delaying the look-ups.
+"""Estimates hit rates of a recorded trace at several sizes: `kvstore whatif`.
 
-    looked_up()  puts a look-up's keys into a bounded queue; if that is full, drops and counts them
-    step()       the worker's thread feeds the estimators all that is queued; run() repeats it until stopped
-    snapshot()   any thread reads hit rates at multiples of a budget, and the whole curve, of about the last hour
+    lru         one pass over the trace for all sizes (`curve`)
+    adaptive    one pass per size over a part of the blocks, through the store's own tables with as small a part of
+                the room. Few blocks teach the policy little, so a small size takes a larger part
 
-Counts decay with a half-life of half an hour. A sample's threshold only falls, so estimators take turns: each learns
-for an hour while the one before it answers, counts from the second half of that on, answers for an hour, and goes. The
-curve is LRU's; it does not model pins, deadlines and declined writes, so a store's own hit rate may be lower.
-
-A secret salt and the namespace turn each key into a mark, so no client can choose which of its blocks are sampled.
-Clock and salt are handed in; the caller owns the thread. Memory is at most 4 MiB. If the worker takes more than a
-hundredth of the process's work, it samples fewer names.
+A chain from which blocks are left out by a hash of their names is still a chain, with the same nearest ancestors: C.
+Waldspurger, T. Saemundsson, I. Ahmad, N. Park, "Cache modeling and optimization using miniature simulations", USENIX
+ATC 2017. Hot names are left out of the part and counted as found each time: each would take a whole block of a room in
+which all others take a fraction. Only the seed is random.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import expm1, inf, isinf, log
+from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import Any
 
 import numpy as np
+from rich.text import Text
 
-from kvstore.insight.lru_curve import BINS_PER_DOUBLING, COUNTED_REQUESTS, MARKS, NAMES, TOKENS, LruCurve, Marks
-from kvstore.status.tree import WhatIfPoint, WhatIfStatus
+from kvstore.block.errors import BadInput
+from kvstore.config import format_size
+from kvstore.insight.curve import HOT_NAMES, HOT_SHARE, MARKS, NAMES, LruCurve, Marks, marks_of
+from kvstore.insight.replay import KV_BYTES_PER_TOKEN, MOST_BLOCKS, Builder, Progress, headed
+from kvstore.insight.trace import Trace
 from tiering.clock import Clock
+from tiering.policies.policy import PolicyMaker
 
-KEY_BYTES = 32
-SCALES = (0.5, 1.0, 2.0, 4.0, 8.0, inf)
-"""Multiples of the budget in a snapshot."""
-UNBOUNDED = "infinite"
-"""The last of them by name."""
-HALF_LIFE_SECONDS = 1800.0
-TURN_SECONDS = 3600.0
-FADE_EVERY_SECONDS = 10.0
-MOST_QUEUED_BLOCKS = 1 << 15
-"""Blocks of queued look-ups, 32 bytes each; a longer look-up is dropped. One step works through all of them, some
-milliseconds, during which other threads run as usual. Each array operation releases the interpreter lock and takes it
-again, at the cost of the thread that serves: a few long arrays delay look-ups less than many short ones."""
-MOST_QUEUED_LOOKUPS = 1 << 11
-MANY_LOOKUPS, COUNTED_REQUESTS_OF_MANY = 32, 4 * COUNTED_REQUESTS
-"""So many look-ups of a kind in one step, above 160 a second, are enough to count references in fewer of them."""
-WAIT_SECONDS, LEAST_WAIT_SECONDS, FILLED = 0.2, 0.01, 0.75
-"""From one step to the next. The longer the wait, the fewer steps take the interpreter lock from the thread that
-serves. It is shorter if so much of the queue fills sooner: above 123,000 blocks a second. At 3.2 million some are
-dropped."""
-FEW_SAMPLED, FEW_NAMES = 2_000, 3_072
-"""Below so many sampled references, or names, the snapshot's words warn. With 1,024 names the worst of ten samples of a
-public trace was off by 0.018 on average over sizes, with 256 by 0.035."""
-FIRST_SAMPLE = 4
-"""An estimator starts with this multiple of its predecessor's sampled share."""
-POINTS_PER_DOUBLING = 4
-WORK_SHARE = 0.01
-"""Of the process's work; if the worker takes more, it samples fewer names: half of them, or less."""
-FREE_WORK = 0.001
-"""Share of a core that the worker may always take."""
-WEIGHED_EVERY_SECONDS = 5.0
-WEIGHED_AFTER_WORK_SECONDS = WORK_SHARE * WEIGHED_EVERY_SECONDS
-"""CPU seconds of the worker, after which its work is weighed at once: as much as one busy core allows it until then."""
-FEWEST_NAMES = 256
+LRU, ADAPTIVE = ESTIMATED = ("lru", "adaptive")
+MOST_NAMES = 1 << 20
+LEAST_PART = 0.1
+"""Smallest share of blocks that adaptive is replayed with."""
+LEAST_ROOM = 200
+"""Smallest room for that replay, in blocks, unless the size itself is smaller."""
+SIZES = 10
+"""Number of sizes if none is given, up to all distinct blocks."""
+SMALLEST = 200
+"""The smallest of these is all distinct blocks divided by this."""
+REQUESTS_AT_A_TIME = 200
 
-_ODD = 0x9E3779B97F4A7C15
-_ODDS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+MakerOf = Callable[[float], PolicyMaker]
+"""Makes the policy for a given share of all blocks."""
 
 
-_Kind = tuple[int, int, int]
-"""Of look-ups that are worked through together: namespace, bytes and tokens of a block."""
-_Waiting = tuple[bytes, _Kind]
-"""A look-up that waits: its keys, joined, and its kind."""
+@dataclass(frozen=True, slots=True)
+class WhatIfOptions:
+    """blocks: sizes; empty for some that fit the trace. sizes_bytes: further sizes. policy: of `ESTIMATED`. names:
+    sampled at a time. seed: chooses the sampled names. is_exact: also replay each size in full."""
+
+    blocks: Sequence[int] = ()
+    sizes_bytes: Sequence[int] = ()
+    policy: str = LRU
+    names: int = NAMES
+    seed: int = 0
+    kv_bytes_per_token: int = KV_BYTES_PER_TOKEN
+    is_exact: bool = False
 
 
-class WhatIf:
-    """Curves of the last hour. Thread-safe; one thread at a time steps."""
+@dataclass(frozen=True, slots=True)
+class WhatIfRow:
+    """One size. hit_rate: share of blocks asked for, estimated. ceiling: the limit over all sizes, estimated.
+    sample_ratio: share of names, or of blocks, used. seconds: taken; for LRU one pass gives all rows. exact_hit_rate,
+    error: of the full replay, if any; error is estimate minus exact."""
 
-    def __init__(self, clock: Clock, salt: int, names: int = NAMES) -> None:
-        """salt: 64 bits that no client knows. names: that are sampled at a time by each of two estimators."""
-        self._clock = clock
-        self._salt = salt
-        self._names = self._names_at_next_turn = self._most_names = names
-        self._kinds: dict[int, _Kind] = {}  # of namespaces that were opened
-        self._queue: list[_Waiting] = []
-        self._queue_lock = threading.Lock()  # held for an addition
-        self._queued_blocks = 0
-        self._taken_lookups = self._dropped_lookups = self._dropped_blocks = 0
-        self._lock = threading.Lock()  # guards the estimators; held for a batch
-        now = clock.monotonic_seconds()
-        self._turns = [_Turn(now, LruCurve(names), counts=True)]
-        self._faded_at = now
+    blocks: int
+    size_bytes: int
+    hit_rate: float
+    ceiling: float
+    sample_ratio: float
+    seconds: float
+    exact_hit_rate: float | None = None
+    error: float | None = None
+    exact_seconds: float | None = None
 
-    def opened(self, namespace: int, block_bytes: int, block_tokens: int) -> None:
-        """A namespace may be looked up in from now on. block_bytes: that a block of it takes in a tier."""
-        self._kinds[namespace] = namespace, block_bytes, block_tokens
 
-    def looked_up(self, namespace: int, keys: Sequence[bytes]) -> bool:
-        """A look-up of these keys, `KEY_BYTES` each, the first block's first, in a namespace that was opened; `False`
-        and uncounted in another one. Never waits for work: where the queue is full, or the look-up longer than it,
-        returns `False` and counts it as dropped."""
-        kind, count = self._kinds.get(namespace), len(keys)
-        if kind is None or not count:
-            return kind is not None
-        # In the thread that serves the look-up: each line costs it some tenths of a microsecond, for code and data that
-        # are in no cache. Each key by itself would keep its memory until the next step, and those of the next look-up
-        # would be made in memory that is in no cache either.
-        with self._queue_lock:
-            if self._queued_blocks + count <= MOST_QUEUED_BLOCKS and len(self._queue) < MOST_QUEUED_LOOKUPS:
-                self._queued_blocks += count
-                self._queue.append((b"".join(keys), kind))
-                return True
-            self._dropped_lookups += 1
-            self._dropped_blocks += count
-        return False
+@dataclass(frozen=True, slots=True)
+class WhatIfResult:
+    """mean_error: mean absolute error of all rows. ceiling_error: estimate minus exact."""
 
-    def step(self) -> int:
-        """Work through what waits; returns how many blocks that was. 0: nothing waits."""
-        with self._queue_lock:
-            batch, self._queue = self._queue, []
-            blocks, self._queued_blocks = self._queued_blocks, 0
-            self._taken_lookups += len(batch)
-        with self._lock:
-            self._pass_time()
-            alike: dict[_Kind, list[bytes]] = {}  # in the order in which each kind came first
-            for keys, kind in batch:
-                alike.setdefault(kind, []).append(keys)
-            for (namespace, block_bytes, block_tokens), joined in alike.items():
-                lengths = [len(keys) // KEY_BYTES for keys in joined]
-                marks = marks_of(b"".join(joined), self._salt, namespace)
-                one_in = COUNTED_REQUESTS if len(lengths) < MANY_LOOKUPS else COUNTED_REQUESTS_OF_MANY
-                for turn in self._turns:
-                    turn.curve.requests(marks, lengths, float(block_bytes), float(block_tokens), one_in)
-        return blocks
+    options: WhatIfOptions
+    trace: Trace
+    rows: tuple[WhatIfRow, ...]
+    mean_error: float | None = None
+    ceiling_error: float | None = None
 
-    def run(self, stop: threading.Event, worked: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)) -> None:
-        """Step until `stop` is set; what is queued then is dropped. worked: CPU seconds of this thread and of the
-        process."""
-        weighed_at, (mine, everybodys) = self._clock.monotonic_seconds(), worked()
-        pause, dropped = WAIT_SECONDS, 0
-        while not stop.is_set():
-            worked_through = self.step()
-            just_dropped = self._dropped_blocks - dropped
-            dropped += just_dropped
-            came = max(1, worked_through + just_dropped)
-            pause *= FILLED * MOST_QUEUED_BLOCKS / came  # by then so much is queued, at that rate
-            pause = min(WAIT_SECONDS, max(LEAST_WAIT_SECONDS, pause))
-            stop.wait(pause)
-            now = self._clock.monotonic_seconds()
-            mine_now, everybodys_now = worked()
-            if now - weighed_at >= WEIGHED_EVERY_SECONDS or mine_now - mine >= WEIGHED_AFTER_WORK_SECONDS:
-                self.weigh(mine_now - mine, everybodys_now - everybodys, now - weighed_at)
-                weighed_at, mine, everybodys = now, mine_now, everybodys_now
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "options": asdict(self.options),
+            "trace": self.trace.to_dict(),
+            "rows": [asdict(row) for row in self.rows],
+            "mean_error": self.mean_error,
+            "ceiling_error": self.ceiling_error,
+        }
 
-    def weigh(self, mine: float, everybodys: float, seconds: float) -> None:
-        """Sample fewer names in proportion if sampling took too much of the process's work; if it took little, more
-        from the next estimator on. mine, everybodys: CPU seconds within so many seconds."""
-        allowed = max(WORK_SHARE * everybodys, FREE_WORK * seconds)
-        with self._lock:
-            if mine > allowed:
-                fewer = min(self._names // 2, int(self._names * allowed / mine))
-                self._names = self._names_at_next_turn = max(min(FEWEST_NAMES, self._names), fewer)
-                for turn in self._turns:
-                    turn.curve.narrow(self._names)
-            elif mine < allowed / 4:
-                self._names_at_next_turn = min(self._most_names, 2 * self._names)
+    def render(self, console: Any) -> None:
+        trace = self.trace
+        block_bytes = trace.block_tokens * self.options.kv_bytes_per_token
+        read = (
+            f"{trace.name}: {trace.requests:,} requests, {len(trace.blocks):,} full blocks of {trace.block_tokens} "
+            f"tokens ({format_size(block_bytes)} each), {trace.distinct_blocks:,} distinct; {self.options.policy}"
+        )
+        console.print(Text(read), soft_wrap=True)
+        table = headed(
+            "*blocks|*size|*hit rate|*ceiling|*sample|*seconds"
+            + ("|*exact|*error|*seconds" if self.options.is_exact else "")
+        )
+        for row in self.rows:
+            cells = [f"{row.blocks:,}", f"{row.size_bytes / (1 << 30):,.1f} GiB", f"{row.hit_rate:.4f}"]
+            cells += [f"{row.ceiling:.4f}", f"{100 * row.sample_ratio:.3g} %", f"{row.seconds:.2f}"]
+            if row.exact_hit_rate is not None:
+                cells += [f"{row.exact_hit_rate:.4f}", f"{row.error:+.4f}", f"{row.exact_seconds:.2f}"]
+            table.add_row(*cells)
+        console.print(table)
+        if self.mean_error is not None:
+            said = f"mean absolute error (MAE) {self.mean_error:.4f}, of the ceiling {self.ceiling_error:+.4f}"
+            console.print(Text(said), soft_wrap=True)
 
-    def snapshot(self, budget_bytes: int) -> WhatIfStatus:
-        """Rates at `SCALES` of the budget, and the whole curve."""
-        with self._queue_lock:
-            dropped = self._dropped_lookups
-            lookups = self._taken_lookups + len(self._queue) + dropped
-        with self._lock:
-            self._pass_time()
-            turn = self._turns[0]
-            curve, edges = turn.curve, _thinned(turn.curve.edges())
-            rates = curve.hit_rates([inf if isinf(scale) else scale * budget_bytes for scale in SCALES], TOKENS)
-            points = [
-                WhatIfPoint(None, None, rate) if isinf(scale) else WhatIfPoint(round(scale * budget_bytes), scale, rate)
-                for scale, rate in zip(SCALES, rates, strict=True)
-            ]
-            whole = [
-                WhatIfPoint(round(size), size / budget_bytes if budget_bytes else inf, rate)
-                for size, rate in zip(edges, curve.hit_rates(edges, TOKENS), strict=True)
-            ]
-            seconds, asked = self._clock.monotonic_seconds() - turn.began_at, curve.asked(TOKENS)
-            return WhatIfStatus(
-                budget_bytes,
-                points,
-                whole,
-                round(asked),
-                asked / faded_seconds(seconds),
-                curve.sample_ratio,
-                curve.names,
-                seconds,
-                lookups,
-                dropped,
-                _words(curve, dropped / lookups if lookups else 0.0),
-                {
-                    UNBOUNDED if isinf(scale) else f"{scale:g}": round(rate * asked)
-                    for scale, rate in zip(SCALES, rates, strict=True)
-                },
+
+def run(
+    trace: Trace,
+    options: WhatIfOptions,
+    build: Builder,
+    maker_of: MakerOf,
+    clock: Clock,
+    progress: Progress = lambda doing, done, steps: None,
+) -> WhatIfResult:
+    """Estimate every size. maker_of: for the options' policy."""
+    full = trace.without_partial()
+    if not len(full.blocks):
+        raise BadInput(f"{trace.name} has no full block of {trace.block_tokens} tokens in it, and others are not kept")
+    sizes = _sizes(full, options)
+    began = clock.monotonic_seconds()
+    curve = curve_of(full, options.names, options.seed, lambda done: progress(full.name, done, full.requests))
+    (ceiling,) = curve.hit_rates([inf])
+    rates = curve.hit_rates(sizes)
+    seconds = clock.monotonic_seconds() - began
+    rows = []
+    for blocks, rate in zip(sizes, rates, strict=True):
+        named, part = f"{full.name}: {options.policy}, {blocks:,} blocks", curve.sample_ratio
+        if options.policy == ADAPTIVE:
+            began, part = clock.monotonic_seconds(), part_for(blocks)
+            told = _told(progress, f"{named}, {100 * part:.3g} % of the trace")
+            replayed = thinned_rate if part < 1 else replayed_rate
+            rate = replayed(full, blocks, options.seed, build, maker_of(part), told)
+            seconds = clock.monotonic_seconds() - began
+        row = WhatIfRow(blocks, blocks * full.block_tokens * options.kv_bytes_per_token, rate, ceiling, part, seconds)
+        if options.is_exact:
+            began, told = clock.monotonic_seconds(), _told(progress, f"{named}, in full")
+            exact = replayed_rate(full, blocks, options.seed, build, maker_of(1.0), told)
+            row = replace(
+                row, exact_hit_rate=exact, error=rate - exact, exact_seconds=clock.monotonic_seconds() - began
             )
-
-    def check(self) -> None:
-        """Verify the queue's bounds and each estimator's invariants."""
-        with self._queue_lock:
-            blocks = sum(len(keys) for keys, _ in self._queue) // KEY_BYTES
-            assert self._queued_blocks == blocks <= MOST_QUEUED_BLOCKS and len(self._queue) <= MOST_QUEUED_LOOKUPS
-        with self._lock:
-            assert 1 <= len(self._turns) <= 2
-            for turn in self._turns:
-                turn.curve.check()
-
-    # Inside ---------------------------------------------------------------------------------------------------------
-
-    def _pass_time(self) -> None:
-        now = self._clock.monotonic_seconds()
-        if now - self._faded_at >= FADE_EVERY_SECONDS:
-            factor = 0.5 ** ((now - self._faded_at) / HALF_LIFE_SECONDS)
-            self._faded_at = now
-            for turn in self._turns:
-                turn.curve.fade(factor)
-        newest = self._turns[-1]
-        if not newest.counts and now - newest.began_at >= TURN_SECONDS / 2:
-            newest.curve.start_counting()
-            newest.counts = True
-        if now - newest.began_at < TURN_SECONDS:
-            return
-        # The next estimator starts near the threshold that it would soon reach, rather than with all names.
-        threshold = min(MARKS, FIRST_SAMPLE * newest.curve.threshold)
-        self._names = self._names_at_next_turn
-        self._turns = [newest, _Turn(now, LruCurve(self._names, threshold), counts=False)]
+        rows.append(row)
+    errors = [abs(row.error) for row in rows if row.error is not None]
+    if not errors:
+        return WhatIfResult(options, full, tuple(rows))
+    exact_ceiling = 1 - full.distinct_blocks / len(full.blocks)
+    return WhatIfResult(options, full, tuple(rows), sum(errors) / len(errors), ceiling - exact_ceiling)
 
 
-@dataclass(slots=True)
-class _Turn:
-    began_at: float
-    curve: LruCurve
-    counts: bool  # off at first, when nearly everything looks new
+def curve_of(
+    trace: Trace, names: int = NAMES, seed: int = 0, progress: Callable[[int], object] = lambda done: None
+) -> LruCurve:
+    """Feed a trace to an estimator; sizes are in blocks."""
+    curve = LruCurve(names)
+    marks = marks_of_blocks(trace, seed)
+    lengths, starts = np.diff(trace.starts).tolist(), trace.starts.tolist()
+    for first in range(0, trace.requests, REQUESTS_AT_A_TIME):
+        last = min(trace.requests, first + REQUESTS_AT_A_TIME)
+        progress(first)
+        curve.requests(marks[starts[first] : starts[last]], lengths[first:last], 1.0, float(trace.block_tokens))
+    progress(trace.requests)
+    return curve
 
 
-def marks_of(keys: bytes, salt: int, namespace: int) -> Marks:
-    """keys: `KEY_BYTES` each. Uses the first 8 bytes of each, which are hash bits."""
-    assert len(keys) % KEY_BYTES == 0, "keys are 32 bytes"
-    words = np.frombuffer(keys, "<u8")[:: KEY_BYTES // 8]
-    (salt,) = mixed(np.array([namespace], np.uint64), salt).tolist()
-    return mixed(words, salt)
+def part_for(blocks: int) -> float:
+    """The share of a trace's blocks used to estimate adaptive at that size."""
+    return min(1.0, max(LEAST_PART, LEAST_ROOM / blocks))
 
 
-def mixed(words: Any, salt: int) -> Marks:
-    """Numbers to marks: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014."""
-    marks: Marks = words ^ np.uint64(salt)
-    marks += np.uint64(_ODD)
-    marks ^= marks >> _SHIFTS[0]
-    marks *= _ODDS[0]
-    marks ^= marks >> _SHIFTS[1]
-    marks *= _ODDS[1]
-    marks ^= marks >> _SHIFTS[2]
-    return marks
+def replayed_rate(
+    trace: Trace,
+    blocks: int,
+    seed: int,
+    build: Builder,
+    maker: PolicyMaker,
+    progress: Callable[[int, int], object] = lambda done, steps: None,
+) -> float:
+    """The share of a trace's blocks that a policy finds with room for so many: exact."""
+    done = build(maker, blocks, seed).run(trace, lambda done: progress(done, trace.requests))
+    return int(done.dram_hits.sum()) / len(trace.blocks)
 
 
-def faded_seconds(seconds: float) -> float:
-    """Effective length of so many seconds of counting, with the decay that counts have."""
-    mean_life = HALF_LIFE_SECONDS / log(2)
-    return max(1.0, mean_life * -expm1(-seconds / mean_life))
+def thinned_rate(
+    trace: Trace,
+    blocks: int,
+    seed: int,
+    build: Builder,
+    maker: PolicyMaker,
+    progress: Callable[[int, int], object] = lambda done, steps: None,
+) -> float:
+    """The same, estimated from `part_for` that size. How many blocks are asked for again is known exactly; the part
+    says which share of these is found."""
+    hot, part = hot_blocks(trace), part_for(blocks)
+    thin = thinned(trace, part, seed, hot)
+    again = len(thin.blocks) - thin.distinct_blocks
+    hot_again = int(np.isin(trace.blocks, hot).sum()) - len(hot)
+    if not again:
+        return hot_again / len(trace.blocks)
+    room = max(1, round((blocks - len(hot)) * part))
+    found = replayed_rate(thin, room, seed, build, maker, progress) * len(thin.blocks) / again
+    cold_again = len(trace.blocks) - trace.distinct_blocks - hot_again
+    return (found * cold_again + hot_again) / len(trace.blocks)
 
 
-def _thinned(edges: Sequence[float]) -> list[float]:
-    step = BINS_PER_DOUBLING // POINTS_PER_DOUBLING
-    return [*edges[:-1:step], *edges[-1:]]
+def hot_blocks(trace: Trace) -> Any:
+    """Blocks with a large share of all references, at most `HOT_NAMES`; with each block its ancestors."""
+    uses = np.bincount(trace.blocks, minlength=trace.distinct_blocks)
+    most = np.argsort(-uses, kind="stable")[:HOT_NAMES]
+    return most[uses[most] >= HOT_SHARE * len(trace.blocks)]
 
 
-def _words(curve: LruCurve, dropped: float) -> str:
-    sampled = curve.sampled_references
-    if not sampled:
-        return "nothing was looked up yet"
-    words = f"estimated for LRU from {curve.names:,} names, {100 * curve.sample_ratio:.3g} % of all"
-    if curve.sample_ratio < 1 and curve.names < FEW_NAMES:
-        words += "; of so few names only, so it may be off by several points"
-    elif sampled < FEW_SAMPLED:
-        words += f"; of {sampled:,} sampled references only, so it may be off by several points"
-    else:
-        words += "; on two public traces off by less than 0.01 on average over sizes"
-    if dropped:
-        words += f"; {100 * dropped:.2g} % of all look-ups came too fast or were too long, and are left out"
-    return words
+def thinned(trace: Trace, part: float, seed: int, left_out: Any) -> Trace:
+    """The trace with a share of its blocks, chosen by hash, without those of left_out; requests that lose all blocks
+    are dropped."""
+    kept = marks_of_blocks(trace, seed) < np.uint64(min(int(part * MARKS), MARKS - 1))
+    kept &= ~np.isin(trace.blocks, left_out)
+    lengths = np.add.reduceat(np.concatenate([kept, [False]]).astype(np.int64), trace.starts[:-1])
+    lengths[np.diff(trace.starts) == 0] = 0
+    some = lengths > 0
+    _, numbers = np.unique(trace.blocks[kept], return_inverse=True)
+    starts = np.concatenate([[0], np.cumsum(lengths[some])])
+    tokens = lengths[some] * trace.block_tokens
+    columns = trace.timestamps_ms[some], tokens, trace.output_tokens[some]
+    return Trace(trace.name, trace.block_tokens, *columns, numbers.reshape(-1), starts)
+
+
+def marks_of_blocks(trace: Trace, seed: int) -> Marks:
+    """One mark per block; the seed chooses which are sampled."""
+    return marks_of(trace.blocks.astype(np.uint64), 0, seed)
+
+
+def _sizes(trace: Trace, options: WhatIfOptions) -> list[int]:
+    block_bytes = trace.block_tokens * options.kv_bytes_per_token
+    sizes = list(options.blocks)
+    for size_bytes in options.sizes_bytes:
+        blocks = size_bytes // block_bytes
+        if not 1 <= blocks <= MOST_BLOCKS:
+            raise BadInput(
+                f"--dram {format_size(size_bytes)} has room for {blocks} blocks of {format_size(block_bytes)}; give "
+                f"{format_size(block_bytes)} to {format_size(block_bytes * MOST_BLOCKS)}, or other --kv-bytes-per-token"
+            )
+        sizes.append(blocks)
+    if not sizes:
+        most = min(trace.distinct_blocks, MOST_BLOCKS)
+        sizes = [int(size) for size in np.geomspace(max(1, most / SMALLEST), most, SIZES)]
+    return sorted(dict.fromkeys(sizes))
+
+
+def _told(progress: Progress, doing: str) -> Callable[[int, int], object]:
+    return lambda done, steps: progress(doing, done, steps)

@@ -22,10 +22,10 @@ from kvstore.block.identity import key_difference
 from kvstore.config import DEFAULT_POLICY, checked_policy
 from kvstore.core.levels import READS, WRITES
 from kvstore.core.usage import NamespaceUsage, StoreUsage
+from kvstore.insight.curve import WhatIf
+from kvstore.insight.prefixes import PrefixBook, SpaceNames, Standing
 from kvstore.insight.recording import Recording
-from kvstore.insight.whatif import WhatIf
 from kvstore.node import EmbeddedStore
-from kvstore.prefixes.book import PrefixBook, SpaceNames, Standing
 from kvstore.protocol import messages as m
 from kvstore.protocol.told import PrefixFigures
 from kvstore.protocol.words import ID_DIGITS, checked_seconds, layout_in_words, pick, printable

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.config import AUTO, MIN_NVME_BYTES, OFF, Size, parse_rate
+from kvstore.insight.curve import WhatIf
 from kvstore.insight.recording import Recording
-from kvstore.insight.whatif import WhatIf
 from kvstore.node import EmbeddedStore, memory_here
 from kvstore.service.accounting import Counting, set_aside
 from kvstore.service.admin import Admin, Observer, SidecarHealth, StatusReport

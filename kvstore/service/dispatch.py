@@ -20,9 +20,9 @@ from kvstore.block.identity import TenantKeys, check_keys
 from kvstore.config import MAX_SECONDS
 from kvstore.core.reservations import SEALED_BLOCKS
 from kvstore.core.store import Store
+from kvstore.insight.curve import WhatIf
+from kvstore.insight.prefixes import PrefixBook
 from kvstore.insight.recording import Recording
-from kvstore.insight.whatif import WhatIf
-from kvstore.prefixes.book import PrefixBook
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import MAX_PRIORITY, TenantClient, check_participant
 from kvstore.protocol.handing_over import MAX_TICKET_SECONDS

@@ -13,9 +13,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from kvstore.insight import replays
+from kvstore.insight import replay as replays
 from kvstore.insight.plots import colours_of, draw_replay
-from kvstore.insight.replays import COIN, LEARNED, ORACLE, ReplayOptions
+from kvstore.insight.replay import COIN, LEARNED, ORACLE, ReplayOptions
 from kvstore.node import build_replay
 from recorded import made_of
 from tiering.policies.lru import LeafFirstLru

@@ -29,7 +29,7 @@ from kvstore.client import handle
 from kvstore.client.handle import Lease, Match
 from kvstore.config import Limits
 from kvstore.core.rows.index import NO_ROW, RowState
-from kvstore.insight.yardsticks import CoinAdmission
+from kvstore.insight.replay import CoinAdmission
 from model.store_model import BLOCK_TOKENS, LATENT, SHARDED, WHOLE, Chain, OpenStore, Owned, PagedKv, Prompt
 from simulation.two_tiers import Disk, Sizes, bugs, nothing, open_two_tiers, wait_until_idle
 from tiering.errors import TierError, TierUnavailable

@@ -12,8 +12,8 @@ from kvstore.client.handle import Lease
 from kvstore.client.sidecar_store import SidecarStore, open_sidecar
 from kvstore.client.socket_door import CallLimits
 from kvstore.elsewhere.desk import CourierDesk
+from kvstore.insight.curve import WhatIf
 from kvstore.insight.recording import Recording
-from kvstore.insight.whatif import WhatIf
 from kvstore.node import EmbeddedStore, SystemClock
 from kvstore.service.accounting import Counting
 from kvstore.service.admin import Admin, Observer, SidecarHealth, StatusReport

@@ -20,7 +20,7 @@ from kvstore.insight import recording
 from kvstore.insight.recording import ID_BITS, SILENCE_SECONDS, Recording
 from kvstore.insight.trace import read_trace
 from service.sidecar import patient
-from service.test_operate import CLI, client, refused, run, told
+from service.test_operate import client, refused, run, told
 from service.test_serve import PATHS, crash, serving
 from workbench import MODEL, FakeClock, ids, random_pages, small_layout
 
@@ -128,15 +128,7 @@ def test_a_sidecars_traffic_is_written_and_replayed(tmp_path: Path) -> None:
     with serving(tmp_path, "--nvme", "off") as _, client(tmp_path) as store:
         handle = store.namespace(model=MODEL, layout=layout)
         data = str(tmp_path / "kv")
-        command = [*CLI, "record", str(out), "--data", data, "--json"]
-        writing = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **PATHS}
-        )
-        deadline = time.monotonic() + 30
-        while not out.exists() or not out.stat().st_size:
-            assert time.monotonic() < deadline and writing.poll() is None, writing.communicate()
-            handle.match(ids(640, 5))
-            time.sleep(0.1)
+        writing = recording_of(data, out, handle)
         assert handle.put(ids(640), random_pages(layout, 10)).reason is None
         for tokens in (ids(640), ids(704), ids(30), ids(320)):
             handle.match(tokens)

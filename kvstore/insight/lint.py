@@ -1,20 +1,23 @@
 """Lints a file of prompts: what an unlimited prefix cache would find, and where prompts part that need not.
 
     line > tokens (given, by a tokenizer, or bytes as a stand-in) > chain of blocks > found so far? counted
-         > what was missed is sketched > the earlier prompt that shares most > how the two differ (`divergence`)
-         > alike ones together > a sentence that says what to do
+    missed > of all runs of 32 tokens one in 64, chosen by its hash > the earlier prompt that shares most of them
+           > the tokens of both > where they stop being equal, and how many tokens replace how many until they are again
+           > alike ones together > a sentence that says what to do
 
-Prompts are taken in the file's order. Everything is bounded; an unreadable line is named. Pure: lines come in, text
-goes to a tokenizer that was handed in, and none of it is kept.
+A chain of block keys cannot tell where prompts are equal again: every key behind the first difference differs. Prompts
+are taken in the file's order. Everything is bounded; an unreadable line is named. Pure: lines come in, text goes to a
+tokenizer that was handed in, and none of it is kept.
 """
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -23,18 +26,6 @@ from rich.text import Text
 
 from kvstore.block.errors import BadInput, shown
 from kvstore.block.identity import ExtraKey, PrefixHasher, token_bytes
-from kvstore.insight.divergence import (
-    LEAST_EQUAL_TOKENS,
-    LEAST_START_TOKENS,
-    SAME_PLACE_TOKENS,
-    Divergence,
-    PromptChange,
-    SeenPrompt,
-    Shingler,
-    SketchIndex,
-    compare_prompts,
-    shared_start,
-)
 from kvstore.insight.trace import Column
 
 MOST_LINE_CHARACTERS = 1 << 24
@@ -49,6 +40,28 @@ _MOST_STARTS = 4
 """Prompts with the same start that later ones are compared with, and as many that differ in salt or namespace."""
 _BEFORE_CHARACTERS = 24
 """How much text before the place is shown."""
+
+SHINGLE_TOKENS = 32
+"""Length of a hashed run; two prompts count as equal again where this many tokens are equal."""
+SKETCH_EVERY = 64
+"""Of a prompt's hashes one in this many is kept, its sketch; a power of two."""
+LEAST_EQUAL_TOKENS = 256
+"""Fewer equal tokens behind the difference are not reported."""
+LEAST_SHARED = 4
+"""In hashes: about what LEAST_EQUAL_TOKENS leave in a sketch."""
+LEAST_START_TOKENS = 16
+"""A shared start of fewer tokens is chance, or a begin-of-text token."""
+NEAR_TOKENS = 512
+"""A place where two prompts are equal again within this many tokens is preferred."""
+SAME_PLACE_TOKENS = 32
+"""Prompts that part within this many tokens of each other count as parting at one place of their template."""
+MOST_PAIRS = 4096
+"""Order is compared for at most this many runs; of more, for every n-th."""
+MOST_OWNERS = 8
+"""The newest prompts are listed per hash, so that a phrase which all share does not list them all."""
+
+_U64 = np.uint64
+
 
 _FORMS = (
     'give a list of token ids, a text, or an object with "token_ids", "prompt" (either) or "messages", and perhaps '
@@ -74,8 +87,7 @@ def bytes_as_tokens(text: str) -> Tokenised:
     return Tokenised(list(raw), starts.tolist())
 
 
-@dataclass(frozen=True, slots=True)
-class TextPiece:
+class TextPiece(NamedTuple):
     """Where a message (or tools) begins in a prompt's text."""
 
     start: int
@@ -84,12 +96,49 @@ class TextPiece:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class FilePrompt:
-    """text: empty if the file gave token ids. pieces: of chats."""
+    """tokens: uint32. salt: prompts with different salts share nothing. fields: those of its namespace. text: empty if
+    the file gave token ids. pieces: of chats."""
 
-    line: int
-    seen: SeenPrompt
+    tokens: Column
+    salt: str = ""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    line: int = 0
     text: str = ""
     pieces: tuple[TextPiece, ...] = ()
+
+    def shares_keys(self, other: FilePrompt) -> bool:
+        """Whether equal tokens are equal blocks."""
+        return self.salt == other.salt and self.fields == other.fields
+
+
+class PromptChange(StrEnum):
+    """How a prompt differs from an earlier one. INSERTED: one prompt has tokens that the other lacks. SHORT: the shared
+    start is shorter than one block."""
+
+    CHANGED = "changed"
+    INSERTED = "inserted"
+    REORDERED = "reordered"
+    SHORT = "shorter than a block"
+    SALTED = "other salt"
+    NAMESPACE = "other namespace"
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """How a prompt differs from an earlier one. In tokens.
+
+    place: the first token that differs. earlier_tokens, tokens: how many
+    tokens lie between there and where both are equal again, in the earlier prompt and in this one; None if there is no
+    single such place. equal_tokens: tokens of this prompt behind the difference that the earlier one has too. what: the
+    namespace field that differs.
+    """
+
+    kind: PromptChange
+    place: int
+    earlier_tokens: int | None
+    tokens: int | None
+    equal_tokens: int
+    what: str = ""
 
 
 # Reading ---------------------------------------------------------------------------------------------------------
@@ -115,7 +164,7 @@ def read_file_prompts(
             prompt = _prompt_of(number, line, tokenise)
         except BadInput as error:
             raise BadInput(f"{name} line {number}: {error}") from None
-        total += len(prompt.seen.tokens)
+        total += len(prompt.tokens)
         if total > MOST_TOKENS or len(found) >= MOST_PROMPTS:
             raise BadInput(
                 f"{name} line {number}: more than {MOST_TOKENS} tokens or {MOST_PROMPTS} prompts up to here; "
@@ -150,7 +199,7 @@ def _prompt_of(number: int, line: str, tokenise: Tokenise | None) -> FilePrompt:
         if any(isinstance(one, bool) for one in content):
             raise BadInput("token ids must be integers from 0 to 4294967295, and one is true or false")
         tokens = np.frombuffer(token_bytes(content), np.uint32)
-        return FilePrompt(number, SeenPrompt(_bounded(tokens), salt, fields))
+        return FilePrompt(_bounded(tokens), salt, fields, number)
     if not isinstance(content, str):
         raise BadInput(f"{shown(content)[:60]} is no prompt; {_FORMS}")
     if tokenise is None:
@@ -161,7 +210,7 @@ def _prompt_of(number: int, line: str, tokenise: Tokenise | None) -> FilePrompt:
     if any("\ud800" <= one <= "\udfff" for one in content):
         raise BadInput("half of a surrogate pair, which is no text; mend it")
     tokens = np.array(tokenise(content).ids, np.uint32)
-    return FilePrompt(number, SeenPrompt(_bounded(tokens), salt, fields), content, pieces)
+    return FilePrompt(_bounded(tokens), salt, fields, number, content, pieces)
 
 
 def _bounded(tokens: Column) -> Column:
@@ -209,6 +258,145 @@ def _content(message: Mapping[str, Any]) -> str:
         )
     calls = message.get("tool_calls")
     return text + json.dumps(calls) if calls else text
+
+
+# Comparing -------------------------------------------------------------------------------------------------------
+
+
+class TokenRuns:
+    """Hashes runs of tokens. Equal runs have equal hashes, wherever they stand, and others have not.
+
+    With t_i = a mixed number of token i, B odd and all modulo 2**64, the run at i has sum(t_(i+k) * B**k): the
+    difference of two prefix sums of t_i * B**i, divided by B**i, which is possible since B is odd. R. M. Karp and M. O.
+    Rabin, IBM J. Res. Dev. 31 (2), 1987; sampling by value: U. Manber, USENIX Winter 1994.
+    """
+
+    def __init__(self) -> None:
+        digest = blake2b(digest_size=32, key=b"kvstore lint", person=b"kv-shingles-v1").digest()
+        token, xor, base, final = (int.from_bytes(digest[at : at + 8], "little") for at in (0, 8, 16, 24))
+        self._token, self._xor, self._final = _U64(token | 1), _U64(xor), _U64(final | 1)
+        self._base = base | 5
+        self._powers = self._inverses = np.zeros(0, _U64)
+
+    def hashes(self, tokens: Column) -> Column:
+        """Hash every run. tokens: uint32. Returns uint64, one for each first token: len(tokens) - 31 of them."""
+        count = len(tokens)
+        if count < SHINGLE_TOKENS:
+            return np.zeros(0, _U64)
+        if len(self._powers) < count:
+            size = 1 << (count - 1).bit_length()
+            self._powers = _powers(self._base, size)
+            self._inverses = _powers(pow(self._base, -1, 1 << 64), size) * self._final
+        sums = np.zeros(count + 1, _U64)
+        np.cumsum((np.multiply(tokens, self._token, dtype=_U64) ^ self._xor) * self._powers[:count], out=sums[1:])
+        found: Column = sums[SHINGLE_TOKENS:] - sums[:-SHINGLE_TOKENS]
+        found *= self._inverses[: len(found)]
+        return found
+
+    def sketch(self, tokens: Column) -> tuple[Column, Column]:
+        """One hash in 64, chosen by its value: the first tokens of these runs, in order, and their hashes. Takes 0.1 ms
+        for 32,768 tokens."""
+        found = self.hashes(tokens)
+        places = np.flatnonzero(found < _U64((1 << 64) // SKETCH_EVERY))
+        return places, found[places]
+
+
+def _powers(base: int, count: int) -> Column:
+    powers = np.full(count, base, _U64)
+    powers[0] = 1
+    return np.multiply.accumulate(powers)
+
+
+def compare_prompts(
+    earlier: FilePrompt, prompt: FilePrompt, block_tokens: int, runs: TokenRuns, stored_tokens: int = 0
+) -> Divergence | None:
+    """Compare a prompt with an earlier one by the tokens of both.
+
+    None if they share too little, if nothing is lost (one continues the other), or if they part for good behind a
+    shared block. stored_tokens: leading tokens of the prompt that are found anyway; equal_tokens counts only those
+    behind them.
+    """
+    place = shared_start(earlier.tokens, prompt.tokens)
+    if not prompt.shares_keys(earlier):
+        lost = place // block_tokens * block_tokens - stored_tokens
+        if lost <= 0:
+            return None
+        what = _other_field(earlier.fields, prompt.fields)
+        kind = PromptChange.NAMESPACE if what else PromptChange.SALTED
+        return Divergence(kind, 0, None, None, lost, what=what)
+    if place == min(len(earlier.tokens), len(prompt.tokens)):
+        return None
+    found = _behind(earlier.tokens, prompt.tokens, place, runs, stored_tokens)
+    if found is None and LEAST_START_TOKENS <= place < block_tokens and not stored_tokens:
+        return Divergence(PromptChange.SHORT, place, None, None, 0)
+    return found
+
+
+def shared_start(one: Column, other: Column) -> int:
+    count = min(len(one), len(other))
+    differs = one[:count] != other[:count]
+    at = int(differs.argmax()) if count else 0
+    return at if count and differs[at] else count
+
+
+def _other_field(earlier: Mapping[str, str], fields: Mapping[str, str]) -> str:
+    for name in sorted(earlier.keys() | fields.keys()):
+        if earlier.get(name) != fields.get(name):
+            return f"{name} is {earlier.get(name, 'not set')} in one and {fields.get(name, 'not set')} in the other"
+    return ""
+
+
+def _behind(old: Column, new: Column, place: int, runs: TokenRuns, stored_tokens: int) -> Divergence | None:
+    old_hashes, new_hashes = runs.hashes(old[place:]), runs.hashes(new[place:])
+    equal = _covered(np.isin(new_hashes, old_hashes), len(new) - place, stored_tokens - place)
+    if equal < LEAST_EQUAL_TOKENS:
+        return None
+    pairs = _unique_pairs(old_hashes, new_hashes)
+    if _out_of_order(pairs[:, 0], SHINGLE_TOKENS):
+        return Divergence(PromptChange.REORDERED, place, None, None, equal)
+    near = NEAR_TOKENS + 1
+    first = _first_again(old_hashes[:near], new_hashes[:near]) or _first_again(old_hashes, new_hashes)
+    assert first is not None  # some run is equal, or `equal` were 0
+    kind = PromptChange.CHANGED if min(first) else PromptChange.INSERTED
+    return Divergence(kind, place, *first, equal)
+
+
+def _covered(is_equal: Any, tokens: int, skipped: int) -> int:
+    edges = np.zeros(tokens + 1, np.int64)
+    edges[: len(is_equal)] += is_equal
+    edges[SHINGLE_TOKENS : SHINGLE_TOKENS + len(is_equal)] -= is_equal
+    return int((np.cumsum(edges)[max(skipped, 0) : tokens] > 0).sum())
+
+
+def _unique_pairs(old: Column, new: Column) -> Column:
+    """Places of hashes that occur exactly once on each side: [pairs, 2], ordered by the second column."""
+    old_values, old_at, old_counts = np.unique(old, return_index=True, return_counts=True)
+    new_values, new_at, new_counts = np.unique(new, return_index=True, return_counts=True)
+    once = old_values[old_counts == 1], new_values[new_counts == 1]
+    _, first, second = np.intersect1d(*once, assume_unique=True, return_indices=True)
+    pairs = np.stack([old_at[old_counts == 1][first], new_at[new_counts == 1][second]], 1)
+    ordered: Column = pairs[np.argsort(pairs[:, 1])]
+    return ordered
+
+
+def _out_of_order(places: Column, least: int) -> bool:
+    if (places[1:] >= places[:-1]).all():
+        return False
+    step = -(-len(places) // MOST_PAIRS)
+    tails: list[int] = []  # for each length, the smallest last place of a rising sequence
+    looked = places[::step].tolist()
+    for one in looked:
+        at = bisect_right(tails, one)
+        tails[at : at + 1] = [one]
+    return (len(looked) - len(tails)) * step >= least
+
+
+def _first_again(old: Column, new: Column) -> tuple[int, int] | None:
+    _, was, stands = np.intersect1d(old, new, return_indices=True)
+    if not len(was):
+        return None
+    at = int(np.argmin((was + stands) * (NEAR_TOKENS * 4) + np.abs(was - stands)))
+    return int(was[at]), int(stands[at])
 
 
 # Judging ---------------------------------------------------------------------------------------------------------
@@ -282,8 +470,9 @@ class LintGroup:
         )
 
     def to_dict(self) -> dict[str, object]:
-        told = {name: value for name, value in asdict(self).items() if name != "block_tokens"}
-        return told | {"kind": str(self.kind), "lines": list(self.lines), "sentence": self.sentence}
+        told = asdict(self)
+        del told["block_tokens"]
+        return told | {"sentence": self.sentence}
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +563,7 @@ def lint(
         (_group(prompts, together, block_tokens, tokenise) for together in _together(prompts, judge.found)),
         key=lambda one: (-one.lost_tokens, -one.prompts, one.lines),
     )
-    tokens = sum(len(one.seen.tokens) for one in prompts)
+    tokens = sum(len(one.tokens) for one in prompts)
     return LintResult(name, block_tokens, min_hit_rate, unit, len(prompts), tokens, judge.hit_tokens, tuple(groups))
 
 
@@ -391,61 +580,67 @@ class _Judge:
         self._prompts = prompts
         self._block_tokens = block_tokens
         self._stored: set[bytes] = set()
-        self._starts: dict[bytes, list[int]] = {}
-        self._shingler = Shingler(b"kvstore lint")
-        self._index = SketchIndex(MOST_SKETCHES)
+        self._starts: defaultdict[bytes, list[int]] = defaultdict(list)
+        self._runs = TokenRuns()
+        self._owners: defaultdict[int, list[int]] = defaultdict(list)
         self._hashers: dict[str, PrefixHasher] = {}
 
     def take(self, number: int) -> None:
-        seen = self._prompts[number].seen
-        keys = self._keys(seen)
+        prompt = self._prompts[number]
+        keys = self._keys(prompt)
         blocks = next((at for at, key in enumerate(keys) if key not in self._stored), len(keys))
         hit = blocks * self._block_tokens
         self.hit_tokens += hit
         self._stored.update(keys[blocks:])
-        sketch = self._shingler.sketch(seen.tokens)
-        if len(seen.tokens) - hit >= min(LEAST_EQUAL_TOKENS, self._block_tokens):
-            near = self._index.nearest(sketch, hit) if len(seen.tokens) - hit >= LEAST_EQUAL_TOKENS else []
-            self._judge(number, hit, near)
-        self._index.add(number, sketch)
-        if len(seen.tokens) >= LEAST_START_TOKENS:
-            starts = self._starts.setdefault(self._start(seen), [])
+        places, hashes = self._runs.sketch(prompt.tokens)
+        start = prompt.tokens[:LEAST_START_TOKENS].tobytes()
+        missed = len(prompt.tokens) - hit
+        if missed >= min(LEAST_EQUAL_TOKENS, self._block_tokens):
+            near = self.nearest(number, hashes[places >= hit]) if missed >= LEAST_EQUAL_TOKENS else []
+            alike = self._starts[start] if not hit else []
+            self._compare(number, hit, list(dict.fromkeys((*near, *alike))))
+        for one in np.unique(hashes).tolist():
+            owners = self._owners[one]
+            owners.append(number)
+            del owners[:-MOST_OWNERS]
+        if len(prompt.tokens) >= LEAST_START_TOKENS:
+            starts = self._starts[start]
             if len(starts) < _MOST_STARTS or (
-                len(starts) < 2 * _MOST_STARTS and all(self._is_kept_apart(number, one) for one in starts)
+                len(starts) < 2 * _MOST_STARTS and not any(prompt.shares_keys(self._prompts[one]) for one in starts)
             ):
                 starts.append(number)
 
-    def _judge(self, number: int, hit: int, near: Sequence[int]) -> None:
-        seen = self._prompts[number].seen
-        alike = self._starts.get(self._start(seen), ()) if not hit else ()
-        candidates = [*near, *(one for one in alike if one not in near)]
-        candidates.sort(key=lambda one: -shared_start(self._prompts[one].seen.tokens, seen.tokens))
+    def nearest(self, number: int, hashes: Column) -> list[int]:
+        """The four prompts before this one that share most of these hashes, best first. Leaves out those that share
+        less than half as much as the best, or fewer than `LEAST_SHARED`."""
+        votes: Counter[int] = Counter()
+        for one in hashes.tolist():
+            votes.update(owner for owner in self._owners.get(one, ()) if owner >= number - MOST_SKETCHES)
+        least = max(LEAST_SHARED, (max(votes.values(), default=0) + 1) // 2)
+        return [owner for owner, count in votes.most_common(4) if count >= least]
+
+    def _compare(self, number: int, hit: int, candidates: list[int]) -> None:
+        prompts = self._prompts
+        candidates.sort(key=lambda one: -shared_start(prompts[one].tokens, prompts[number].tokens))
         for earlier in candidates:
-            found = compare_prompts(self._prompts[earlier].seen, seen, self._block_tokens, self._shingler, hit)
+            found = compare_prompts(prompts[earlier], prompts[number], self._block_tokens, self._runs, hit)
             if found is not None:
                 self.found.append(_Parting(number, earlier, found))
                 return
 
-    def _keys(self, seen: SeenPrompt) -> list[bytes]:
-        fields = json.dumps(sorted(seen.fields.items()))
+    def _keys(self, prompt: FilePrompt) -> list[bytes]:
+        fields = json.dumps(sorted(prompt.fields.items()))
         if fields not in self._hashers:
             identity = blake2b(fields.encode("utf-8", "replace"), digest_size=32).digest()
             self._hashers[fields] = PrefixHasher(identity, self._block_tokens)
-        extra = [ExtraKey(seen.salt.encode("utf-8", "replace"))] if seen.salt else []
-        return self._hashers[fields].keys(seen.tokens.tobytes(), extra)
-
-    def _start(self, seen: SeenPrompt) -> bytes:
-        return seen.tokens[:LEAST_START_TOKENS].tobytes()
-
-    def _is_kept_apart(self, number: int, other: int) -> bool:
-        one, two = self._prompts[number].seen, self._prompts[other].seen
-        return one.salt != two.salt or one.fields != two.fields
+        extra = [ExtraKey(prompt.salt.encode("utf-8", "replace"))] if prompt.salt else []
+        return self._hashers[fields].keys(prompt.tokens.tobytes(), extra)
 
 
 def _together(prompts: Sequence[FilePrompt], found: Sequence[_Parting]) -> list[list[_Parting]]:
     alike: defaultdict[tuple[str, str, bytes], list[_Parting]] = defaultdict(list)
     for one in found:
-        head = prompts[one.number].seen.tokens[: min(LEAST_START_TOKENS, one.divergence.place)]
+        head = prompts[one.number].tokens[: min(LEAST_START_TOKENS, one.divergence.place)]
         is_deep = len(head) == LEAST_START_TOKENS
         alike[one.divergence.kind, one.divergence.what, head.tobytes() if is_deep else b""].append(one)
     groups = []

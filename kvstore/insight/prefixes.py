@@ -1,26 +1,31 @@
-"""A sidecar's hot prefixes, fed by look-ups, leases and engines' reports without delaying them.
+"""A sidecar's hot prefixes, live: hierarchical heavy hitters over the chains that look-ups found.
 
     looked_up(), granted()  a sample goes into the tenant's bounded queue; if that is full, they are counted as dropped
     told()                  counts what its engines saved
-    step()                  the worker's thread feeds trees from the queues; run() repeats it until stopped
-    figures()               any thread reads which prefixes are hot, of about the last hour
+    step()                  the worker's thread feeds trees from the queues, a path of runs of blocks for each chain,
+                            counted at each node passed; run() repeats it until stopped
+    figures()               any thread reads which prefixes are hot, of about the last hour: from the leaves up, a
+                            node's own uses are those that no reported node below it explains; x its tokens
 
-Counts decay with a half-life of half an hour. Each tenant has its own queue, rate and trees, so that other tenants
-hardly influence what it sees. Shared bounds: 8,192 nodes of 65,536 blocks (32 bytes each); the tenant with most gives
-way. Clock and names are handed in; the caller owns the thread.
+A prefix that a thousand conversations share is one node. Trees are bounded: when one has too many nodes or blocks, the
+least used leaves go, and their uses stay counted above them. Counts decay with a half-life of half an hour. Each tenant
+has its own queue, rate and trees, so that other tenants hardly influence what it sees. After G. Cormode, F. Korn, S.
+Muthukrishnan, D. Srivastava, "Finding Hierarchical Heavy Hitters in Streaming Data", ACM TKDD 1 (4), 2008. Clock and
+names are handed in; the caller owns the thread.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from msgspec import structs
+
 from kvstore.block.account import HitTier
-from kvstore.insight.whatif import HALF_LIFE_SECONDS, faded_seconds
-from kvstore.prefixes.hottest import PrefixTree
+from kvstore.insight.curve import HALF_LIFE_SECONDS, faded_seconds
 from kvstore.protocol import messages as m
 from kvstore.protocol.told import HotPrefix, PrefixFigures
 from kvstore.protocol.words import printable
@@ -43,6 +48,8 @@ LEAST_USES = 0.01
 """Prefixes with fewer decayed uses are not listed."""
 MOST_SECONDS_A_TOKEN = 1.0
 """Limit of the saving that an engine may report."""
+KEPT_OF_LEAVES = 0.75
+"""Share of leaves that a shrink keeps, the most used."""
 
 
 class Standing(NamedTuple):
@@ -237,14 +244,14 @@ class PrefixBook:
         most = 3 * MOST_ROWS if of_all else MOST_ROWS
         per_hour = 3600 / faded_seconds(max(LEAST_SECONDS, now - self._began_at))
         mine = [(name, self._tenants[one]) for one, name in names.items() if one in self._tenants]
-        hot: list[_Hot] = []
+        hot: list[tuple[float, int, bytes, HotPrefix]] = []
         for name, tenant in mine:
             with self._lock:
-                hot += _hottest(tenant, printable(name))
-        hot.sort(key=lambda one: -one.found_tokens)
+                hot += _hottest(tenant, printable(name), named, per_hour)
+        hot.sort(key=lambda one: -one[0])
         tenants = [tenant for _, tenant in mine]
-        shown = PrefixFigures(
-            [_row(one, named, standing, per_hour) for one in hot[:most]],  # calls the store, so outside of our lock
+        shown = PrefixFigures(  # asks the store, so outside of our lock
+            [_standing(row, keys, number, standing) for _, number, keys, row in hot[:most]],
             now - self._began_at,
             sum(one.lookups.came for one in tenants),
             sum(one.sampled for one in tenants),
@@ -274,65 +281,213 @@ class PrefixBook:
                     tree.check()
 
 
-class _Hot(NamedTuple):
-    """keys: of its whole chain; uses, saved_tokens: decayed."""
-
-    tenant: str
-    namespace: int
-    keys: bytes
-    tokens: int
-    size_bytes: int
-    uses: float
-    saved_tokens: float
-    seconds_a_token: float | None
-    used_at: float
-
-    @property
-    def found_tokens(self) -> float:
-        """The rank of a hot prefix."""
-        return self.uses * self.tokens
-
-
-def _hottest(mine: _Tenant, tenant: str) -> list[_Hot]:
+def _hottest(
+    mine: _Tenant, tenant: str, named: Mapping[int, SpaceNames], per_hour: float
+) -> list[tuple[float, int, bytes, HotPrefix]]:
+    """(tokens found, namespace, keys, what is known without the store)"""
     least = LEAST_SHARE * sum(tree.found_tokens() for tree in mine.trees.values())
     found = [(number, tree, one) for number, tree in mine.trees.items() for one in tree.hottest(least)]
     found = [one for one in found if one[2].uses >= LEAST_USES]
     found.sort(key=lambda one: -one[2].uses * one[2].node.end * one[1].block_tokens)
-    return [
-        _Hot(
+    rows = []
+    for number, tree, one in found[:MOST_ROWS]:
+        tokens, keys = one.node.end * tree.block_tokens, one.node.keys()
+        saved, seconds = one.saved_blocks * tree.block_tokens * per_hour, mine.seconds_a_token
+        row = HotPrefix(
+            keys[-KEY_BYTES:].hex()[:ROW_DIGITS],
             tenant,
-            number,
-            one.node.keys(),
-            one.node.end * tree.block_tokens,
+            *named.get(number, UNKNOWN),
+            tokens,
             one.node.end * tree.block_bytes,
-            one.uses,
-            one.saved_blocks * tree.block_tokens,
-            mine.seconds_a_token,
+            one.uses * per_hour,
+            saved,
+            saved * seconds if seconds is not None else None,
+            0,
+            {},
             one.node.used_at,
+            None,
         )
-        for number, tree, one in found[:MOST_ROWS]
-    ]
+        rows.append((one.uses * tokens, number, keys, row))
+    return rows
 
 
-def _row(
-    hot: _Hot,
-    named: Mapping[int, SpaceNames],
-    standing: Callable[[int, Sequence[bytes]], Standing],
-    per_hour: float,
+def _standing(
+    row: HotPrefix, keys: bytes, number: int, standing: Callable[[int, Sequence[bytes]], Standing]
 ) -> HotPrefix:
-    keys = [hot.keys[at : at + KEY_BYTES] for at in range(0, len(hot.keys), KEY_BYTES)]
-    there, saved = standing(hot.namespace, keys), hot.saved_tokens * per_hour
-    return HotPrefix(
-        keys[-1].hex()[:ROW_DIGITS],
-        hot.tenant,
-        *named.get(hot.namespace, UNKNOWN),
-        hot.tokens,
-        hot.size_bytes,
-        hot.uses * per_hour,
-        saved,
-        saved * hot.seconds_a_token if hot.seconds_a_token is not None else None,
-        there.blocks * (hot.tokens // len(keys)),
-        dict(there.tiers),
-        hot.used_at,
-        there.retained_until,
-    )
+    chain = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+    blocks, tiers, until = standing(number, chain)
+    stored = blocks * (row.tokens // len(chain))
+    return structs.replace(row, stored_tokens=stored, tiers=dict(tiers), retained_until=until)
+
+
+# A namespace's tree ----------------------------------------------------------------------------------------------
+
+
+class PrefixNode:
+    """The end of a run of blocks. end: its depth in blocks. uses: look-ups that found all of it; leased: leases that
+    granted it, skipped: blocks up to it that those leases left out in all, since the engine had them."""
+
+    __slots__ = ("children", "edge", "end", "leased", "parent", "skipped", "used_at", "uses")
+
+    def __init__(self, parent: PrefixNode | None, edge: bytes, end: int) -> None:
+        self.parent, self.edge, self.end = parent, edge, end
+        self.children: dict[bytes, PrefixNode] = {}
+        self.uses = self.leased = self.skipped = self.used_at = 0.0
+
+    def keys(self) -> bytes:
+        """Keys of all blocks up to here, `KEY_BYTES` each."""
+        edges = []
+        node: PrefixNode | None = self
+        while node is not None:
+            edges.append(node.edge)
+            node = node.parent
+        return b"".join(reversed(edges))
+
+
+@dataclass(slots=True)
+class HotNode:
+    """A reported node. uses: its own; leases, saved_blocks: of these uses, and what they granted."""
+
+    node: PrefixNode
+    uses: float
+    leases: float
+    saved_blocks: float
+
+
+class PrefixTree:
+    """One namespace's. Not thread-safe."""
+
+    def __init__(self, block_tokens: int, block_bytes: int) -> None:
+        self.block_tokens, self.block_bytes = block_tokens, block_bytes
+        self.nodes = self.blocks = 0
+        self._root = PrefixNode(None, b"", 0)
+
+    def found(self, keys: bytes, weight: float, now: float) -> None:
+        """Count a look-up that found these blocks, with a weight."""
+        for node in self._path(keys):
+            node.uses += weight
+            node.used_at = now
+
+    def granted(self, keys: bytes, first_block: int, weight: float) -> None:
+        """Count a lease that granted these blocks from first_block on."""
+        for node in self._path(keys):
+            node.leased += weight
+            node.skipped += weight * min(first_block, node.end)
+
+    def fade(self, factor: float) -> None:
+        for node in self._down():
+            node.uses *= factor
+            node.leased *= factor
+            node.skipped *= factor
+
+    def shrink(self, nodes: int, blocks: int) -> None:
+        """Drop the least used leaves until both bounds hold."""
+        while self.nodes > nodes or self.blocks > blocks:
+            leaves = sorted((one for one in self._down() if not one.children), key=lambda one: (one.uses, one.used_at))
+            for leaf in leaves[: max(1, len(leaves) - int(KEPT_OF_LEAVES * len(leaves)))]:
+                assert leaf.parent is not None
+                del leaf.parent.children[leaf.edge[:KEY_BYTES]]
+                self.nodes -= 1
+                self.blocks -= len(leaf.edge) // KEY_BYTES
+
+    def found_tokens(self) -> float:
+        return self.block_tokens * sum(one.uses * len(one.edge) for one in self._down()) / KEY_BYTES
+
+    def hottest(self, least_tokens: float) -> list[HotNode]:
+        """Nodes whose own uses found at least so many tokens."""
+        found: list[HotNode] = []
+        # Below a node, or itself: the nearest reported nodes, all of them, and leases in between that count for those.
+        below: dict[PrefixNode, tuple[list[PrefixNode], list[HotNode], PrefixNode]] = {}
+        for node in reversed(list(self._down())):
+            parts = [below.pop(child) for child in node.children.values()]
+            rows = [row for part in parts for row in part[1]]
+            nearest, counted = [one for part in parts for one in part[0]], _shorter_leases(node, rows)
+            counted.leased += sum(part[2].leased for part in parts)
+            counted.skipped += sum(part[2].skipped for part in parts)
+            explained = [*nearest, counted]
+            uses = node.uses - sum(one.uses for one in explained)
+            if uses > 0 and uses * node.end * self.block_tokens >= least_tokens:
+                leases = max(0.0, node.leased - sum(one.leased for one in explained))
+                skipped = node.skipped - sum(min(one.skipped, one.leased * node.end) for one in explained)
+                row = HotNode(node, uses, leases, max(0.0, leases * node.end - max(0.0, skipped)))
+                found.append(row)
+                nearest, rows, counted = [node], [*rows, row], PrefixNode(None, b"", 0)
+            below[node] = nearest, rows, counted
+        return found
+
+    def check(self) -> None:
+        nodes = list(self._down())
+        assert len(nodes) == self.nodes and sum(len(one.edge) for one in nodes) == self.blocks * KEY_BYTES
+        for node in nodes:
+            assert node.parent is not None and node.edge and len(node.edge) % KEY_BYTES == 0
+            assert node.parent.children[node.edge[:KEY_BYTES]] is node
+            assert node.end == node.parent.end + len(node.edge) // KEY_BYTES
+            assert sum(one.uses for one in node.children.values()) <= node.uses * (1 + 1e-9) + 1e-9
+
+    def _down(self) -> Iterator[PrefixNode]:
+        waiting = list(self._root.children.values())
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting += node.children.values()
+
+    def _path(self, keys: bytes) -> Iterator[PrefixNode]:
+        node, at = self._root, 0
+        while at < len(keys):
+            first = keys[at : at + KEY_BYTES]
+            child = node.children.get(first)
+            if child is None:
+                child = self._new(node, keys[at:])
+                node.children[first] = child
+            elif not keys.startswith(child.edge, at):
+                child = self._split(node, child, equal_start(child.edge, keys[at : at + len(child.edge)], KEY_BYTES))
+            yield child
+            node, at = child, at + len(child.edge)
+
+    def _new(self, parent: PrefixNode, edge: bytes) -> PrefixNode:
+        blocks = len(edge) // KEY_BYTES
+        self.nodes += 1
+        self.blocks += blocks
+        return PrefixNode(parent, edge, parent.end + blocks)
+
+    def _split(self, parent: PrefixNode, child: PrefixNode, size: int) -> PrefixNode:
+        upper = self._new(parent, child.edge[:size])
+        self.blocks -= size // KEY_BYTES
+        upper.uses, upper.leased, upper.used_at = child.uses, child.leased, child.used_at
+        upper.skipped = min(child.skipped, child.leased * upper.end)
+        parent.children[child.edge[:KEY_BYTES]] = upper
+        child.parent, child.edge = upper, child.edge[size:]
+        upper.children[child.edge[:KEY_BYTES]] = child
+        return upper
+
+
+def _shorter_leases(node: PrefixNode, rows: list[HotNode]) -> PrefixNode:
+    """An engine may lease less than its look-up found. Leases that ended at this node, beyond the look-ups that did,
+    count for reported nodes below, in proportion to the look-ups there that no lease is known of. They are returned as
+    a node of their own."""
+    children, counted = node.children.values(), PrefixNode(None, b"", 0)
+    leases = node.leased - sum(one.leased for one in children)
+    more = leases - (node.uses - sum(one.uses for one in children))
+    without = sum(one.uses - one.leased for one in children)
+    if more <= 0 or without <= 0:
+        return counted
+    skipped = max(0.0, node.skipped - sum(min(one.skipped, one.leased * node.end) for one in children)) / leases
+    for row in rows:
+        given = max(0.0, row.uses - row.leases) * min(1.0, more / without)
+        row.leases += given
+        row.saved_blocks += given * max(0.0, node.end - skipped)
+        counted.leased += given
+        counted.skipped += given * skipped
+    return counted
+
+
+def equal_start(one: bytes, other: bytes, size: int) -> int:
+    """Length in bytes of the equal start, in whole items of `size` bytes."""
+    low, high = 0, min(len(one), len(other)) // size
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[: middle * size] == other[: middle * size]:
+            low = middle
+        else:
+            high = middle - 1
+    return low * size

@@ -1,1 +1,0 @@
-"""Live prefix diagnostics: which stored prefixes are hot."""
