@@ -152,7 +152,7 @@ def test_the_plan_is_that_of_the_command_with_what_the_sidecar_has(served: tuple
     done = subprocess.run([*command, *more], capture_output=True, text=True, env={**os.environ, **PATHS}, check=True)
     wanted = json.loads(done.stdout)
     figures = [one for section in told["sections"] for one in section["figures"]]
-    assert figures == list(wanted["figures"].values())
+    assert [(one.pop("key"), one) for one in figures] == list(wanted["figures"].items())
     assert (told["dram_bytes"], told["nvme_bytes"], told["is_measured"]) == (2 << 20, 4 << 20, False)
     unserved = shown.ask("/api/plan?model=llama-3.1-8b").json
     assert not unserved["is_measured"] and unserved["new_tokens_per_second"] == 0
