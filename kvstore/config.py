@@ -414,8 +414,8 @@ class KeysOptions(SettingsSection, frozen=True):
 
 
 class NetworkSettings(SettingsSection, frozen=True):
-    """listen: HOST:PORT or unix:PATH of gRPC, in a process that the keeper runs beside the sidecar; none if not given.
-    http: HOST:PORT of a router's queries, in the same process. token_file: of the operator's token, and a line NAME
+    """listen: HOST:PORT or unix:PATH of gRPC, which the edge serves, or the transfer agent; none if not given. http:
+    HOST:PORT of a router's queries. token_file: of the operator's token, and a line NAME
     TOKEN for each tenant, for callers on this host. certificate, key, client_ca: files in PEM, for callers with
     certificates, and for the other nodes. reflection: whether gRPC's server reflection is served.
 
@@ -464,7 +464,7 @@ class RemoteSettings(SettingsSection, frozen=True):
 
 
 def check_network(network: NetworkSettings, remote: RemoteSettings, has_keeper: bool = True) -> None:
-    """Raises `BadInput`. has_keeper: whether a keeper starts the network process."""
+    """Raises `BadInput`. has_keeper: whether a keeper starts what serves it."""
     if remote.url is None and remote != RemoteSettings():
         raise BadInput("remote.url is missing, and other keys of [remote] are there; give valkey://HOST:PORT")
     if network.listen is None:

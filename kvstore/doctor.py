@@ -260,7 +260,7 @@ def _wanted(settings: Settings, has_engine: bool) -> dict[str, str]:
         found |= dict.fromkeys(("fastapi", "h11", "markdown-it-py"), "console.listen")
     if settings.network.listen is not None or settings.remote.url is not None:
         network = ("grpcio", "grpcio-health-checking", "grpcio-reflection", "protobuf", "h11")
-        found |= dict.fromkeys(network, "the network process")
+        found |= dict.fromkeys(network, "network.listen or remote.url")
     if settings.network.seals:
         found["cryptography"] = "sealing what other nodes pull"
     return found | ({"torch": "an engine"} if has_engine else {})

@@ -20,9 +20,9 @@ LIGHT_MODULES = (
     "kvstore.client.sidecar_store",
     "kvstore.service.dispatch",
     "kvstore.service.local_door",
-    "kvstore.metrics.server",
-    "kvstore.console.serve",
-    "kvstore.network.serve",
+    "kvstore.edge.pages",
+    "kvstore.console.part",
+    "kvstore.network.part",
     "kvstore.openai.serve",
 )
 

@@ -27,7 +27,7 @@ from kvstore.block.account import MissReason
 from kvstore.cli.main import app
 from kvstore.cli.terminal import BAD_INPUT, CHECK_FAILED, INTERRUPTED, OK, OUT_OF_RESOURCES
 from kvstore.config import kinds_of
-from kvstore.metrics.endpoints import LIVEZ, METRICS_PATH, READYZ
+from kvstore.edge.pages import PATHS as PAGES
 from kvstore.network.query import PATHS as QUERY_PATHS
 from kvstore.openai.proxy import PATHS
 from kvstore.status.declared import families
@@ -72,7 +72,7 @@ def exits() -> Iterator[str]:
 
 
 def routes() -> Iterator[str]:
-    for path in (LIVEZ, READYZ, METRICS_PATH):
+    for path in PAGES:
         yield f"route sidecar {path}"
     for path in (*PATHS, "/health", "/v1/models"):
         yield f"route pd-proxy {path}"

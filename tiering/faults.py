@@ -36,7 +36,6 @@ class FaultKind(StrEnum):
 
 NVME_READS, NVME_WRITES, NEW_SLABS = "nvme reads", "nvme writes", "new slabs"
 EXTENTS, HANDED_OVER, KEPT = "extents of dram", "extents handed over", "extents kept for a restart"
-HTTP_LISTENERS = "listeners of http"
 CONNECTIONS, MODEL_NAMES, SENT = "connections", "writes of model names", "descriptors sent to clients"
 MOVE_THREADS, DOOR_THREADS, EXTENT_THREADS = (
     "starts of a move thread",

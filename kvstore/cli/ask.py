@@ -41,6 +41,12 @@ def stat(socket: str, clock: Clock) -> SidecarStatus:
         return ask(m.Stat(), m.StatReply, CALL_SECONDS).facts
 
 
+def ping(socket: str, clock: Clock) -> None:
+    """Raises `Unreachable` if no sidecar answers there."""
+    with _connection(socket, clock, "give --admin-socket or --data") as ask:
+        ask(m.Ping(), m.Done, CALL_SECONDS)
+
+
 def why(socket: str, clock: Clock, request: str) -> m.WhyReply:
     """What a sidecar knows of requests whose names begin so. Raises `BadInput` if it knows none."""
     if not request or len(request) > MAX_REQUEST_CHARACTERS:

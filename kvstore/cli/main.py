@@ -1,16 +1,4 @@
-"""The command line.
-
-    demo, bench             see it work, and measure it
-    doctor                  what this machine, a directory, a sidecar and an engine's configuration lack
-    serve                   a store for all engines of a host
-    keys                    tenants' secrets that the nodes of a pool share
-    console                 the dashboard of a running sidecar
-    network                 gRPC beside it, for other languages, hosts and routers
-    stat, why, prefixes, namespaces, drop, purge, warm
-                            an operator's commands for a running sidecar
-    fsck                    a directory that no process has open
-    record, replay, whatif  record requests of a running sidecar; replay them without memory; estimate the result
-    plan, models, lint      a model's KV and what storing it saves; who serves it; where prompts part needlessly
+"""The command line: docs/reference.md lists its commands.
 
 Results go to stdout, with `--json` as one object and nothing else. An error is one line on stderr that says what was
 given, what is allowed and how to mend it. Long work shows its progress on a terminal only.
@@ -38,16 +26,17 @@ from typing import Annotated, Any
 
 import kvstore
 import kvstore.cli.bench
-import kvstore.cli.console
+import kvstore.cli.edge
 import kvstore.cli.engines
 import kvstore.cli.insight
 import kvstore.cli.keys
 import kvstore.cli.lint
-import kvstore.cli.network
 import kvstore.cli.operate
 import kvstore.cli.plan
-from kvstore.block.errors import BadInput, OutOfResources, StoreError
-from kvstore.cli.operate import sidecar_settings
+from kvstore.block.errors import OutOfResources, StoreError
+from kvstore.cli.edge import check_edge, edge_makes
+from kvstore.cli.flags import with_settings
+from kvstore.cli.operate import SERVE_FLAGS, sidecar_settings
 from kvstore.cli.standard_streams import (
     flush_output,
     hold_standard_descriptors,
@@ -66,7 +55,6 @@ from kvstore.cli.terminal import (
     Json,
     UsageError,
     app,
-    check_folder,
     fail,
     needs,
     option,
@@ -184,32 +172,17 @@ def fsck(
 
 
 @app.command()
+@with_settings(SERVE_FLAGS)
 def serve(
     config: Annotated[str | None, path_option("FILE", "TOML; docs/sidecar.md says what may stand in it.")] = None,
-    data: Annotated[str | None, path_option("DIR", "Directory of keys and slabs.  [default: ./kv]")] = None,
-    dram: Annotated[
-        str | None, option("SIZE", "Memory for blocks. Half of what the cgroup allows if left out.")
-    ] = None,
-    nvme: Annotated[
-        str | None, option("SIZE", "Disk space for blocks, or off. Four fifths of what is free if left out.")
-    ] = None,
-    socket: Annotated[
-        str | None, path_option("PATH", "UNIX socket of the default tenant.  [default: DIR/kvstore.sock]")
-    ] = None,
-    admin_socket: Annotated[
-        str | None, path_option("PATH", "UNIX socket of the operator.  [default: DIR/admin.sock]")
-    ] = None,
-    keys: Annotated[
-        str | None,
-        path_option(
-            "DIR", "Directory of tenants' keys that nodes share, as kvstore keys makes it. The store's own if left out."
-        ),
-    ] = None,
-    http: Annotated[str | None, option("HOST:PORT", "Serve liveness, readiness and metrics there.")] = None,
     kept_at: Annotated[
         int | None, typer.Option(hidden=True, help="For the keeper alone: where it can be told.")
     ] = None,
+    http_port: Annotated[
+        int | None, typer.Option(hidden=True, help="For the keeper alone: where its edge serves health.")
+    ] = None,
     as_json: Json = False,
+    given: Any = None,
 ) -> int:
     """Serve a store to this host's engines, through a UNIX socket and shared memory, until SIGTERM.
 
@@ -218,6 +191,8 @@ def serve(
     takes connections; logs go to standard error. Each setting may also be a variable, such as KVSTORE_STORE_DRAM for
     store.dram. Flags take precedence over variables, and variables over the file.
     """
+    from kvstore.config import host_and_port
+    from kvstore.listeners.addresses import listening_sockets
     from kvstore.node import SystemClock
     from kvstore.service import keeper
     from kvstore.service.serve import KeeperWire, Outside
@@ -225,29 +200,27 @@ def serve(
     from kvstore.service.sessions import CONNECTION_BITS
     from tiering.nvme.lmdb_index import LmdbMaker
 
-    flags = {
-        "store": {"data": data, "dram": dram, "nvme": nvme},
-        "door": {"socket": socket},
-        "admin": {"socket": admin_socket},
-        "http": {"listen": http},
-        "keys": {"directory": keys},
-    }
-
-    read = partial(sidecar_settings, config, flags)
+    read = partial(sidecar_settings, config, given)
     settings = read()
     hold_standard_descriptors()
     # OpenBLAS threads are not used here; they would cost address space and start-up time.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if kept_at is None:
+        check_edge(settings)
+    words, descriptors = [one for one in sys.argv[2:] if one != "--json"], []
+    if settings.http.listen is not None and http_port is None:
+        sockets = listening_sockets(*host_and_port(settings.http.listen), "http.listen (--http)")
+        http_port, descriptors = sockets[0].getsockname()[1], [one.detach() for one in sockets]
+    edge = [*_PROGRAM, "edge", *words, *(f"--http-at={one}" for one in descriptors)]
     if kept_at is None and settings.store.keeper:
-        seconds = str(2 * settings.limits.close_seconds)
-        sidecar = [*_PROGRAM, *sys.argv[1:]]
-        beside = _beside(settings)
-        if settings.console.audit_file is not None and Path(settings.audit_file).parent != Path(settings.store.data):
-            check_folder(f"console.audit_file={settings.audit_file}", settings.audit_file)
-        for name, command in beside.items():
-            _check_beside(name, command[len(_PROGRAM) :])
-        given = [seconds, settings.log.format, json.dumps(beside)]
-        os.execv(sys.executable, [sys.executable, "-P", keeper.__file__, *given, *sidecar])
+        for one in descriptors:
+            os.set_inheritable(one, True)
+        children = {keeper.EDGE: edge} if descriptors or edge_makes(settings, None) else {}
+        children |= {keeper.AGENT: [*_PROGRAM, "agent", *words]} if settings.wants_courier else {}
+        style = [str(2 * settings.limits.close_seconds), settings.log.format, json.dumps(children)]
+        sidecar = [*_PROGRAM, *sys.argv[1:], *([f"--http-port={http_port}"] if descriptors else [])]
+        command = [sys.executable, "-P", keeper.__file__, *style, json.dumps(descriptors), *sidecar]
+        os.execv(sys.executable, command)
     couriers: Any = None
     if settings.wants_courier:
         from kvstore.elsewhere.desk import CourierDesk
@@ -263,72 +236,19 @@ def serve(
         first_number,
         secrets.token_bytes,
         LmdbMaker,
-        _http_server,
         kvstore.policy_named,
         read,
         wire,
         couriers,
+        ([*edge, "--pages"], descriptors) if descriptors else None,
     )
     keeper_pid = os.getppid() if wire is not None else None
     try:
-        begins_again = run(settings, outside, lambda sockets, port: _say_serving(sockets, port, keeper_pid, as_json))
+        begins_again = run(settings, outside, lambda sockets: _say_serving(sockets, http_port, keeper_pid, as_json))
     except OutOfResources as error:
         say(f"kvstore: {' '.join(str(error).split())}", sys.stderr)
         os._exit(OUT_OF_RESOURCES)  # at once: without memory or threads, an orderly exit may hang
     return keeper.AGAIN if begins_again else OK
-
-
-def _beside(settings: Any) -> dict[str, list[str]]:
-    from kvstore.service.keeper import CONSOLE, NETWORK
-
-    found = {}
-    chosen, observe = settings.console, settings.observe_socket
-    if chosen.listen is not None:
-        flags = ["--listen", chosen.listen, *(["--token-file", chosen.token_file] if chosen.token_file else [])]
-        if chosen.operator:
-            flags += ["--operator", settings.admin_socket, "--audit-file", settings.audit_file]
-            flags += [f"--tenant-socket={name}={one.socket}" for name, one in settings.sockets().items()]
-        found[CONSOLE] = [*_PROGRAM, "console", "--socket", observe, *flags]
-    network = _network_flags(settings)
-    if network:
-        found[NETWORK] = [*_PROGRAM, "network", "--observe-socket", observe, *network]
-    return found
-
-
-def _check_beside(name: str, words: list[str]) -> None:
-    """Have a command check what it would be started with: it would end with the same line again and again. Raises
-    `BadInput`, and what else it does."""
-    try:
-        typer.main.get_command(app)([*words, "--check"], standalone_mode=False, prog_name="kvstore")
-    except UsageError as error:
-        raise BadInput(f"the {name}: {error.format_message()}") from None
-    except (BadInput, OSError) as error:
-        file = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
-        raise BadInput(f"the {name}: {file}") from None
-
-
-def _network_flags(settings: Any) -> list[str]:
-    chosen, remote = settings.network, settings.remote
-    if chosen.listen is None and remote.url is None:
-        return []
-    sockets = {name: one.socket for name, one in settings.sockets().items()}
-    flags = ["--sockets", json.dumps(sockets), "--listen", chosen.listen or "none"]
-    keys = "http token_file certificate key client_ca directory directory_password_file pull transport seal"
-    given = {key: getattr(chosen, key) for key in keys.split()}
-    if remote.url is not None:
-        given |= {"remote": remote.url, "remote_password_file": remote.password_file}
-        given |= {"remote_writes": remote.writes, "remote_ttl": remote.ttl}
-    if settings.wants_courier:
-        given["courier_socket"] = settings.courier_socket
-    flags += [f"--{key.replace('_', '-')}={value}" for key, value in given.items() if value is not None]
-    flags += [f"--peer={one}" for one in chosen.peers or ()]
-    return [*flags, *(["--reflection"] if chosen.reflection else [])]
-
-
-def _http_server(host: str, port: int, daemon: Any) -> Any:
-    from kvstore.metrics.server import server_of
-
-    return server_of(host, port, daemon, kvstore.__version__)
 
 
 def _say_serving(sockets: list[str], port: int | None, keeper_pid: int | None, as_json: bool) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+from kvstore.cli.flags import Given, flags_of, with_settings
 from kvstore.cli.plan import given_model
 from kvstore.cli.terminal import (
     CHECK_FAILED,
@@ -20,6 +21,7 @@ from kvstore.cli.terminal import (
     app,
     argument,
     check_folder,
+    fail,
     option,
     path_argument,
     path_option,
@@ -50,14 +52,29 @@ ObserveSocket = Annotated[str | None, path_option("PATH", "The observers' socket
 Seconds = Annotated[float, option("N", "How long it may take.", "--seconds")]
 
 
+SERVE_FLAGS = flags_of("""
+    --data store.data DIR Directory of keys and slabs.  [default: ./kv]
+    --dram store.dram SIZE Memory for blocks. Half of what the cgroup allows if left out.
+    --nvme store.nvme SIZE Disk space for blocks, or off. Four fifths of what is free if left out.
+    --socket door.socket PATH UNIX socket of the default tenant.  [default: DIR/kvstore.sock]
+    --admin-socket admin.socket PATH UNIX socket of the operator.  [default: DIR/admin.sock]
+    --keys keys.directory DIR Of tenants' keys that nodes share, as kvstore keys makes it. The store's own if left out.
+    --http http.listen HOST:PORT Serve liveness, readiness and metrics there.
+""")
+"""Of `kvstore serve`, and of its children."""
+DOCTOR_FLAGS = flags_of("""
+    --data store.data DIR Its directory.  [default: ./kv]
+    --dram store.dram SIZE Its memory for blocks.
+    --nvme store.nvme SIZE Its disk space for blocks, or off.
+    --socket door.socket PATH The default tenant's socket, which is to answer.
+    --keys keys.directory DIR A pool's directory of keys.
+""")
+
+
 @app.command()
+@with_settings(DOCTOR_FLAGS)
 def doctor(
     config: Annotated[str | None, path_option("FILE", "The sidecar's settings, as for serve.")] = None,
-    data: Annotated[str | None, path_option("DIR", "Its directory.  [default: ./kv]")] = None,
-    dram: Annotated[str | None, option("SIZE", "Its memory for blocks.")] = None,
-    nvme: Annotated[str | None, option("SIZE", "Its disk space for blocks, or off.")] = None,
-    socket: Annotated[str | None, path_option("PATH", "The default tenant's socket, which is to answer.")] = None,
-    keys: Annotated[str | None, path_option("DIR", "A pool's directory of keys.")] = None,
     engine: Annotated[
         str | None, option("JSON|FILE", "What vLLM is given as --kv-transfer-config, or a file that has it.")
     ] = None,
@@ -66,6 +83,7 @@ def doctor(
         option("MODEL", "A model's name or directory, as for kvstore models: whether the installed engines serve it."),
     ] = None,
     as_json: Json = False,
+    given: Any = None,
 ) -> int:
     """What this machine, the data directory, the sidecar's socket and an engine's configuration lack, a line each with
     the remedy, and what is well. Changes nothing.
@@ -76,29 +94,24 @@ def doctor(
     from kvstore.doctor import MOST_BYTES, checks_of, examine, read_transfer_config
     from tiering.files import Unfit, read_file
 
-    flags = {
-        "store": {"data": data, "dram": dram, "nvme": nvme},
-        "door": {"socket": socket},
-        "keys": {"directory": keys},
-    }
-    settings = sidecar_settings(config, flags)
-    given = None
+    settings = sidecar_settings(config, given)
+    transfer = None
     if engine is not None:
         if not engine.lstrip().startswith("{"):
             try:
                 engine = read_file(Path(engine).expanduser(), MOST_BYTES).decode("utf-8", "replace")
             except Unfit as error:
                 raise typer.BadParameter(f"--engine {engine}: {error}; give a file of JSON, or JSON") from None
-        given = read_transfer_config(engine)
+        transfer = read_transfer_config(engine)
     asked = given_model(model) if model is not None else None
     with shown_progress() as show:
         show("looking at the machine")
-        found = examine(checks_of(settings, socket is not None, given, asked))
+        found = examine(checks_of(settings, "door" in given, transfer, asked))
     print_result(found, as_json)
     return CHECK_FAILED if found.lacking else OK
 
 
-def sidecar_settings(config: str | None, flags: dict[str, dict[str, str | None]]) -> Any:
+def sidecar_settings(config: str | None, flags: Given) -> Any:
     """The settings of a file, of variables, and of flags by section. Raises `BadInput`, `OSError`."""
     from kvstore.service.settings import read_configuration, read_settings
 
@@ -155,6 +168,22 @@ def stat(
             live.refresh()
             clock.sleep(watch)
             live.update(found().group())
+
+
+@app.command()
+def ping(data: Data = "./kv", socket: AdminSocket = None, as_json: Json = False) -> int:
+    """Whether a running sidecar answers at its socket, for liveness probes. Status 0: it does; status 1: not."""
+    from kvstore.block.errors import StoreError
+    from kvstore.cli import ask
+
+    try:
+        ask.ping(*_admin(data, socket))
+    except (StoreError, OSError) as error:
+        if as_json:
+            print(json.dumps({"alive": False}))
+        fail(str(error), CHECK_FAILED)
+    print(json.dumps({"alive": True}) if as_json else "the sidecar answers")
+    return OK
 
 
 @app.command()

@@ -21,8 +21,9 @@ from kvstore.block.errors import BadInput
 from kvstore.cli.standard_streams import say
 from kvstore.config import expanded
 
-_OF_SERVER = "typer rich lmdb fastapi starlette httpx2 grpc grpc_health google h11 prometheus_client"
+_OF_SERVER = "typer rich lmdb fastapi starlette httpx2 grpc grpc_health grpc_reflection google h11"
 EXTRA_OF = dict.fromkeys(_OF_SERVER.split(), "server") | {
+    "cryptography": "tls",
     "matplotlib": "plot",
     "torch": "hf",
     "transformers": "hf",
@@ -37,7 +38,7 @@ def needs(module: str) -> str:
 
 COMMANDS = tuple(
     (
-        "demo doctor fsck serve keys console network pd-proxy prime stat why prefixes namespaces drop purge warm "
+        "demo doctor fsck serve keys console network pd-proxy prime ping stat why prefixes namespaces drop purge warm "
         "record replay whatif plan models lint bench"
     ).split()
 )
@@ -99,11 +100,6 @@ def argument(metavar: str, about: str, **more: Any) -> Any:
 def path_argument(metavar: str, about: str, **more: Any) -> Any:
     """For a path, which is expanded."""
     return argument(metavar, about, callback=expanded_path, **more)
-
-
-Checks = Annotated[
-    bool, typer.Option("--check", hidden=True, help="For serve alone: say what is wrong with the settings, and end.")
-]
 
 
 class InOrder(typer.core.TyperGroup):

@@ -1,4 +1,4 @@
-"""Promotes the stored prefixes of prompts to DRAM: for the command line, and for the network process."""
+"""Promotes the stored prefixes of prompts to DRAM: for the command line, and for gRPC."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The console: a process beside the sidecar that shows people the sidecar's figures."""
+"""The console: a part of the edge that shows people the figures of a sidecar."""

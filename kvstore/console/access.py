@@ -9,19 +9,16 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from hmac import compare_digest
 from urllib.parse import urlsplit
 
 from kvstore.block.errors import BadInput
 from kvstore.config import is_loopback
-from kvstore.protocol.words import printable
+from kvstore.edge.tokens import Caller
 from tiering.clock import Clock
 
 COOKIE = "kvstore_console"
-LEAST_TOKEN, MOST_TOKEN = 16, 4096
 LOGIN_SECONDS = 12 * 3600.0
-MOST_TENANTS = 1024
 MOST_LOGINS = 64
 """Of more logins, the oldest ends."""
 MOST_FAILURES, FAILURE_SECONDS = 10, 60.0
@@ -30,47 +27,11 @@ bits, which nothing finds by trying."""
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-def checked_token(text: str, where: str) -> str:
-    """Check the text of a token file. Raises `BadInput`, which does not repeat the token."""
-    token = text.strip()
-    if not LEAST_TOKEN <= len(token) <= MOST_TOKEN or not all("!" <= one <= "~" for one in token):
-        raise BadInput(
-            f"{where} has no token: give one line of {LEAST_TOKEN} to {MOST_TOKEN} printable characters, without "
-            "spaces, e.g. of: openssl rand -hex 32"
-        )
-    return token
-
-
-@dataclass(frozen=True, slots=True)
-class ConsoleReader:
-    """tenant: the only tenant that this reader sees; None for all."""
-
-    tenant: str | None = None
-
-
-def checked_tokens(text: str, where: str) -> dict[str, ConsoleReader]:
-    """Readers by token, of a token file: the operator's token, then a line `NAME TOKEN` for each tenant that has one.
-    Raises `BadInput`, which repeats no token."""
-    first, *lines = [line.strip() for line in text.strip().splitlines() if line.strip()] or [""]
-    readers = {checked_token(first, where): ConsoleReader()}
-    if len(lines) > MOST_TENANTS:
-        raise BadInput(f"{where} has {len(lines)} tenants; at most {MOST_TENANTS} have tokens")
-    for number, line in enumerate(lines, 2):
-        name, _, given = line.rpartition(" ")
-        token = checked_token(given, f"{where}, line {number},")
-        if not name.strip():
-            raise BadInput(f"{where}, line {number}: give a tenant's name and its token, with a space between")
-        if token in readers:
-            raise BadInput(f"{where}, line {number}: that token is somebody else's too; draw one for each")
-        readers[token] = ConsoleReader(printable(name.strip()))
-    return readers
-
-
 class Guard:
     """Access control of one listening address. Not thread-safe."""
 
     def __init__(
-        self, host: str, readers: Mapping[str, ConsoleReader] | None, clock: Clock, new_token: Callable[[int], bytes]
+        self, host: str, readers: Mapping[str, Caller] | None, clock: Clock, new_token: Callable[[int], bytes]
     ) -> None:
         """readers: by token; None lets every process on this host read. Raises `BadInput` if that would let other hosts
         read too."""
@@ -83,10 +44,10 @@ class Guard:
         self._names = {host.lower(), *_LOOPBACK}
         self._clock = clock
         self._new_token = new_token
-        self._logins: OrderedDict[str, tuple[float, ConsoleReader]] = OrderedDict()  # by cookie: end, reader
+        self._logins: OrderedDict[str, tuple[float, Caller]] = OrderedDict()  # by cookie: end, reader
         self._failures: deque[float] = deque(maxlen=MOST_FAILURES + 1)
 
-    def change_tokens(self, readers: Mapping[str, ConsoleReader]) -> None:
+    def change_tokens(self, readers: Mapping[str, Caller]) -> None:
         """Replace the tokens and end every login. Only for a guard that has tokens."""
         self._readers = readers
         self._logins.clear()
@@ -103,10 +64,10 @@ class Guard:
         parts = urlsplit(origin)
         return parts.scheme in ("http", "https") and parts.netloc.lower() == host.lower()
 
-    def reader(self, authorization: str | None, cookie: str | None) -> ConsoleReader | None:
+    def reader(self, authorization: str | None, cookie: str | None) -> Caller | None:
         """The reader by bearer token or login cookie; None if access is denied."""
         if not self.has_token:
-            return ConsoleReader()
+            return Caller()
         if authorization is not None:
             kind, _, given = authorization.partition(" ")
             return self._reader_of(given.strip()) if kind.lower() == "bearer" else None
@@ -134,7 +95,7 @@ class Guard:
         is_full = len(self._failures) == self._failures.maxlen and now - self._failures[0] < FAILURE_SECONDS
         return FAILURE_SECONDS if is_full else 0.0
 
-    def _reader_of(self, given: str) -> ConsoleReader | None:
+    def _reader_of(self, given: str) -> Caller | None:
         found = [one for token, one in self._readers.items() if compare_digest(given.encode(), token.encode())]
         return found[0] if found else None
 

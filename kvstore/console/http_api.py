@@ -25,7 +25,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from kvstore.block.errors import BadInput, StoreError
-from kvstore.console.access import COOKIE, LOGIN_SECONDS, ConsoleReader, Guard
+from kvstore.console.access import COOKIE, LOGIN_SECONDS, Guard
 from kvstore.console.audit import AuditEntry
 from kvstore.console.events import ConsoleEvent
 from kvstore.console.figures import (
@@ -42,6 +42,7 @@ from kvstore.console.figures import (
     whatif_of,
 )
 from kvstore.console.help import help_page
+from kvstore.console.history import SidecarHistory
 from kvstore.console.operate import (
     MOST_ORDER_BYTES,
     ORDERS,
@@ -54,7 +55,7 @@ from kvstore.console.planning import PlanAnswer, PlannedModel, models_of_table, 
 from kvstore.console.reasons import ReasonText, reasons_of
 from kvstore.console.rings import WINDOWS, SeriesAnswer
 from kvstore.console.stream import Broadcast
-from kvstore.console.watch import SidecarWatch
+from kvstore.edge.tokens import Caller
 from kvstore.listeners.http_server import App, Message, Receive, Send, introduce
 from kvstore.protocol.told import PrefixFigures, RequestRecord
 from kvstore.status.tree import ElsewhereStatus, NamespaceStatus, SidecarStatus
@@ -150,7 +151,7 @@ class StaticFile:
 
 
 def make_app(
-    watch: SidecarWatch,
+    history: SidecarHistory,
     guard: Guard,
     hub: Broadcast,
     files: Mapping[str, bytes],
@@ -165,7 +166,7 @@ def make_app(
         static["index.html"] = StaticFile.of("index.html", shown)
     written = help_page(files["dashboard.md"].decode(), static["index.html"].body)
     static["help.html"] = StaticFile.of("help.html", written)
-    _add_api(app, watch, hub, reasons_of(files["dashboard.md"].decode()))
+    _add_api(app, history, hub, reasons_of(files["dashboard.md"].decode()))
     if actions is not None:
         _add_actions(app, actions)
     _add_pages(app, guard, static)
@@ -221,7 +222,7 @@ class Gate:
         path = scope["path"]
         authorization = headers.get("authorization", [None])[0]
         cookie = "; ".join(headers.get("cookie", []))
-        reader = ConsoleReader() if path in OPEN_PATHS else self._guard.reader(authorization, cookie)
+        reader = Caller() if path in OPEN_PATHS else self._guard.reader(authorization, cookie)
         if reader is not None:
             if reader.tenant is not None and path.startswith("/api/") and path not in TENANT_PATHS:
                 return _json(ApiError(f"a tenant's token shows that tenant alone: {', '.join(TENANT_PATHS)}"), 403)
@@ -243,19 +244,19 @@ class Gate:
         return answer
 
 
-def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast, reasons: Mapping[str, ReasonText]) -> None:
+def _add_api(app: FastAPI, history: SidecarHistory, hub: Broadcast, reasons: Mapping[str, ReasonText]) -> None:
     window = Query("1h", description=f"One of {', '.join(WINDOWS)}.", pattern=f"^({'|'.join(WINDOWS)})$")
 
     def known(request: Request) -> SidecarStatus:
-        facts, tenant = watch.facts(), request.scope[TENANT]
+        facts, tenant = history.facts(), request.scope[TENANT]
         if facts is None:
-            why = watch.status().contact.error if tenant is None else ""
+            why = history.status().contact.error if tenant is None else ""
             raise HTTPException(503, f"no sidecar has answered yet: {why or 'wait a moment'}")
         return facts if tenant is None else facts_of_tenant(facts, tenant)
 
     def seen(request: Request, window: str) -> SeriesAnswer:
         """Series are of all tenants together, so a tenant's reader gets none."""
-        found = watch.window(window)
+        found = history.window(window)
         if request.scope[TENANT] is None:
             return found
         return SeriesAnswer(window, found.step, found.times, {}, {}, {}, None, [])
@@ -273,7 +274,7 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast, reasons: Mapping
     @app.get("/api/status", summary="How the sidecar is, in one object")
     async def status(request: Request) -> Response:
         tenant = request.scope[TENANT]
-        return _json(watch.status() if tenant is None else watch.status_of_tenant(tenant))
+        return _json(history.status() if tenant is None else history.status_of_tenant(tenant))
 
     @app.get("/api/stat", summary="All that the sidecar reports, as in `kvstore stat --json`")
     async def stat(request: Request) -> Response:
@@ -312,16 +313,16 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast, reasons: Mapping
 
     @app.get("/api/whatif", summary="What other sizes would find, estimated")
     async def whatif(request: Request) -> Response:
-        return _json(whatif_of(known(request), watch.window("1h").sums))
+        return _json(whatif_of(known(request), history.window("1h").sums))
 
     @app.get("/api/request", summary="The last requests of engines, or those whose names begin with id")
     def one_request(request: Request, id: str = Query("", max_length=256)) -> Response:
-        found = asked(lambda: watch.why(id, request.scope[TENANT] or ""))
+        found = asked(lambda: history.why(id, request.scope[TENANT] or ""))
         return _json(RequestAnswer(found.found, found.kept))
 
     @app.get("/api/prefixes", summary="Which stored prefixes are hot")
     def prefixes(request: Request) -> Response:
-        return _json(asked(lambda: watch.prefixes(request.scope[TENANT] or "")))
+        return _json(asked(lambda: history.prefixes(request.scope[TENANT] or "")))
 
     @app.get("/api/models", summary="Models that the plan knows")
     async def models() -> Response:
@@ -345,7 +346,7 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast, reasons: Mapping
         try:
             return _json(
                 planned(
-                    watch.facts() if request.scope[TENANT] is None else None,
+                    history.facts() if request.scope[TENANT] is None else None,
                     model,
                     gpu_memory,
                     weights,
@@ -363,7 +364,7 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast, reasons: Mapping
 
     @app.get("/api/events", summary="What happened, the newest first")
     async def events() -> Response:
-        return _json(watch.events())
+        return _json(history.events())
 
     @app.get("/api/stream", include_in_schema=False)
     async def stream() -> Response:

@@ -1,1 +1,1 @@
-"""The courier: moves blocks between this node, other nodes and a remote tier. A part of the network process."""
+"""The courier: moves blocks between this node, other nodes and a remote tier. A part of the transfer agent."""

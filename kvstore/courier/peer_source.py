@@ -20,13 +20,7 @@ from kvstore.courier.link import CourierRun, CourierSpace
 from kvstore.courier.window import Forged, ReservedWindow
 from kvstore.peers.reader import FramePuller, PullTransport
 from kvstore.peers.tokens import NONCE_BYTES, PullTerms, ask_mac, pull_secret
-from kvstore.peers.transport import (
-    PeerFault,
-    PullOffer,
-    TimedOutPull,
-    numeric_address,
-    stays_here,
-)
+from kvstore.peers.transport import PeerFault, PullOffer, TimedOutPull, numeric_address, stays_here
 from kvstore.pool.choice import MOST_ASKED, HolderChoice, late_has_failed
 from kvstore.pool.directory import CHUNK_BLOCKS, NodeEntry
 from kvstore.pool.hottest import LEAVING_SECONDS, MOST_OFFERED_BYTES, hottest

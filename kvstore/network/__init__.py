@@ -1,1 +1,1 @@
-"""The network process: gRPC and a router's HTTP beside a sidecar, for callers with a credential."""
+"""gRPC and a router's HTTP, as parts of the edge: for callers with a credential."""

@@ -7,6 +7,7 @@ beyond `KEPT` the rule of `kvstore.listeners.places` says which are shut down.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Collection, Hashable
 from contextlib import suppress
@@ -69,3 +70,19 @@ class GrpcCallers:
         for sock in socks:
             sock.close()
         return 2 * len(there) > KEPT
+
+
+def own_sockets_at(port: int) -> list[socket.socket]:
+    """Duplicates of this process's sockets at a port, for the caller to close."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                sock = socket.socket(fileno=os.dup(int(name)))
+                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getsockname()[1] == port:
+                    found.append(sock)
+                else:
+                    sock.close()
+        except OSError:  # closed meanwhile, or no descriptor is left
+            pass
+    return found

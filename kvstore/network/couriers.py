@@ -1,24 +1,27 @@
-"""Builds the courier of the network process. Imported only if it may be needed."""
+"""Builds the courier: the part that brings blocks from elsewhere. Imported only if it may be needed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from kvstore.block.errors import BadInput
-from kvstore.config import NetworkSettings, RemoteSettings, host_and_port
+from kvstore.config import RemoteSettings, host_and_port
 from kvstore.courier.courier import Courier, CourierParts
 from kvstore.courier.dialling import GrpcPeers, channel_credentials
 from kvstore.courier.directory import DirectoryAddress
 from kvstore.courier.figures import Figures, OncePerKind
 from kvstore.courier.remote_source import RemoteWays
-from kvstore.network.credentials import Rotated, SourceFile
-from kvstore.network.serve import CourierBeside, NetworkParts
+from kvstore.edge.tokens import read_credential
+from kvstore.network.credentials import Rotated
+from kvstore.network.part import pems_of
 from kvstore.peers.door import SocketFrameDoor
 from kvstore.peers.reader import PullTransport
 from kvstore.peers.serving import FrameDoor
 from kvstore.peers.sockets import SocketPullTransport
 from kvstore.peers.transport import written_address
 from kvstore.pool.speeds import SpeedBook
+from kvstore.service.settings import Settings
+from tiering.clock import Clock
 from tiering.remote.salts import NamespaceSalts
 from tiering.remote.valkey import ValkeyAddress, ValkeyEngine
 from tiering.remote.workers import RemoteWorkers
@@ -32,17 +35,16 @@ Ucx = tuple[Callable[..., FrameDoor], Callable[..., PullTransport]]
 
 
 def make_courier(
-    network: NetworkSettings,
-    remote: RemoteSettings,
-    place: tuple[str, Sequence[str]],
+    settings: Settings,
+    socket: str,
+    tenants: Sequence[str],
+    clock: Clock,
+    new_token: Callable[[int], bytes],
     ucx: Ucx | None,
-    parts: NetworkParts,
-    files: list[SourceFile] | None,
-) -> CourierBeside:
-    """place: the sidecar's `courier.sock`, and the tenants that it works for. ucx: if that is the transport. files: of
-    the certificate, its key and the CA of nodes; None on loopback. The passwords are read with each connection. Raises
-    `BadInput`, `OSError`."""
-    clock, new_token, seal = parts.clock, parts.new_token, network.seal
+) -> Courier:
+    """socket: the sidecar's `courier.sock`. tenants: that it works for. ucx: if that is the transport. Passwords are
+    read with each connection. Raises `BadInput`, `OSError`."""
+    network, remote, seal = settings.network, settings.remote, settings.network.seal
     figures, told = Figures(SpeedBook()), OncePerKind(clock)
     calls: GrpcPeers | None = None
     doors: dict[str, FrameDoor] = {}
@@ -50,9 +52,10 @@ def make_courier(
     directory = None
     if network.wants_peers:
         assert network.listen is not None, "`check_network` saw to it"
-        credentials = Rotated(files, channel_credentials, clock).now if files is not None else None
+        pems = pems_of(network)
+        credentials = Rotated(pems, channel_credentials, clock).now if pems else None
         if network.directory is not None:
-            password = _secret_of(network.directory_password_file, parts)
+            password = _secret_of(network.directory_password_file)
             directory = DirectoryAddress.read(network.directory), lambda: password().decode()
         calls = GrpcPeers(credentials, clock)
         where = network.pull or written_address(host_and_port(network.listen, "--listen")[0], 0)
@@ -63,27 +66,27 @@ def make_courier(
             transports[UCX] = ucx[1](clock, seal=seal, checks_beside=True)
         doors["sockets"] = SocketFrameDoor(where, clock, new_token, seal=seal)
         transports["sockets"] = SocketPullTransport(clock, seal=seal, checks_beside=True)
-    writing = _remote(remote, figures, told, parts) if remote.url is not None else None
+    writing = _remote(remote, figures, told, clock, new_token) if remote.url is not None else None
     peers = network.peers or ()
-    made_of = CourierParts(*place, clock, new_token, figures, told, calls, peers, doors, transports, directory, writing)
-    courier = Courier(made_of)
-    if calls is None:
-        return CourierBeside(None, None, courier.start, courier.close)
-    return CourierBeside(courier.holder, courier, courier.start, courier.close)
+    return Courier(
+        CourierParts(
+            socket, tenants, clock, new_token, figures, told, calls, peers, doors, transports, directory, writing
+        )
+    )
 
 
-def _secret_of(path: str | None, parts: NetworkParts) -> Callable[[], bytes]:
-    file = parts.file(path) if path is not None else None
-    return lambda: file.read().strip() if file is not None else b""
+def _secret_of(path: str | None) -> Callable[[], bytes]:
+    return lambda: read_credential(path).strip() if path is not None else b""
 
 
-def _remote(settings: RemoteSettings, figures: Figures, told: OncePerKind, parts: NetworkParts) -> RemoteWays:
-    clock = parts.clock
+def _remote(
+    settings: RemoteSettings, figures: Figures, told: OncePerKind, clock: Clock, new_token: Callable[[int], bytes]
+) -> RemoteWays:
     try:
         address = ValkeyAddress.parse(settings.url or "")
-        engine = ValkeyEngine(address, clock, _secret_of(settings.password_file, parts))
+        engine = ValkeyEngine(address, clock, _secret_of(settings.password_file))
     except (ValueError, OSError) as error:
         raise BadInput(f"remote.url: {error}") from None
     workers = RemoteWorkers(engine, clock)
-    salts, writes = NamespaceSalts(engine, clock, parts.new_token), RemoteWrites(settings.writes)
+    salts, writes = NamespaceSalts(engine, clock, new_token), RemoteWrites(settings.writes)
     return RemoteWays(engine, workers, salts, figures, told, clock, writes, int(1000 * settings.ttl))

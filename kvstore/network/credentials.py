@@ -15,14 +15,13 @@ import logging
 import re
 import ssl
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 from urllib.parse import unquote
 
 from kvstore.block.errors import BadInput
-from kvstore.network.services import DoorCaller
+from kvstore.edge.tokens import MOST_TOKEN, Caller, checked_tokens, read_credential
 from kvstore.protocol.words import printable
 from tiering.clock import Clock
 
@@ -30,41 +29,22 @@ T = TypeVar("T")
 TENANT_URI, OPERATOR_URI, NODE_URI = "kvstore:tenant:", "kvstore:operator", "kvstore:node:"
 LOOK_SECONDS = 0.5
 """How often files are checked for changes."""
-YOUNG_SECONDS = 2.0
-"""A file written more recently may change again within its timestamp's resolution."""
-MOST_TOKEN = 4096
 _NODE = re.compile("[0-9a-f]{32}")
 
 _log = logging.getLogger(__name__)
 
 
-class SourceFile(Protocol):
-    """A file that may be replaced while it is in use."""
-
-    path: str
-
-    def stamp(self) -> tuple[float, object]:
-        """When it was written, in Unix time, and a value that differs between contents. Raises `OSError`."""
-        ...
-
-    def read(self) -> bytes:
-        """All of it. Raises `OSError`."""
-        ...
-
-
 class Rotated(Generic[T]):
     """The joint contents of some files: the present ones, or the last usable ones. Thread-safe."""
 
-    def __init__(self, files: Iterable[SourceFile], made_of: Callable[[list[bytes]], T], clock: Clock) -> None:
+    def __init__(self, files: Sequence[str], made_of: Callable[[list[bytes]], T], clock: Clock) -> None:
         """made_of: builds the value from their contents, or raises `BadInput`. Raises that, and `OSError`."""
-        self._files = list(files)
-        self._made_of = made_of
-        self._clock = clock
+        self._files, self._made_of, self._clock = files, made_of, clock
         self._lock = threading.Lock()
         self._looked_at = clock.monotonic_seconds()
-        self._stamps, self._is_young = self._stamped()
-        self._value = made_of([one.read() for one in self._files])
-        self._refused: object = None
+        contents = [read_credential(one) for one in files]
+        self._seen: object = contents
+        self._value = made_of(contents)
 
     def now(self) -> T:
         now = self._clock.monotonic_seconds()
@@ -75,33 +55,29 @@ class Rotated(Generic[T]):
         return self._value
 
     def _look(self) -> None:
-        stamps: object = None
+        contents = None
         try:
-            stamps, is_young = self._stamped()
-            if stamps != self._stamps or self._is_young:
-                self._value = self._made_of([one.read() for one in self._files])
-                if stamps != self._stamps:
-                    _log.info("credentials were exchanged", extra={"files": [one.path for one in self._files]})
-                self._stamps, self._is_young, self._refused = stamps, is_young, None
+            contents = [read_credential(one) for one in self._files]
+            if contents != self._seen:
+                self._seen = contents
+                self._value = self._made_of(contents)
+                _log.info("credentials were exchanged", extra={"files": self._files})
         except (OSError, BadInput) as error:
-            if self._refused != (stamps, str(error)):
-                self._refused = stamps, str(error)
+            if contents is not None or str(error) != self._seen:
+                self._seen = contents or str(error)
                 _log.warning("new credentials cannot be used, the last good ones stay: %s", error)
-
-    def _stamped(self) -> tuple[list[object], bool]:
-        found = [one.stamp() for one in self._files]
-        young = self._clock.wall_seconds() - YOUNG_SECONDS
-        return [stamp for _, stamp in found], any(at > young for at, _ in found)
 
 
 class Tokens:
     """Bearer tokens: compared by digests under a key of this process, so that timing reveals nothing."""
 
-    def __init__(self, callers: Mapping[str, DoorCaller], key: bytes) -> None:
+    def __init__(self, file: bytes, name: str, key: bytes) -> None:
+        """file: a token file's contents; name: for messages. Raises `BadInput`."""
         self._key = key
+        callers = checked_tokens(file.decode("utf-8", "replace"), name)
         self._callers = {self._digest(token): caller for token, caller in callers.items()}
 
-    def caller(self, authorization: str) -> DoorCaller | None:
+    def caller(self, authorization: str) -> Caller | None:
         """The caller with that token; None for an unknown one. authorization: the header."""
         kind, _, token = authorization.partition(" ")
         if kind.lower() != "bearer" or len(token) > MOST_TOKEN:
@@ -112,7 +88,7 @@ class Tokens:
         return blake2b(token.encode("utf-8", "replace"), key=self._key, digest_size=32).digest()
 
 
-def caller_of_uris(uris: Iterable[str | bytes]) -> DoorCaller | None:
+def caller_of_uris(uris: Iterable[str | bytes]) -> Caller | None:
     """The caller of a certificate with these SAN URIs; None unless exactly one is known."""
     texts = [one.decode("utf-8", "replace") if isinstance(one, bytes) else one for one in uris]
     ours = {one for one in texts if one == OPERATOR_URI or one.startswith(TENANT_URI)}
@@ -120,7 +96,7 @@ def caller_of_uris(uris: Iterable[str | bytes]) -> DoorCaller | None:
         return None
     (uri,) = ours
     name = unquote(uri.removeprefix(TENANT_URI)) if uri != OPERATOR_URI else None
-    return DoorCaller(name) if name != "" else None
+    return Caller(name) if name != "" else None
 
 
 def node_of_uris(uris: Iterable[str | bytes]) -> bytes | None:
@@ -131,25 +107,17 @@ def node_of_uris(uris: Iterable[str | bytes]) -> bytes | None:
     return bytes.fromhex(found) if _NODE.fullmatch(found) else None
 
 
-@dataclass(frozen=True, slots=True)
-class Certificates:
-    """A server's certificate with its chain, its key, and the CA of its clients, as files in PEM."""
-
-    certificate: str
-    key: str
-    client_ca: str
-
-
-def server_context(paths: Certificates) -> ssl.SSLContext:
-    """For a server whose clients all need a certificate. Raises `BadInput` if the files do not match."""
+def server_context(certificate: str, key: str, client_ca: str) -> ssl.SSLContext:
+    """For a server whose clients all need a certificate; of files in PEM: its certificate with the chain, its key, and
+    the CA of its clients. Raises `BadInput` if they do not match."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED
     try:
-        context.load_cert_chain(paths.certificate, paths.key, password=lambda: "")
-        context.load_verify_locations(paths.client_ca)
+        context.load_cert_chain(certificate, key, password=lambda: "")
+        context.load_verify_locations(client_ca)
     except (ssl.SSLError, OSError, ValueError) as error:
-        given = f"{printable(paths.certificate)}, {printable(paths.key)} and {printable(paths.client_ca)}"
+        given = f"{printable(certificate)}, {printable(key)} and {printable(client_ca)}"
         raise BadInput(
             f"{given} cannot be used together ({error}); give a certificate in PEM, its key without a passphrase, and "
             "the CA that signs clients"

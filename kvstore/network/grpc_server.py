@@ -14,15 +14,17 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.client.framing import TimedOut
+from kvstore.edge.tokens import Caller
+from kvstore.edge.watch import StatusWatch
 from kvstore.network.callers import KEPT, GrpcCallers
 from kvstore.network.credentials import Rotated, Tokens, caller_of_uris, node_of_uris
 from kvstore.network.lanes import AtOnce, CallerLanes, Delayed, Lane
 from kvstore.network.links import CallTime, SidecarBusy, TenantLink
-from kvstore.network.services import AdminService, DoorCall, DoorCaller, Scorer, ScoreService, StoreService
-from kvstore.network.watch import StatusWatch
+from kvstore.network.services import AdminService, DoorCall, Scorer, ScoreService, StoreService
 from kvstore.protocol.words import printable
 from kvstore.wire.admin_pb2_grpc import add_AdminServicer_to_server
 from kvstore.wire.peer_pb2_grpc import add_PeerServicer_to_server
@@ -68,7 +70,7 @@ others' time."""
 LONG = ("Drop", "Warm", "DropAny")
 Answers = Callable[[Iterator[Any], Any], Iterable[Any]]
 """The answers to a stream's messages, one to one."""
-Identifies = Callable[[Any], DoorCaller | None]
+Identifies = Callable[[Any], Caller | None]
 """Identifies the caller from a call's context; None for an unknown one."""
 _Send = Callable[[Any], None]
 
@@ -81,7 +83,7 @@ class Refused(Exception):
         self.code = code
 
 
-def by_certificate(context: Any) -> DoorCaller | None:
+def by_certificate(context: Any) -> Caller | None:
     """By the client certificate of its connection."""
     return caller_of_uris(context.auth_context().get("peer_uri", ()))
 
@@ -90,12 +92,12 @@ def node_by_certificate(context: Any) -> bytes | None:
     return node_of_uris(context.auth_context().get("peer_uri", ()))
 
 
-def by_token(tokens: Rotated[Tokens]) -> Identifies:
+def by_token(tokens: Callable[[], Tokens]) -> Identifies:
     """By its bearer token."""
 
-    def identify(context: Any) -> DoorCaller | None:
+    def identify(context: Any) -> Caller | None:
         given = [value for key, value in context.invocation_metadata() if key == "authorization"]
-        return tokens.now().caller(given[0]) if len(given) == 1 else None
+        return tokens().caller(given[0]) if len(given) == 1 else None
 
     return identify
 
@@ -118,7 +120,7 @@ class GrpcDoor:
         self._lanes = lanes
         self._clock = clock
         self.callers = GrpcCallers()
-        self._is_draining = False
+        self._is_draining = self._has_started = False
         self._nodes: Callable[[Any], bytes | None] | None = None
         self._peer_lanes: dict[bool, Lane] = {}  # by whether it is for pulls
         self._refusals = Delayed(REFUSED_SECONDS, MOST_REFUSED, clock)
@@ -137,9 +139,13 @@ class GrpcDoor:
         )
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(HEALTH, {"Check": check}),))
 
-    def reflect(self, answers: Answers, unpack: Callable[[bytes], Any], pack: Callable[[Any], bytes]) -> None:
-        """Serve reflection; before `start`."""
-        methods = {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(answers, unpack, pack)}
+    def reflect(self) -> None:
+        """Serve reflection, by which callers without the .proto files ask for services and their messages; before
+        `start`."""
+        answers = reflection.ReflectionServicer([*SERVICES, HEALTH, reflection.SERVICE_NAME]).ServerReflectionInfo
+        parse = reflection_pb2.ServerReflectionRequest.FromString
+        pack = reflection_pb2.ServerReflectionResponse.SerializeToString
+        methods = {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(answers, parse, pack)}
         handlers = [grpc.method_handlers_generic_handler(name, methods) for name in REFLECTIONS]
         self._server.add_generic_rpc_handlers(handlers)
 
@@ -170,6 +176,7 @@ class GrpcDoor:
             ) from None
 
     def start(self) -> None:
+        self._has_started = True
         self._server.start()
 
     def give_up_late(self) -> None:
@@ -181,6 +188,8 @@ class GrpcDoor:
         """Accept no more calls, which health reports from now on, and end the running ones after this time."""
         self._is_draining = True
         self._refusals.close()
+        if not self._has_started:  # else its port would stay taken
+            self._server.start()
         self._server.stop(seconds).wait(seconds + 1)
         for lane in self._all_lanes():
             lane.close()

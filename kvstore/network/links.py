@@ -1,4 +1,4 @@
-"""A tenant's socket, for callers of the network process: its namespaces, and what is stored in them.
+"""A tenant's socket, for callers of gRPC: its namespaces, and what is stored in them.
 
 Each tenant has a connection of its own, and another for long calls, so that no tenant waits behind another one's calls.
 Nothing here counts as a request: look-ups have `counts=False`. Only keys pass here, never blocks.

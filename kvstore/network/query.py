@@ -11,8 +11,6 @@ credential is refused before its body is read.
 from __future__ import annotations
 
 import asyncio
-import ssl
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -26,11 +24,11 @@ from msgspec import Meta
 from kvstore.block.errors import BadInput, StoreError, shown
 from kvstore.block.identity import ExtraKey
 from kvstore.client.framing import TimedOut
-from kvstore.listeners.addresses import listening_sockets
+from kvstore.edge.tokens import Caller
+from kvstore.edge.watch import StatusWatch
 from kvstore.listeners.http_server import (
     CERTIFICATE,
     HttpLimits,
-    HttpListener,
     HttpRefused,
     Message,
     Receive,
@@ -39,19 +37,26 @@ from kvstore.listeners.http_server import (
     introduce,
 )
 from kvstore.network.answers import check_blocks, hashed
-from kvstore.network.credentials import Rotated
+from kvstore.network.credentials import caller_of_uris
 from kvstore.network.lanes import AtOnce, CallerLanes
 from kvstore.network.links import CallTime, OpenSpace, SidecarBusy, TenantLink
-from kvstore.network.services import DoorCall, DoorCaller, Scored, Scorer, spaces_of_model
-from kvstore.network.watch import StatusWatch
-from tiering.clock import Clock
+from kvstore.network.services import DoorCall, Scored, Scorer, spaces_of_model
 from tiering.frame import KEY_BYTES
 
 MOST_BODY_BYTES = 4 << 20
 MOST_CONNECTIONS, MOST_BODIES = 256, 8
 """At a time; and bodies of one caller that are being read."""
 IDLE_SECONDS, REQUEST_SECONDS, ANSWER_SECONDS = 60.0, 10.0, 5.0
-LIMITS = HttpLimits(MOST_CONNECTIONS, REQUEST_SECONDS, REQUEST_SECONDS, IDLE_SECONDS, REQUEST_SECONDS)
+ACCEPTS_PER_SECOND = 500.0
+"""At so many new connections a second a flood delays no probe and no page."""
+LIMITS = HttpLimits(
+    MOST_CONNECTIONS,
+    REQUEST_SECONDS,
+    REQUEST_SECONDS,
+    IDLE_SECONDS,
+    REQUEST_SECONDS,
+    accepts_per_second=ACCEPTS_PER_SECOND,
+)
 RETRY = ("retry-after", "1")
 MOST_SPACES = 8
 """Namespaces of one model that are looked up: one for each codec and layout."""
@@ -77,16 +82,24 @@ class HttpQuery(msgspec.Struct):
 _queries = msgspec.json.Decoder(HttpQuery)
 
 
-class QueryPages:
-    """The two pages. Thread-safe."""
+class QueryApp:
+    """The ASGI application of the two pages. For one event loop; what it answers is made in callers' lanes."""
 
-    def __init__(self, links: Mapping[str, TenantLink], scorer: Scorer, watch: StatusWatch, clock: Clock) -> None:
-        self._links = links
-        self._scorer = scorer
-        self._watch = watch
-        self._clock = clock
+    def __init__(
+        self,
+        links: Mapping[str, TenantLink],
+        scorer: Scorer,
+        watch: StatusWatch,
+        lanes: CallerLanes,
+        by_header: Callable[[str], Caller | None] | None,
+    ) -> None:
+        """by_header: identifies a caller without TLS; None if callers have certificates."""
+        self._links, self._scorer, self._watch, self._clock = links, scorer, watch, watch.clock
+        self._lanes, self._by_header = lanes, by_header
+        self._bodies: Counter[Caller] = Counter()
+        self._at_once = AtOnce(1)
 
-    def check(self, caller: DoorCaller | None) -> DoorCaller:
+    def _checked(self, caller: Caller | None) -> Caller:
         """Raises `HttpRefused` for a caller without the right."""
         if caller is None:
             text = "unknown credential; send Authorization: Bearer TOKEN, or a client's certificate"
@@ -95,9 +108,9 @@ class QueryPages:
             raise HttpRefused(403, "that credential is of no tenant that has a socket here")
         return caller
 
-    def answer(self, path: str, body: bytes, caller: DoorCaller) -> dict[str, Any]:
+    def _answer(self, path: str, body: bytes, caller: Caller) -> dict[str, Any]:
         """Raises `HttpRefused`."""
-        assert caller.tenant is not None, "`check` lets tenants in alone"
+        assert caller.tenant is not None, "`_checked` lets tenants in alone"
         link = self._links[caller.tenant]
         call = DoorCall(caller, CallTime(self._clock, self._clock.monotonic_seconds() + ANSWER_SECONDS), link)
         try:
@@ -140,6 +153,65 @@ class QueryPages:
         own = call.tenant.node(call.time)
         return {n: _instance(its) | {"is_asked": n == own, "partial_detail": left_out} for n, its in best.items()}
 
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """The ASGI interface."""
+        path, headers = scope["path"], scope["headers"]
+        if path not in PATHS:
+            raise HttpRefused(404, f"there is nothing here; there are {' and '.join(PATHS)}")
+        if scope["method"] != "POST":
+            raise HttpRefused(405, "only POST is served", ("allow", "POST"))
+        if self._by_header is not None:
+            given = [value.decode("latin-1") for name, value in headers if name == b"authorization"]
+            caller = self._by_header(given[0]) if len(given) == 1 else None
+        else:
+            caller = caller_of_uris(scope[CERTIFICATE])
+        who = self._checked(caller)
+        introduce(scope, who)
+        length = dict(headers).get(b"content-length", b"0")
+        if int(length) > MOST_BODY_BYTES:
+            raise HttpRefused(413, f"a body of more than {MOST_BODY_BYTES} bytes")
+        body = await self._body(receive, who)
+        await answer(send, 200, msgspec.json.encode(await self._made(path, body, who)))
+
+    async def _body(self, receive: Receive, caller: Caller) -> bytes:
+        if self._bodies[caller] >= MOST_BODIES:
+            raise HttpRefused(429, "too many requests are being read; ask again later", RETRY)
+        self._bodies[caller] += 1
+        try:
+            body, has_more = bytearray(), True
+            while has_more:
+                message = await receive()
+                body += message["body"]
+                has_more = message["more_body"]
+                if len(body) > MOST_BODY_BYTES:
+                    raise HttpRefused(413, f"a body of more than {MOST_BODY_BYTES} bytes")
+            return bytes(body)
+        finally:
+            self._bodies[caller] -= 1
+            if not self._bodies[caller]:
+                del self._bodies[caller]
+
+    async def _made(self, path: str, body: bytes, caller: Caller) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        made: asyncio.Future[dict[str, Any]] = loop.create_future()
+
+        def tell(done: Future[dict[str, Any]]) -> None:
+            if made.done():  # its client is gone
+                return
+            if (error := done.exception()) is not None:
+                made.set_exception(error)
+            else:
+                made.set_result(done.result())
+
+        def make() -> None:
+            done = self._at_once.submit(self._answer, path, body, caller)
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(tell, done)
+
+        if not self._lanes.of(caller).submit(make):
+            raise HttpRefused(429, "too many calls are in flight; ask again later", RETRY)
+        return await made
+
 
 def _hashed(query: HttpQuery, space: OpenSpace) -> list[bytes]:
     check_blocks(len(query.token_ids) // space.block_tokens)
@@ -173,109 +245,3 @@ def _instance(found: Scored) -> dict[str, Any]:
         "DP": {},
         "load_ms": round(1000 * seconds, 3) if seconds is not None else None,
     }
-
-
-# The server -----------------------------------------------------------------------------------------------------------
-
-
-class QueryApp:
-    """The ASGI application of the two pages. For one event loop."""
-
-    def __init__(
-        self,
-        pages: QueryPages,
-        lanes: CallerLanes,
-        by_header: Callable[[str], DoorCaller | None] | None,
-        by_certificate: Callable[[list[str]], DoorCaller | None],
-    ) -> None:
-        """by_header: identifies a caller without TLS; by_certificate: one with it."""
-        self._pages, self._lanes = pages, lanes
-        self._by_header, self._by_certificate = by_header, by_certificate
-        self._bodies: Counter[DoorCaller] = Counter()
-        self._at_once = AtOnce(1)
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """The ASGI interface."""
-        path, headers = scope["path"], scope["headers"]
-        if path not in PATHS:
-            raise HttpRefused(404, f"there is nothing here; there are {' and '.join(PATHS)}")
-        if scope["method"] != "POST":
-            raise HttpRefused(405, "only POST is served", ("allow", "POST"))
-        if self._by_header is not None:
-            given = [value.decode("latin-1") for name, value in headers if name == b"authorization"]
-            caller = self._by_header(given[0]) if len(given) == 1 else None
-        else:
-            caller = self._by_certificate(scope[CERTIFICATE])
-        who = self._pages.check(caller)
-        introduce(scope, who)
-        length = dict(headers).get(b"content-length", b"0")
-        if int(length) > MOST_BODY_BYTES:
-            raise HttpRefused(413, f"a body of more than {MOST_BODY_BYTES} bytes")
-        body = await self._body(receive, who)
-        await answer(send, 200, msgspec.json.encode(await self._made(path, body, who)))
-
-    async def _body(self, receive: Receive, caller: DoorCaller) -> bytes:
-        if self._bodies[caller] >= MOST_BODIES:
-            raise HttpRefused(429, "too many requests are being read; ask again later", RETRY)
-        self._bodies[caller] += 1
-        try:
-            body, has_more = bytearray(), True
-            while has_more:
-                message = await receive()
-                body += message["body"]
-                has_more = message["more_body"]
-                if len(body) > MOST_BODY_BYTES:
-                    raise HttpRefused(413, f"a body of more than {MOST_BODY_BYTES} bytes")
-            return bytes(body)
-        finally:
-            self._bodies[caller] -= 1
-            if not self._bodies[caller]:
-                del self._bodies[caller]
-
-    async def _made(self, path: str, body: bytes, caller: DoorCaller) -> dict[str, Any]:
-        loop = asyncio.get_running_loop()
-        made: asyncio.Future[dict[str, Any]] = loop.create_future()
-
-        def tell(done: Future[dict[str, Any]]) -> None:
-            if made.done():  # its client is gone
-                return
-            if (error := done.exception()) is not None:
-                made.set_exception(error)
-            else:
-                made.set_result(done.result())
-
-        def make() -> None:
-            done = self._at_once.submit(self._pages.answer, path, body, caller)
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(tell, done)
-
-        if not self._lanes.of(caller).submit(make):
-            raise HttpRefused(429, "too many calls are in flight; ask again later", RETRY)
-        return await made
-
-
-class QueryServer:
-    """Serves the pages in a thread of its own."""
-
-    def __init__(
-        self, address: tuple[str, int], app: QueryApp, contexts: Rotated[ssl.SSLContext] | None, clock: Clock
-    ) -> None:
-        """contexts: for callers with certificates. Raises `BadInput`."""
-        sockets = listening_sockets(*address, "--http (network.http)")
-        self.port: int = sockets[0].getsockname()[1]
-        context = contexts.now if contexts is not None else None
-        self._listener = HttpListener(sockets, app, LIMITS, clock, context=context)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name="kv-network-http", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self, seconds: float) -> None:
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._listener.end)
-            self._thread.join(seconds)
-
-    def _serve(self) -> None:
-        self._loop.run_until_complete(self._listener.serve())
-        self._loop.close()

@@ -6,13 +6,14 @@ credential.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from kvstore.block.account import HeldElsewhere, Holder
 from kvstore.block.errors import BadInput
+from kvstore.edge.tokens import Caller
+from kvstore.edge.watch import READY, StatusWatch
 from kvstore.network.answers import (
     checked_drop_seconds,
     fill,
@@ -24,7 +25,6 @@ from kvstore.network.answers import (
     stat_response,
 )
 from kvstore.network.links import ANSWER_SECONDS, CallTime, ListedSpace, OpenSpace, TenantLink, described
-from kvstore.network.watch import READY, StatusWatch
 from kvstore.protocol import messages as m
 from kvstore.protocol.words import pick, printable
 from kvstore.wire import admin_pb2, score_pb2, store_pb2
@@ -37,17 +37,10 @@ the directory's failure, for all tenants."""
 
 
 @dataclass(frozen=True, slots=True)
-class DoorCaller:
-    """tenant: None for the operator."""
-
-    tenant: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class DoorCall:
     """A call: its caller, and its time limit. link: to the caller's tenant; None for the operator."""
 
-    caller: DoorCaller
+    caller: Caller
     time: CallTime
     link: TenantLink | None
 
@@ -122,14 +115,8 @@ def spaces_of_model(call: DoorCall, model: str, watch: StatusWatch) -> list[List
         return link.spaces_of_model(model, watch.names(link.tenant, min(1.0, call.time.left())), call.time)
 
 
-class Others(Protocol):
-    """Knows what other nodes hold: the courier."""
-
-    def holding(
-        self, tenant: str, namespace: str, keys: Sequence[bytes], seconds: float, *, are_own: bool
-    ) -> HeldElsewhere:
-        """Of a prompt of that tenant. are_own: the keys were made here with the tenant's identity key."""
-        ...
+Holding = Callable[..., HeldElsewhere]
+"""What other nodes hold of a tenant's prompt: `Courier.holding`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +129,10 @@ class NodesScored:
 
 
 class Scorer:
-    """How much of a prompt each node has, the others by the directory. others: None if there are none."""
+    """How much of a prompt each node has, the others by the directory. holding: None if there are no others."""
 
-    def __init__(self, watch: StatusWatch, others: Others | None = None) -> None:
-        self._watch = watch
-        self._others = others
+    def __init__(self, watch: StatusWatch, holding: Holding | None = None) -> None:
+        self._watch, self._holding = watch, holding
 
     def of(self, call: DoorCall, space: OpenSpace, keys: list[bytes], are_own: bool, named: list[str]) -> NodesScored:
         """are_own: the keys were made here with the tenant's identity key. named: the nodes that are asked for; all if
@@ -166,11 +152,11 @@ class Scorer:
     ) -> tuple[Sequence[Holder], str]:
         if not keys or (is_named and not others):
             return (), ""
-        if self._others is None:
+        if self._holding is None:
             return (), "no other nodes are known here" if others else ""
         if call.time.left() < 2 * ELSEWHERE_SECONDS:
             return (), "the call's deadline left no time for the directory"
-        held = self._others.holding(call.tenant.tenant, space.id, keys, ELSEWHERE_SECONDS, are_own=are_own)
+        held = self._holding(call.tenant.tenant, space.id, keys, ELSEWHERE_SECONDS, are_own=are_own)
         return held.holders, held.left_out
 
 
@@ -235,13 +221,11 @@ class AdminService:
         facts = self._watch.facts()
         if facts is None:
             return admin_pb2.HealthResponse(state="", reasons=["the sidecar does not answer"])
-        reasons = facts.health.removeprefix("degraded (").removesuffix(")").split("; ")
-        is_degraded = facts.health.startswith("degraded")
-        state = "degraded" if is_degraded and facts.state == "ready" else facts.state
+        state = "degraded" if facts.reasons and facts.state == "ready" else facts.state
         answer = admin_pb2.HealthResponse()
         fill(answer, facts)
         answer.alive, answer.ready, answer.state = True, facts.state in READY, state
-        answer.reasons.extend(reasons if state == "degraded" else [])
+        answer.reasons.extend(facts.reasons if state == "degraded" else [])
         return answer
 
     def DropAny(self, request: admin_pb2.DropAnyRequest, call: DoorCall) -> admin_pb2.DropAnyResponse:

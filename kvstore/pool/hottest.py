@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from kvstore.pool.directory import CHUNK_BLOCKS
 
 LEAVING_SECONDS = 2.0
-"""For all of it; a supervisor kills a network process 3 s after SIGTERM."""
+"""For all of it; a supervisor kills a transfer agent 3 s after SIGTERM."""
 MOST_OFFERED_CHUNKS, MOST_OFFERED_BYTES = 64, 256 << 20
 """By a leaving node; the latter also bounds what is taken from one offer."""
 MOST_OFFERED_BLOCKS = MOST_OFFERED_CHUNKS * CHUNK_BLOCKS

@@ -282,7 +282,10 @@ class Namespaces(msgspec.Struct, array_like=True, frozen=True, tag="namespaces")
 
 
 class Stat(msgspec.Struct, array_like=True, frozen=True, tag="stat"):
-    """Admin: what the sidecar holds and has served."""
+    """Admin: what the sidecar holds and has served. numbers_only: without what is listed of namespaces, sessions and
+    tenants."""
+
+    numbers_only: bool = False
 
 
 class DropAny(msgspec.Struct, array_like=True, frozen=True, tag="drop_any"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -91,8 +91,8 @@ class SidecarHealth:
         self._store, self._sessions = store, sessions
         self.chosen, self.why_not_policy, self.couriers = chosen, why_not_policy, couriers
         self.is_stopping = False
-        self.beside: Mapping[str, str] = {}
-        """Why the console and the network process ended, as the supervisor tells."""
+        self.lacks: dict[str, str] = {}
+        """What the edge and the transfer agent lack, or why they ended, as the supervisor reports."""
 
     def readiness(self) -> Readiness:
         if self.is_stopping:
@@ -133,7 +133,7 @@ class SidecarHealth:
                 )
         lock = self._store.node_lock
         found = [*self._store.keys.warnings(), *(lock.warnings() if lock is not None else []), *lines.values()]
-        found += filter(None, list(self.beside.values()))
+        found += filter(None, list(self.lacks.values()))
         return (
             found if len(found) <= MOST_WARNINGS else [*found[:MOST_WARNINGS], f"and {len(found) - MOST_WARNINGS} more"]
         )
@@ -145,7 +145,7 @@ class SidecarHealth:
             "the keys of tenants": bool(self._store.keys.warnings()),
             "clients with other keys than this sidecar's": any(one.fingerprint for one in self._sessions.callers()),
             "another process of this host that is this node, too": lock is not None and lock.is_clone(),
-            "the console or the network process": any(list(self.beside.values())),
+            "the edge or the transfer agent": any(list(self.lacks.values())),
         }
         return [f"{what}: kvstore stat says more" for what, is_so in kinds.items() if is_so]
 
@@ -226,6 +226,8 @@ class StatusReport:
             node=core.node.node.hex(),
             incarnation=core.node.incarnation.hex(),
             warnings=self.health.warnings(),
+            reasons=reasons,
+            public_warnings=self.health.public_warnings(),
             awaits=AwaitStatus(awaits.parked, {str(why): count for why, count in awaits.ended.items()}, awaits.seconds),
             elsewhere=self.health.couriers.status() if self.health.couriers is not None else None,
             open_sessions=self._sessions.open_sessions,
@@ -313,7 +315,7 @@ class Admin:
     def serve(self, verb: m.Verb) -> Response:
         try:
             if isinstance(verb, m.Stat):
-                return Response(m.StatReply(self.facts()))
+                return Response(m.StatReply(self._report.numbers() if verb.numbers_only else self.facts()))
             if isinstance(verb, m.DropAny):
                 return Response(self._drop(verb))
             if isinstance(verb, m.Purge):
@@ -432,8 +434,7 @@ class Observer:
         self._admin = admin
         self._clock = clock
         self._lock = threading.Lock()
-        self._told = Response(m.Done())
-        self._told_at = -FRESH_SECONDS
+        self._told: dict[bool, tuple[float, Response]] = {}  # by whether it has numbers only: when, and which
 
     def greet(self, hello: m.Hello) -> tuple[AdminCaller | None, m.Answer]:
         return self._admin.greet(hello)
@@ -452,9 +453,11 @@ class Observer:
     def _stat(self, verb: m.Stat) -> Response:
         with self._lock:  # other observers wait and get the same
             now = self._clock.monotonic_seconds()
-            if now - self._told_at >= FRESH_SECONDS or not isinstance(self._told.answer, m.StatReply):
-                self._told, self._told_at = self._admin.serve(verb), now
-            return self._told
+            at, told = self._told.get(verb.numbers_only, (-FRESH_SECONDS, Response(m.Done())))
+            if now - at >= FRESH_SECONDS or not isinstance(told.answer, m.StatReply):
+                told = self._admin.serve(verb)
+                self._told[verb.numbers_only] = now, told
+            return told
 
 
 def chosen_space(spaces: Sequence[tuple[str, NamespaceUsage]], id: str, tenant: str) -> NamespaceUsage:

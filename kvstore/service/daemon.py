@@ -154,10 +154,6 @@ class Daemon:
         self.door.change_limits(settings.door)
         self.settings = settings
 
-    def is_alive(self) -> bool:
-        """Whether the API sockets are served."""
-        return self.door.is_served
-
     def drain(self, drained: Callable[[], None]) -> None:
         """End the service. drained: called once no client is served, when memory may be handed on."""
         self.health.is_stopping = True

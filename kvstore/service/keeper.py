@@ -1,11 +1,13 @@
 """The supervisor (*keeper*): a small process that holds the sidecar's memory, and restarts the sidecar when it ends.
 
     keeper  ->  sidecar     what was kept: name, descriptors; then "that is all", and whether one was ready before;
-                            then why the console or the network process ended, in its last line
+                            then what the edge or the transfer agent lacks, or in its last line why it ended
     sidecar ->  keeper      keep (name, descriptors of an extent and its ledger), forget (name), ready
+    child   ->  keeper      heartbeats, a line each: empty, or what the child lacks
 
-Beside a sidecar that was ready it runs the console and the network process, if configured, and logs what they print;
-the sidecar does not depend on them.
+For a sidecar that was ready it runs the edge and the transfer agent, if configured, and logs what they print; the
+sidecar does not depend on them. It holds the sockets on which the edge serves health and metrics, so that probes wait
+while an edge is replaced.
 
 It does not interpret what it holds. It runs as its own program, from this very file, and imports only the standard
 library, so that it stays small and has nothing to crash on. SIGTERM and SIGINT end both; SIGUSR2 restarts the sidecar
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import resource
 import select
@@ -30,6 +33,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import IO, Any
 
 NAME_BYTES = 16
@@ -51,43 +55,42 @@ MOST_FAILURES = 20
 """Starts in a row that never became ready; what ends with `CANNOT_START` is tried for as long as its cause lasts."""
 END_SECONDS = 10.0
 """How long the supervisor waits beyond the sidecar's time for an orderly end."""
-BESIDE_NICE = 10
-BESIDE_PAUSE_SECONDS, LONGEST_BESIDE_PAUSE_SECONDS = 1.0, 60.0
-BESIDE_END_SECONDS = 3.0
+CHILD_NICE = 10
+CHILD_PAUSE_SECONDS, LONGEST_CHILD_PAUSE_SECONDS = 0.1, 60.0
+CHILD_END_SECONDS = 3.0
 MOST_LINE = 1000
-"""Characters of a line that is logged for a process beside the sidecar."""
-CONSOLE, NETWORK = "console", "network process"
-BEATING = (NETWORK,)
-READING_AGAIN = (CONSOLE,)
-"""Processes that reload on SIGHUP, as the sidecar does. The network process polls its files itself."""
+"""Characters of a line that is logged for a child process."""
+EDGE, AGENT = "edge", "transfer agent"
 BEAT_SECONDS, FIRST_BEAT_SECONDS = 5.0, 60.0
-"""A process with a heartbeat is killed after this much silence; the second applies to its start, which may be slow on a
-busy machine."""
+"""A child is killed after this much silence; the second applies to its start, which may be slow on a busy machine."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD)
 
 
-class ProcessBeside:
-    """The console, or the network process: a client of the sidecar. It gets no memory, runs at lower priority, and is
-    restarted when it ends, after growing pauses."""
+class ChildProcess:
+    """The edge, or the transfer agent: a client of the sidecar. It gets no memory, makes itself of lower priority, and
+    is restarted when it ends, after growing pauses."""
 
-    def __init__(self, name: str, command: list[str], selector: selectors.BaseSelector, beats: bool = False) -> None:
-        """name: for the log. command: gets `--keeper PID` added. selector: its output is registered there, with this
-        object. beats: it must keep writing to a pipe, `--beats FD`, or is killed."""
+    def __init__(
+        self, name: str, command: list[str], selector: selectors.BaseSelector, descriptors: Sequence[int] = ()
+    ) -> None:
+        """name: for the log. command: gets `--keeper PID --beats FD` added; it must keep writing lines to that pipe, or
+        is killed. selector: its output is registered there, with this object. descriptors: that it inherits."""
         self.name = name
         self.why = ""
-        """Why it last ended; empty once it has run for a minute."""
+        """What it lacks; or why it last ended, until it has run for a minute."""
         self.lines: list[tuple[str, str]] = []
         """Levels and lines of what it has printed, to be logged."""
         self._begun: dict[IO[bytes], bytes] = {}  # the last line of each of its outputs, which has no end yet
-        self._last = ""
+        self._last = self._lacks = ""
+        self._has_beaten = self._reads_again = False
         self._selector = selector
         self._command = command
-        self._beats = beats
+        self._descriptors = descriptors
         self._heard: int | None = None  # the pipe's end
         self._beat_by = 0.0
         self._child: subprocess.Popen[bytes] | None = None
         self._starts_at = self._began_at = 0.0
-        self._pause = BESIDE_PAUSE_SECONDS
+        self._pause = CHILD_PAUSE_SECONDS
 
     def look(self) -> tuple[str, dict[str, object]] | None:
         """Start it if it should run and does not; returns what to log about its end, with figures."""
@@ -99,8 +102,6 @@ class ProcessBeside:
             return None
         status = self._child.poll()
         if status is None:
-            if now - self._began_at >= LONGEST_BESIDE_PAUSE_SECONDS:
-                self.why = ""
             return ("is silent and killed", {}) if self._is_silent(now) else None
         for stream in list(self._begun):
             self.hear(stream, ends=True)
@@ -108,9 +109,9 @@ class ProcessBeside:
         self.why = f"the {self.name} {ended}: {self._last or 'it said nothing'}"
         self._child = None
         self._close_pipe()
-        if now - self._began_at >= LONGEST_BESIDE_PAUSE_SECONDS:
-            self._pause = BESIDE_PAUSE_SECONDS
-        pause, self._pause = self._pause, min(2 * self._pause, LONGEST_BESIDE_PAUSE_SECONDS)
+        if now - self._began_at >= LONGEST_CHILD_PAUSE_SECONDS:
+            self._pause = CHILD_PAUSE_SECONDS
+        pause, self._pause = self._pause, min(2 * self._pause, LONGEST_CHILD_PAUSE_SECONDS)
         self._starts_at = now + pause
         return "ended and is started again", {"status": status, "pause_seconds": pause, "reason": self._last}
 
@@ -137,14 +138,19 @@ class ProcessBeside:
             self._child.terminate()
 
     def read_again(self) -> None:
-        """Have it reload its tokens, if it has some."""
-        if self._child is not None and self.name in READING_AGAIN:
+        """Have it reload its tokens; one that has not beaten yet would be ended by the signal, and gets it later."""
+        self._reads_again = not self._has_beaten
+        if self._child is not None and self._has_beaten:
             self._child.send_signal(signal.SIGHUP)
 
     @property
-    def is_leaving(self) -> bool:
-        """Whether it was told to end, needs the sidecar for that, and still runs."""
-        return self._beats and self._child is not None and self._child.poll() is None
+    def is_running(self) -> bool:
+        return self._child is not None and self._child.poll() is None
+
+    @property
+    def looks_at(self) -> float:
+        """When `look` has something to do at the latest, by the monotonic clock."""
+        return self._starts_at if self._child is None and self._command else math.inf
 
     def end(self) -> None:
         """End it, and do not start it again."""
@@ -153,27 +159,24 @@ class ProcessBeside:
             return
         self._child.terminate()
         try:
-            self._child.wait(BESIDE_END_SECONDS)
+            self._child.wait(CHILD_END_SECONDS)
         except subprocess.TimeoutExpired:
             self._child.kill()
             self._child.wait()
 
     def _start(self, now: float) -> None:
-        command = [*self._command, "--keeper", str(os.getpid())]
-        told: list[int] = []
-        self._last = ""
+        ends: list[int] = []
+        self._last, self._has_beaten = "", False
         try:
-            if self._beats:
-                self._heard, beat = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-                told, command = [beat], [*command, "--beats", str(beat)]
+            self._heard, beat = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            ends = [beat]
             self._child = subprocess.Popen(
-                command,
+                [*self._command, "--keeper", str(os.getpid()), "--beats", str(beat)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                preexec_fn=lambda: os.nice(BESIDE_NICE),
-                pass_fds=told,
+                pass_fds=[*self._descriptors, beat],
             )
             self._began_at, self._beat_by = now, now + FIRST_BEAT_SECONDS
             for stream in (self._child.stdout, self._child.stderr):
@@ -184,9 +187,9 @@ class ProcessBeside:
         except OSError as error:  # no process, memory or descriptors for it now
             self.why = f"the {self.name} cannot be started: {error.strerror}"
             self._close_pipe()
-            self._starts_at, self._pause = now + self._pause, min(2 * self._pause, LONGEST_BESIDE_PAUSE_SECONDS)
+            self._starts_at, self._pause = now + self._pause, min(2 * self._pause, LONGEST_CHILD_PAUSE_SECONDS)
         finally:
-            for one in told:
+            for one in ends:
                 os.close(one)
 
     def _is_silent(self, now: float) -> bool:
@@ -194,8 +197,13 @@ class ProcessBeside:
         if self._heard is None or self._child is None:
             return False
         try:
-            if os.read(self._heard, 4096):
-                self._beat_by = now + BEAT_SECONDS
+            if beats := os.read(self._heard, 1 << 16):
+                self._beat_by, self._has_beaten = now + BEAT_SECONDS, True
+                if self._reads_again:
+                    self.read_again()
+                *_, lacks, _ = (b"\n" + beats).split(b"\n") if b"\n" in beats else (b"", b"")
+                if lacks or self._lacks or now - self._began_at >= LONGEST_CHILD_PAUSE_SECONDS:
+                    self._lacks = self.why = lacks.decode("utf-8", "replace")[:MOST_LINE]
         except BlockingIOError:
             pass
         if now < self._beat_by:
@@ -215,15 +223,22 @@ class Keeper:
     """Holds descriptors, and one child at a time."""
 
     def __init__(
-        self, command: list[str], end_seconds: float, text: bool, beside: dict[str, list[str]] | None = None
+        self,
+        command: list[str],
+        end_seconds: float,
+        text: bool,
+        children: dict[str, list[str]] | None = None,
+        descriptors: Sequence[int] = (),
     ) -> None:
-        """command: the sidecar's, gets `--kept-at FD` added. end_seconds: for its orderly end. beside: commands of the
-        processes that start once it was ready, by name."""
+        """command: the sidecar's, gets `--kept-at FD` added. end_seconds: for its orderly end. children: commands of
+        the processes that start once it was ready, by name. descriptors: that the edge inherits."""
         self._command = command
         self._selector = selectors.DefaultSelector()
-        processes = (beside or {}).items()
-        self._beside = [ProcessBeside(name, one, self._selector, name in BEATING) for name, one in processes]
-        self._told = dict.fromkeys(beside or {}, "")
+        self._children = [
+            ChildProcess(name, one, self._selector, descriptors if name == EDGE else ())
+            for name, one in (children or {}).items()
+        ]
+        self._told = dict.fromkeys(children or {}, "")
         self._end_seconds = end_seconds
         self._text = text
         self._kept: dict[bytes, list[int]] = {}
@@ -238,7 +253,7 @@ class Keeper:
         self._ready_at = 0.0
         self._ending = self._reads_again = False
         self._kill_at: float | None = None
-        self._ends_by: float | None = None  # when the child gets its signal, once those beside it have left
+        self._ends_by: float | None = None  # when the sidecar gets its signal, once the agent has left
         self._signals, self._signalled = socket.socketpair()
         self._signals.setblocking(False)
         self._signalled.setblocking(False)
@@ -249,9 +264,9 @@ class Keeper:
         try:
             return self._run()
         finally:
-            for one in self._beside:  # all at once
+            for one in self._children:  # all at once
                 one.begin_again()
-            for one in self._beside:
+            for one in self._children:
                 one.end()
 
     def _run(self) -> int:
@@ -270,7 +285,7 @@ class Keeper:
                 return status if status >= 0 else 128 - status
             if status == AGAIN:
                 self._failures = self._crashes = 0
-                for one in self._beside:
+                for one in self._children:
                     one.begin_again()
                 continue
             if status > 0 and not self._was_ready:
@@ -326,7 +341,10 @@ class Keeper:
     def _attend(self) -> int:
         assert self._child is not None and self._wire is not None
         while True:
-            for key, events in self._selector.select(1.0):
+            due = min([one.looks_at for one in self._children], default=math.inf) - time.monotonic()
+            for key, events in self._selector.select(
+                min(1.0, max(0.0, due)) if self._was_ready and not self._ending else 1.0
+            ):
                 if key.fileobj is self._signals:
                     self._take_signals()
                     continue
@@ -343,10 +361,10 @@ class Keeper:
             if self._reads_again and self._is_ready:  # before it is ready the signal would end it
                 self._reads_again = False
                 self._child.send_signal(signal.SIGHUP)
-                for one in self._beside:
+                for one in self._children:
                     one.read_again()
             if self._was_ready and not self._ending:
-                for one in self._beside:
+                for one in self._children:
                     ended = one.look()
                     self._log_lines(one)
                     if ended is not None:
@@ -354,7 +372,7 @@ class Keeper:
                         self._say("warning", f"the {one.name} {words}", **figures)
                     self._tell(one)
             if self._ends_by is not None and (
-                time.monotonic() > self._ends_by or not any(one.is_leaving for one in self._beside)
+                time.monotonic() > self._ends_by or not any(one.is_running for one in self._leaving())
             ):
                 self._ends_by, self._kill_at = None, time.monotonic() + self._end_seconds + END_SECONDS
                 self._child.send_signal(signal.SIGTERM)
@@ -367,9 +385,9 @@ class Keeper:
         assert self._child is not None
         for number in self._signals.recv(4096):
             if number in (signal.SIGTERM, signal.SIGINT):
-                self._ends_by = 0.0 if self._ending else time.monotonic() + BESIDE_END_SECONDS  # a second signal: now
+                self._ends_by = 0.0 if self._ending else time.monotonic() + CHILD_END_SECONDS  # a second signal: now
                 self._ending = True
-                for one in self._beside:
+                for one in self._leaving():
                     one.begin_again()
             elif number == signal.SIGUSR2:
                 self._kill_at = time.monotonic() + self._end_seconds + END_SECONDS
@@ -387,19 +405,23 @@ class Keeper:
                     return True
         return False
 
-    # The processes beside it ----------------------------------------------------------------------------------------
+    # The children ---------------------------------------------------------------------------------------------------
 
-    def _log_lines(self, one: ProcessBeside, *streams: Any) -> None:
+    def _leaving(self) -> list[ChildProcess]:
+        """Those that end before the sidecar, which they need for that; the edge says until the end how it stands."""
+        return [one for one in self._children if one.name != EDGE]
+
+    def _log_lines(self, one: ChildProcess, *streams: Any) -> None:
         for stream in streams:
             one.hear(stream)
         room = select.poll()
         room.register(2, select.POLLOUT)
         for level, line in one.lines:
             if room.poll(0):
-                self._say(level, line, f"kvstore.{one.name.split()[0]}")
+                self._say(level, line, f"kvstore.{one.name.split()[-1]}")
         one.lines.clear()
 
-    def _tell(self, one: ProcessBeside) -> None:
+    def _tell(self, one: ChildProcess) -> None:
         if one.why != self._told[one.name] and self._is_wired():
             self._told[one.name] = one.why
             self._unsent.append((TOLD + json.dumps([one.name, one.why[: MOST_LINE // 2]]).encode(), []))
@@ -494,5 +516,6 @@ def pause_before_start(crashes: int, failures: int) -> float:
 
 
 if __name__ == "__main__":
-    _, seconds, style, beside, *command = sys.argv
-    sys.exit(Keeper(command, float(seconds), style == "text", json.loads(beside)).run())
+    _, seconds, style, children, descriptors, *command = sys.argv
+    given = json.loads(children), json.loads(descriptors)
+    sys.exit(Keeper(command, float(seconds), style == "text", *given).run())

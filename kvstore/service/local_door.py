@@ -194,10 +194,6 @@ class LocalDoor:
         elif self._listeners:
             self._end()
 
-    @property
-    def is_served(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
     def __len__(self) -> int:
         """Open connections, including rejected ones that are still being sent the reason."""
         return len(self._connections)

@@ -1,4 +1,4 @@
-"""Runs `kvstore serve`: logs, store, API sockets, health, signals, and the socket to the supervisor (*keeper*).
+"""Runs `kvstore serve`: logs, store, API sockets, signals, and the socket to the supervisor (*keeper*).
 
 Clock and randomness are handed in.
 """
@@ -10,17 +10,17 @@ import json
 import logging
 import os
 import resource
+import selectors
 import signal
 import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import IO, Any, cast
 
 import msgspec
 
@@ -34,19 +34,18 @@ from kvstore.config import (
     StoreOptions,
     TierOptions,
     format_size,
-    host_and_port,
     kinds_of,
     marks,
 )
 from kvstore.node import EmbeddedStore, StoreParts, memory_here, open_embedded
 from kvstore.service.daemon import CouriersMaker, Daemon, budgets
-from kvstore.service.keeper import ALL, DESCRIPTORS, FORGET, KEEP, READY, TOLD
-from kvstore.service.settings import Settings, settings_of, shares_of
+from kvstore.service.keeper import ALL, CHILD_END_SECONDS, DESCRIPTORS, EDGE, FORGET, KEEP, READY, TOLD, ChildProcess
+from kvstore.service.settings import Settings, read_token, settings_of, shares_of
 from tiering.clock import Clock
 from tiering.dram.extents import Extent
 from tiering.dram.keeping import NAME_BYTES, KeptExtent
 from tiering.errors import TierError
-from tiering.faults import HTTP_LISTENERS, SHORTAGES, FaultKind, kind_of
+from tiering.faults import SHORTAGES, FaultKind, kind_of
 from tiering.files import private_pages
 from tiering.nvme.frame_index import IndexMaker
 from tiering.policies.policy import PolicyMaker
@@ -61,7 +60,7 @@ FAILED = 70
 """Exit status after an internal fault (EX_SOFTWARE of sysexits.h)."""
 
 RECEIVE_SECONDS = FREEZE_SECONDS = 10.0
-HTTP_AGAIN_SECONDS = 1.0
+EDGE_LOOK_SECONDS = 0.25
 _PR_SET_PDEATHSIG = 1
 
 PROBE_BYTES = 4096
@@ -75,45 +74,31 @@ MEND = {
 }
 
 
-class HealthServer(Protocol):
-    """Serves liveness, readiness and metrics; see `kvstore.metrics`."""
-
-    port: int
-
-    def start(self) -> None: ...
-
-    def read_again(self, settings: Settings) -> Callable[[], None]:
-        """Reload the token that the settings name; the returned function applies it. Raises `BadInput`."""
-        ...
-
-    def close(self, seconds: float) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Outside:
     """What a sidecar is handed. process_seconds: CPU time of this process. first_number: of a connection, above those
     of every earlier run, which have fewer than 2**`sessions.CONNECTION_BITS` in practice. new_token: returns so many
-    random bytes. health: makes the pages, from host, port and the daemon. policies: finds one by its name. settings:
-    reads them again, as at the start. keeper: holds the memory for the next process, if there is one. couriers: makes
-    the part that serves couriers, if configured."""
+    random bytes. policies: finds one by its name. settings: reads them again, as at the start. keeper: holds the memory
+    for the next process, if there is one. couriers: makes the part that serves couriers, if configured. edge: the
+    command of an edge that the sidecar itself starts, and the descriptors that it inherits."""
 
     clock: Clock
     process_seconds: Callable[[], float]
     first_number: int
     new_token: Callable[[int], bytes]
     indexes: Callable[[Path], IndexMaker]
-    health: Callable[[str, int, Daemon], HealthServer]
     policies: Callable[[str], PolicyMaker]
     settings: Callable[[], Settings]
     keeper: KeeperWire | None = None
     couriers: CouriersMaker | None = None
+    edge: tuple[list[str], list[int]] | None = None
 
 
-def serve(settings: Settings, outside: Outside, started: Callable[[list[str], int | None], None]) -> bool:
+def serve(settings: Settings, outside: Outside, started: Callable[[list[str]], None]) -> bool:
     """Serve until SIGTERM or SIGINT, or SIGUSR2 if a supervisor starts the next process; returns whether it should.
     SIGHUP reloads the settings.
 
-    started: called with the sockets and health's port once connections are accepted.
+    started: called with the sockets once connections are accepted.
 
     Raises `BadInput`, `DirectoryInUse`, `KeysUnusable`, and `OutOfResources` if the machine lacks something essential.
     """
@@ -131,7 +116,7 @@ def serve(settings: Settings, outside: Outside, started: Callable[[list[str], in
         raise OutOfResources(f"the sidecar cannot serve, {kind}: {words}; {MEND[kind]}") from None
 
 
-def _serve(settings: Settings, outside: Outside, started: Callable[[list[str], int | None], None]) -> bool:
+def _serve(settings: Settings, outside: Outside, started: Callable[[list[str]], None]) -> bool:
     signals = _Signals()
     log_to_stderr(settings.log.level, settings.log.format)
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -143,96 +128,77 @@ def _serve(settings: Settings, outside: Outside, started: Callable[[list[str], i
     )
     with _open(settings, outside, policy, tiers) as store:
         daemon = Daemon(
-            store,
-            settings,
-            outside.clock,
-            outside.first_number,
-            outside.new_token,
-            why_not,
-            outside.couriers,
+            store, settings, outside.clock, outside.first_number, outside.new_token, why_not, outside.couriers
         )
-        keeper = outside.keeper
-        health = None
+        keeper, edge = outside.keeper, None
+        if settings.http.listen is not None and settings.http.token_file is None and len(settings.sockets()) > 1:
+            _log.warning("/metrics is closed: several tenants are configured, and there is no http.token_file")
         try:
-            if settings.http.listen is not None:
-                health = _Health(*host_and_port(settings.http.listen), daemon, outside.health)
-                health.start(is_restart=keeper is not None and keeper.is_restart)
             daemon.start(outside.process_seconds, _end_at_once)
             if keeper is not None:
-                daemon.health.beside = keeper.beside
+                daemon.health.lacks = keeper.lacks
                 keeper.start(lambda: os.kill(os.getpid(), signal.SIGTERM))
                 keeper.ready()
-            started(daemon.sockets, health.port if health is not None else None)
+            if outside.edge is not None:
+                edge = _OwnEdge(*outside.edge, daemon)
+            started(daemon.sockets)
             while (number := signals.wait()) == signal.SIGHUP:
-                settings = _read_again(settings, outside.settings, daemon, health)
+                settings = _read_again(settings, outside.settings, daemon)
+                if edge is not None:
+                    edge.read_again()
             begins_again = number == signal.SIGUSR2 and keeper is not None
             daemon.drain(lambda: keeper.freeze() if keeper is not None and begins_again else None)
             return begins_again
         finally:
             daemon.door.close(settings.limits.close_seconds)
-            if health is not None:
-                health.close(1.0)
+            if edge is not None:
+                edge.close()
 
 
-class _Health:
-    """The server of health and metrics. At a restart engines are served without it, and it is tried again: others may
-    have its port by then."""
+class _OwnEdge:
+    """The edge as a child of the sidecar, where there is no supervisor to run it."""
 
-    def __init__(self, host: str, port: int, daemon: Daemon, make: Callable[[str, int, Daemon], HealthServer]) -> None:
-        self._make = partial(make, host, port, daemon)
-        self._faults = daemon.store.faults
-        self._server: HealthServer | None = None
+    def __init__(self, command: list[str], descriptors: Sequence[int], daemon: Daemon) -> None:
+        """As `ChildProcess`."""
+        self._selector = selectors.PollSelector()
+        self._child = ChildProcess(EDGE, command, self._selector, descriptors)
+        self._lacks = daemon.health.lacks
         self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-edge", daemon=True)
+        self._thread.start()
 
-    @property
-    def port(self) -> int | None:
-        return self._server.port if self._server is not None else None
+    def read_again(self) -> None:
+        self._child.read_again()
 
-    def start(self, *, is_restart: bool) -> None:
-        """Raises `BadInput` at a first start."""
-        try:
-            self._try()
-        except BadInput as error:
-            if not is_restart:
-                raise
-            self._faults.failed(HTTP_LISTENERS, FaultKind.OTHER, str(error))
-            threading.Thread(target=self._try_again, name="kv-http-again", daemon=True).start()
-
-    def _try(self) -> None:
-        server = self._make()
-        server.start()
-        self._server = server
-
-    def _try_again(self) -> None:
-        while not self._over.wait(HTTP_AGAIN_SECONDS):
-            try:
-                self._try()
-            except BadInput as error:
-                self._faults.failed(HTTP_LISTENERS, FaultKind.OTHER, str(error))
-                continue
-            return self._faults.worked(HTTP_LISTENERS)
-
-    def read_again(self, settings: Settings) -> Callable[[], None]:
-        return self._server.read_again(settings) if self._server is not None else lambda: None
-
-    def close(self, seconds: float) -> None:
+    def close(self) -> None:
         self._over.set()
-        if self._server is not None:
-            self._server.close(seconds)
+        self._thread.join(2 * CHILD_END_SECONDS)
+
+    def _run(self) -> None:
+        while not self._over.wait(EDGE_LOOK_SECONDS):
+            ended = self._child.look()
+            for key, _ in self._selector.select(0):
+                self._child.hear(cast(IO[bytes], key.fileobj))
+            for level, line in self._child.lines:
+                _log.log(logging.getLevelNamesMapping()[level.upper()], "the edge: %s", line)
+            self._child.lines.clear()
+            self._lacks[EDGE] = self._child.why
+            if ended is not None:
+                _log.warning("the edge %s", ended[0], extra=ended[1])
+        self._child.end()
 
 
-def _read_again(now: Settings, read: Callable[[], Settings], daemon: Daemon, health: _Health | None) -> Settings:
+def _read_again(now: Settings, read: Callable[[], Settings], daemon: Daemon) -> Settings:
     """Reload the settings; returns those in force. If any cannot be applied, none is."""
     try:
         settings, changed, in_vain = taken_over(now, read())
         daemon.check_settings(settings)
-        have_token_count = health.read_again(settings) if health is not None else None
+        if settings.http.token_file is not None:
+            read_token(settings.http.token_file)  # the edge reads it too: both take the new settings, or neither does
     except (StoreError, OSError, MemoryError) as error:
         _log.error("the settings could not be read again, and nothing is changed: %s", error or type(error).__name__)
         return now
     daemon.change_settings(settings)
-    if have_token_count is not None:
-        have_token_count()
     set_level(settings.log.level)
     _log.log(max(logging.INFO, _log.getEffectiveLevel()), "settings were read again", extra={"changed": changed})
     if in_vain:
@@ -471,12 +437,10 @@ class KeeperWire:
         self._new_token = new_token
         self._lock = threading.Lock()
         self._frozen = False
-        self.beside: dict[str, str] = {}
-        """Why the console and the network process ended, by name; empty text for one that runs."""
+        self.lacks: dict[str, str] = {}
+        """What the edge and the transfer agent lack, or why they ended, by name; empty text for one that is well."""
         self._queue: SimpleQueue[tuple[bytes, list[int]] | threading.Event] = SimpleQueue()
         self._is_sending = False
-        self.is_restart = False
-        """Whether a sidecar was ready before this one: it should serve engines without what they do not need."""
 
     def receive(self) -> list[KeptExtent]:
         """The memory that an earlier process left, once. Raises `OSError` if the supervisor does not answer."""
@@ -493,7 +457,6 @@ class KeeperWire:
             if not message:
                 raise ConnectionResetError("the keeper is gone")
             if message[:1] == ALL:
-                self.is_restart = message[1:] == READY
                 return kept
 
     def start(self, gone: Callable[[], None]) -> None:
@@ -569,7 +532,7 @@ class KeeperWire:
             while message := self._socket.recv(8192):
                 if message[:1] == TOLD:
                     name, why = json.loads(message[1:])
-                    self.beside[name] = why
+                    self.lacks[name] = why
         except OSError:
             pass
         gone()

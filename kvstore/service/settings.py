@@ -1,17 +1,6 @@
 """The operator's settings: one TOML file, overridden by environment variables, and these by the flags of `kvstore
 serve`.
 
-    [store]    dram nvme extent slab scrub policy        [limits]  see `kvstore.config.Limits`
-               nvme_writes data prefault keeper
-    [door]     socket mode users share weight, and see `DoorLimits`
-    [tenants.NAME]  socket users share weight
-    [admin]    socket                                    [http]    listen token_file
-    [observe]  socket mode users                         [log]     level format
-    [console]  listen token_file operator audit_file     [keys]    directory cold_start
-    [network]  listen http token_file certificate key client_ca reflection
-               peers directory directory_password_file pull transport seal
-    [remote]   url password_file writes ttl
-
 Every key except `tenants.NAME.socket` has a default, and none has two names. Errors are reported at the start, with the
 key's full name, what was given and what is allowed. The environment is handed in.
 """
@@ -70,6 +59,8 @@ MAX_USER = (1 << 32) - 2
 MOST_LINE = 1000
 """Characters of an error line."""
 MOST_CONFIGURATION_BYTES = 1 << 20
+LEAST_TOKEN, MOST_TOKEN = 16, 1024
+"""Characters of a scraper's token."""
 
 
 def has_share(tenant: DoorSettings | TenantSettings) -> bool:
@@ -141,7 +132,7 @@ class HttpSettings(SettingsSection, frozen=True):
 
 
 class ConsoleSettings(SettingsSection, frozen=True):
-    """listen: HOST:PORT of the console, a process that the supervisor runs beside the sidecar; none if not given.
+    """listen: HOST:PORT of the console, which the edge serves; none if not given.
     token_file: of one line; needed if other hosts can connect. operator: whether the console gets the operator's
     socket, so that holders of the token may drop, purge and warm there. audit_file: where it records what was done;
     beside the data if not given."""
@@ -249,6 +240,20 @@ def read_configuration(path: Path) -> bytes:
         return read_file(path, MOST_CONFIGURATION_BYTES)
     except Unfit as error:
         raise BadInput(f"{path} is no configuration: {error}; give a TOML file") from None
+
+
+def read_token(path: str) -> str:
+    """A token file's content, stripped. Raises `BadInput`."""
+    mend = f"give a file of {LEAST_TOKEN} to {MOST_TOKEN} printable ASCII characters without blanks"
+    try:
+        raw = read_file(Path(path), 2 * MOST_TOKEN)
+    except (OSError, Unfit) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise BadInput(f"http.token_file={path} cannot be read: {why}; {mend}") from None
+    token = raw.decode("latin-1").strip()
+    if not LEAST_TOKEN <= len(token) <= MOST_TOKEN or not all("!" <= one <= "~" for one in token):
+        raise BadInput(f"http.token_file={path} holds no token; {mend}")
+    return token
 
 
 def read_settings(

@@ -1,6 +1,6 @@
 """Prometheus's page of what a sidecar reports: families as `declared`, made at most once a second.
 
-A scraper that asks more often gets the last page again. Look-ups get the interpreter after each family. A family
+A scraper that asks more often gets the last page again. Other threads get the interpreter after each family. A family
 without a sample is left out: what a sidecar cannot know has no series, rather than a wrong one.
 """
 
@@ -10,11 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
-
-from kvstore.status.declared import PREFIX, MetricFamily, MetricKind, families, samples
+from kvstore.status.declared import PREFIX, MetricFamily, families, samples
 from kvstore.status.tree import SidecarStatus
 from tiering.clock import Clock
 from tiering.counts.histogram import HistogramCounts
@@ -22,10 +18,10 @@ from tiering.counts.histogram import HistogramCounts
 KEPT_SECONDS = 1.0
 """A page is served again for so long."""
 Values = tuple[str, ...]
-Series = dict[Values, "int | float | HistogramCounts"]
+_ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
-class StatusPage(Collector):
+class StatusPage:
     """Thread-safe."""
 
     def __init__(
@@ -34,51 +30,45 @@ class StatusPage(Collector):
         """facts: what there is now. always: values of labels whose series begin with 0, by the family's name."""
         self._facts, self._clock = facts, clock
         self._always = {f"{PREFIX}{name}": list(values) for name, values in always.items()}
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
         self._lock = threading.Lock()
-        self._page = b""
-        self._made_at: float | None = None
+        self._page, self._made_at = b"", float("-inf")
 
     def page(self) -> bytes:
         """At most a second old."""
         with self._lock:
-            if not self.is_kept():
+            if self._clock.monotonic_seconds() - self._made_at >= KEPT_SECONDS:
                 self._page = self.render()
                 self._made_at = self._clock.monotonic_seconds()
             return self._page
 
-    def is_kept(self) -> bool:
-        """Whether `page` has one to return and waits for nothing."""
-        return self._made_at is not None and self._clock.monotonic_seconds() - self._made_at < KEPT_SECONDS
-
     def render(self) -> bytes:
         """As it is now."""
-        return generate_latest(self._registry)
-
-    def collect(self) -> Iterator[Metric]:
-        """The families, for `prometheus_client`."""
-        facts = self._facts()
-        found: dict[str, Series] = {name: dict.fromkeys(values, 0) for name, values in self._always.items()}
+        facts, lines = self._facts(), list[str]()
+        found: dict[str, dict[Values, float | HistogramCounts]] = {
+            name: dict.fromkeys(values, 0) for name, values in self._always.items()
+        }
         for one in samples(facts):
             found.setdefault(one.family.name, {})[one.values] = one.value
         for family in families(type(facts)):
             if series := found.get(family.name):
-                yield _family(family, series)
+                lines += [f"# HELP {family.name} {family.text}", f"# TYPE {family.name} {family.kind}"]
+                for values, value in series.items():
+                    lines += _lines(family, dict(zip(family.labels, values, strict=True)), value)
                 self._clock.sleep(0)
+        return "".join(f"{line}\n" for line in lines).encode()
 
 
-def _family(family: MetricFamily, series: Series) -> Metric:
-    if family.kind is MetricKind.HISTOGRAM:
-        times = HistogramMetricFamily(family.name, family.text, labels=family.labels)
-        for values, one in series.items():
-            if isinstance(one, HistogramCounts):
-                ends = [*map(repr, one.bounds), "+Inf"]
-                times.add_metric(values, list(zip(ends, accumulate(one.counts), strict=True)), one.sum)
-        return times
-    made = CounterMetricFamily if family.kind is MetricKind.COUNTER else GaugeMetricFamily
-    numbers = made(family.name, family.text, labels=family.labels)
-    for values, one in series.items():
-        if not isinstance(one, HistogramCounts):
-            numbers.add_metric(values, one)
-    return numbers
+def _lines(family: MetricFamily, labels: Mapping[str, str], value: float | HistogramCounts) -> Iterator[str]:
+    if not isinstance(value, HistogramCounts):
+        yield _line(family.name, labels, value)
+        return
+    counts = list(accumulate(value.counts))
+    for end, count in zip([*map(repr, value.bounds), "+Inf"], counts, strict=True):
+        yield _line(f"{family.name}_bucket", {**labels, "le": end}, count)
+    yield _line(f"{family.name}_count", labels, counts[-1])
+    yield _line(f"{family.name}_sum", labels, value.sum)
+
+
+def _line(name: str, labels: Mapping[str, str], value: float) -> str:
+    shown = ",".join(f'{label}="{text.translate(_ESCAPED)}"' for label, text in labels.items())
+    return f"{name}{{{shown}}} {value!r}" if shown else f"{name} {value!r}"

@@ -478,7 +478,8 @@ class SidecarStatus(msgspec.Struct, frozen=True):
     here and that the operator should see to: keys that differ, a node's id that two have. awaits: waits for blocks.
     elsewhere: what couriers bring; None where none is wanted. open_sessions: with couriers, and with engines that are
     gone and may map memory. version: of the program, where it is known. served, events, queue: since the start; None
-    where there is none of it."""
+    where there is none of it. reasons: those of health, a line each. public_warnings: the kinds of warnings, without
+    names of tenants."""
 
     run: str
     pid: int
@@ -552,3 +553,5 @@ class SidecarStatus(msgspec.Struct, frozen=True):
     served: ServedCounts | None = None
     events: TierEvents | None = None
     queue: QueueStatus | None = None
+    reasons: list[str] = []
+    public_warnings: list[str] = []

@@ -17,13 +17,14 @@ import pytest
 
 from console.running import RunningConsole, console, serve_traffic
 from kvstore.cli import ask
+from kvstore.console.history import ASK_EVERY_SECONDS, SidecarHistory
 from kvstore.console.rings import WINDOWS
 from kvstore.console.stream import MOST_STREAMS
-from kvstore.console.watch import ASK_EVERY_SECONDS, SidecarWatch
+from kvstore.edge.watch import StatusWatch
 from kvstore.node import SystemClock
 from kvstore.protocol.told import RequestTold, SavingsTold
 from service.sidecar import Sidecar
-from service.test_serve import PATHS, SERVE
+from service.test_serve import PATHS
 from tiering.nvme.lmdb_index import LmdbMaker
 from waiting import wait_until
 from workbench import MODEL, ids, small_layout
@@ -397,37 +398,9 @@ def test_it_ends_soon_although_a_page_listens(served: tuple[Sidecar, RunningCons
             assert shown.process.wait(15) == 0
 
 
-def test_the_sidecars_process_has_no_web_framework(tmp_path: Path) -> None:
-    """Neither by what its modules import, nor once it serves. (Typer may import pydantic.)"""
-    modules = "kvstore.service.serve, kvstore.service.daemon, kvstore.service.keeper"
-    kinds = "('fastapi', 'starlette', 'uvicorn', 'pydantic')"
-    looks = f"import sys, {modules}; print([one for one in {kinds} if one in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", looks], capture_output=True, text=True, env={**os.environ, **PATHS})
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr
-    config = tmp_path / "c.toml"
-    config.write_text("[store]\nkeeper = false\nnvme = 'off'\ndram = '16MiB'\n")
-    command = [*SERVE, "--config", str(config), "--data", str(tmp_path / "kv")]
-    with open(tmp_path / "imports", "w+") as imports:
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=imports,
-            text=True,
-            env={**os.environ, **PATHS, "PYTHONPROFILEIMPORTTIME": "1"},
-        )
-        try:
-            assert process.stdout is not None and process.stdout.readline()
-        finally:
-            process.kill()
-            process.communicate()
-        imports.seek(0)
-        names = {line.rpartition("|")[2].strip().partition(".")[0] for line in imports}
-    assert "kvstore" in names and not names & {"fastapi", "starlette", "uvicorn"}
-
-
 def test_readers_that_ask_without_end_ask_the_sidecar_now_and_then(tmp_path: Path) -> None:
     clock = StandingClock()
     with Sidecar(tmp_path, dram="2MiB") as sidecar:
-        watch = SidecarWatch(str(sidecar.observe_path), "test", clock)
+        watch = SidecarHistory(StatusWatch(str(sidecar.observe_path), clock), "test")
         assert watch.prefixes() is not None and watch.why("a") is not None and watch.prefixes() is not None
     assert clock.slept == pytest.approx([0.0, ASK_EVERY_SECONDS, ASK_EVERY_SECONDS])

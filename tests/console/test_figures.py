@@ -19,9 +19,7 @@ from kvstore.console.access import (
     FAILURE_SECONDS,
     LOGIN_SECONDS,
     MOST_FAILURES,
-    ConsoleReader,
     Guard,
-    checked_token,
 )
 from kvstore.console.events import events_between
 from kvstore.console.figures import (
@@ -38,6 +36,7 @@ from kvstore.console.figures import (
 from kvstore.console.help import help_page
 from kvstore.console.reasons import FINE, reasons_of
 from kvstore.console.rings import MOST_SERIES, STEPS, WINDOWS, Rings, SidecarReading
+from kvstore.edge.tokens import Caller, checked_token
 from kvstore.status.tree import (
     DoorStatus,
     LookupCounts,
@@ -332,7 +331,7 @@ def test_spans_are_said_as_people_say_them() -> None:
 
 
 def guard(host: str = "127.0.0.1", token: str | None = None, clock: _Clock | None = None) -> Guard:
-    return Guard(host, {token: ConsoleReader()} if token is not None else None, clock or _Clock(), bytes)
+    return Guard(host, {token: Caller()} if token is not None else None, clock or _Clock(), bytes)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org"])
@@ -387,17 +386,17 @@ def test_a_login_lasts_and_ends() -> None:
 def test_other_tokens_end_every_login() -> None:
     one = guard(token=TOKEN)
     name = one.log_in(TOKEN)
-    one.change_tokens({"another-token-of-the-operator": ConsoleReader(), "a-token-of-the-teams": ConsoleReader("team")})
+    one.change_tokens({"another-token-of-the-operator": Caller(), "a-token-of-the-teams": Caller("team")})
     assert not one.reader(None, f"{COOKIE}={name}") and not one.reader(f"Bearer {TOKEN}", None)
-    assert one.reader("Bearer another-token-of-the-operator", None) == ConsoleReader()
-    assert one.reader("Bearer a-token-of-the-teams", None) == ConsoleReader("team")
+    assert one.reader("Bearer another-token-of-the-operator", None) == Caller()
+    assert one.reader("Bearer a-token-of-the-teams", None) == Caller("team")
 
 
 def test_who_tries_tokens_has_to_wait_and_who_has_one_has_not() -> None:
     clock = _Clock()
     one = guard(token=TOKEN, clock=clock)
     assert [one.refused_for() for _ in range(MOST_FAILURES)] == [0.0] * MOST_FAILURES
-    assert one.refused_for() == FAILURE_SECONDS and one.reader(f"Bearer {TOKEN}", None) == ConsoleReader()
+    assert one.refused_for() == FAILURE_SECONDS and one.reader(f"Bearer {TOKEN}", None) == Caller()
     clock.now += FAILURE_SECONDS + 1
     assert one.refused_for() == 0.0 and one.log_in(TOKEN) is not None
 

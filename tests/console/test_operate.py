@@ -16,14 +16,11 @@ import pytest
 
 from console.browser import CHROMIUM, Browser
 from console.running import Answered, RunningConsole, console
-from console.test_beside import status_at
+from edge.children import status_at
 from kv_bench.process import free_port
 from kvstore.block.errors import BadInput, StoreError
-from kvstore.cli.console import AuditFile
-from kvstore.cli.main import _beside
 from kvstore.console.audit import MOST_SHOWN, AuditEntry, AuditLog
 from kvstore.console.operate import MOST_ORDER_BYTES, MOST_TICKETS, TICKET_SECONDS, OperatorActions, PurgeOrder
-from kvstore.service.keeper import CONSOLE
 from kvstore.service.settings import read_settings
 from service.sidecar import Sidecar, patient
 from service.test_serve import serving
@@ -241,10 +238,6 @@ class _Clock(SystemClock):
         return self.now
 
 
-def log_of(file: AuditFile) -> AuditLog:
-    return AuditLog(file.append, file.last())
-
-
 class _Verbs:
     def __init__(self) -> None:
         self.purged: list[str] = []
@@ -262,7 +255,7 @@ class _Verbs:
 
 def test_tickets_are_good_once_for_a_while_and_few(tmp_path: Path) -> None:
     clock, verbs = _Clock(), _Verbs()
-    actions = OperatorActions(verbs, log_of(AuditFile(tmp_path / "audit")), clock, os.urandom)
+    actions = OperatorActions(verbs, AuditLog(tmp_path / "audit"), clock, os.urandom)
     first = actions.ticket().ticket
     tickets = [actions.ticket().ticket for _ in range(MOST_TICKETS)]
     with pytest.raises(BadInput, match="ticket"):
@@ -279,7 +272,7 @@ def test_tickets_are_good_once_for_a_while_and_few(tmp_path: Path) -> None:
 
 
 def test_what_others_may_still_have_is_told_and_noted_down(tmp_path: Path) -> None:
-    log = log_of(AuditFile(tmp_path / "audit"))
+    log = AuditLog(tmp_path / "audit")
     actions = OperatorActions(_Verbs(), log, _Clock(), os.urandom)
     done = actions.act(PurgeOrder(actions.ticket().ticket, "b", "b"), "me")
     text = "tenant b is purged; it had 7 readable blocks; elsewhere: 2 other nodes were not reached"
@@ -288,7 +281,7 @@ def test_what_others_may_still_have_is_told_and_noted_down(tmp_path: Path) -> No
 
 def test_the_file_is_bounded_and_what_is_in_it_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "audit"
-    log = log_of(AuditFile(path, most_bytes=2000))
+    log = AuditLog(path, most_bytes=2000)
     entries = [
         AuditEntry(f"{number:x}", float(number), "me", "drop", "t", "ab", text="x" * 50) for number in range(300)
     ]
@@ -299,11 +292,11 @@ def test_the_file_is_bounded_and_what_is_in_it_comes_back(tmp_path: Path) -> Non
     assert log.entries() == entries[::-1][:MOST_SHOWN]
     with open(path, "ab") as file:
         file.write(b'{"number": "half a li')
-    again = log_of(AuditFile(path, most_bytes=2000))
+    again = AuditLog(path, most_bytes=2000)
     kept = len(again.entries())
     assert 10 < kept < MOST_SHOWN and again.entries() == entries[::-1][:kept]
     again.write(AuditEntry("new", 1.0, "me", "drop", "t", "ab"))
-    assert log_of(AuditFile(path, most_bytes=2000)).entries()[0].number == "new", "half a line takes no other one along"
+    assert AuditLog(path, most_bytes=2000).entries()[0].number == "new", "half a line takes no other one along"
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
@@ -311,13 +304,13 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in ("link", "pipe", "nowhere/audit", "."):
         with pytest.raises(BadInput, match="audit-file"):
-            AuditFile(tmp_path / name)
+            AuditLog(tmp_path / name)
     assert not (tmp_path / "elsewhere").exists()
-    lines = AuditFile(tmp_path / "audit")
+    log = AuditLog(tmp_path / "audit")
     os.remove(tmp_path / "audit")
     os.mkdir(tmp_path / "audit")
     with pytest.raises(StoreError, match="cannot be written"):
-        log_of(lines).write(AuditEntry("1", 1.0, "me", "drop", "t", "ab"))
+        log.write(AuditEntry("1", 1.0, "me", "drop", "t", "ab"))
 
 
 # Settings -------------------------------------------------------------------------------------------------------------
@@ -340,16 +333,10 @@ def test_settings_that_cannot_be_are_said_before_anything_is_served(text: str, w
     assert words in str(refused.value)
 
 
-def test_the_console_is_handed_the_operators_socket_only_where_it_is_set() -> None:
-    text = f"{LISTENS}token_file = '/t'\n[store]\ndata = '/d'\n[tenants.red]\nsocket = '/red.sock'\n"
-    assert "--operator" not in _beside(read_settings(text))[CONSOLE]
-    given = {"KVSTORE_CONSOLE_OPERATOR": "true", "KVSTORE_CONSOLE_AUDIT_FILE": "/a"}
-    command = _beside(read_settings(text, environment=given))[CONSOLE]
-    assert command[command.index("--operator") + 1] == "/d/admin.sock"
-    assert command[command.index("--audit-file") + 1] == "/a"
-    assert {"--tenant-socket=default=/d/kvstore.sock", "--tenant-socket=red=/red.sock"} <= set(command)
-    own = read_settings(text, environment={"KVSTORE_CONSOLE_OPERATOR": "true"})
-    assert own.audit_file == "/d/console-audit.jsonl"
+def test_the_audit_log_is_beside_the_data_unless_a_setting_names_it() -> None:
+    text = f"{LISTENS}token_file = '/t'\noperator = true\n[store]\ndata = '/d'\n"
+    assert read_settings(text).audit_file == "/d/console-audit.jsonl"
+    assert read_settings(text, environment={"KVSTORE_CONSOLE_AUDIT_FILE": "/a"}).audit_file == "/a"
 
 
 @pytest.mark.slow

@@ -20,8 +20,8 @@ from console.browser import CHROMIUM, Browser
 from console.running import RunningConsole, console
 from kvstore.block.errors import BadInput
 from kvstore.cli import ask
-from kvstore.console.access import ConsoleReader, checked_tokens
 from kvstore.console.http_api import PAGES, TENANT_PATHS
+from kvstore.edge.tokens import Caller, checked_tokens
 from kvstore.node import SystemClock
 from kvstore.protocol.told import RequestTold
 from service.sidecar import patient
@@ -189,7 +189,7 @@ def test_a_file_of_tokens_that_cannot_be_is_one_line_that_repeats_none(text: str
 
 def test_names_with_spaces_have_tokens_too() -> None:
     tokens = checked_tokens(f"{TOKENS['']}\nthe red team {TOKENS['red']}\n\n", "tokens")
-    assert tokens == {TOKENS[""]: ConsoleReader(), TOKENS["red"]: ConsoleReader("the red team")}
+    assert tokens == {TOKENS[""]: Caller(), TOKENS["red"]: Caller("the red team")}
 
 
 @pytest.mark.slow

@@ -167,21 +167,17 @@ class Node:
     def start_sidecar(self) -> None:
         self.sidecar = self._run("sidecar", self.sidecar_tree, "serve", "--json", "--config", str(self.config))
 
-    def network_flags(self) -> list[str]:
-        """As the keeper makes them, which is of the version of the network process."""
-        if self.network_tree is not None:
-            command = [self.python, "-c", FLAGS, str(self.config)]
-            done = subprocess.run(command, capture_output=True, text=True, **of_tree(self.network_tree))
-            assert done.returncode == 0, done.stderr
-            return list(json.loads(done.stdout))
-        from kvstore.cli.main import _network_flags
-        from kvstore.service.settings import read_configuration, read_settings
-
-        settings = read_settings(read_configuration(self.config))
-        return ["--observe-socket", settings.observe_socket, *_network_flags(settings)]
+    def network_command(self) -> list[str]:
+        """As the keeper makes it, which is of the version of the transfer agent."""
+        if self.network_tree is None:
+            return ["agent", "--json", "--config", str(self.config)]
+        command = [self.python, "-c", FLAGS, str(self.config)]
+        done = subprocess.run(command, capture_output=True, text=True, **of_tree(self.network_tree))
+        assert done.returncode == 0, done.stderr
+        return ["network", "--json", *json.loads(done.stdout)]
 
     def start_network(self) -> None:
-        self.network = self._run("network", self.network_tree, "network", "--json", *self.network_flags())
+        self.network = self._run("network", self.network_tree, *self.network_command())
 
     def _run(self, name: str, tree: Path | None, *arguments: str) -> subprocess.Popen[str]:
         where = of_tree(tree, self.environment)

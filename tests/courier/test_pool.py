@@ -211,7 +211,7 @@ def test_a_courier_that_is_upgraded_before_and_after_its_sidecar(healed: list[No
 
 def test_nothing_is_imported_that_is_not_configured(tmp_path: Path) -> None:
     text = (
-        "import sys, kvstore.network.serve, kvstore.cli.main, kvstore.service.serve, kvstore.metrics.server\n"
+        "import sys, kvstore.network.part, kvstore.cli.main, kvstore.service.serve, kvstore.edge.pages\n"
         "rooms = ('kvstore.courier', 'kvstore.peers', 'kvstore.pool', 'kvstore.elsewhere', 'tiering.remote',"
         " 'valkey')\n"
         "print([one for one in sys.modules if one.startswith(rooms)])"

@@ -16,8 +16,8 @@ import pytest
 
 pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
 
-from console.test_beside import command_of
 from courier.nodes import Asker, Node, pool
+from edge.children import children_of
 from kvstore.block.account import MissReason
 from kvstore.protocol import messages as m
 from network.running import ENVIRONMENT
@@ -158,8 +158,7 @@ def test_the_keeper_starts_the_courier_and_starts_it_again(tmp_path: Path, engin
         wait_until(lambda: one.stat()["elsewhere"]["couriers"] == 1)
         stored([one], engine, 8)
         assert one.sidecar is not None
-        children = Path(f"/proc/{one.sidecar.pid}/task/{one.sidecar.pid}/children")
-        (courier,) = (int(pid) for pid in children.read_text().split() if b"network\0" in command_of(pid))
+        (courier,) = children_of(one.sidecar.pid, "agent")
         os.kill(courier, signal.SIGKILL)
         wait_until(lambda: one.stat()["elsewhere"]["couriers"] == 0)
         wait_until(lambda: one.stat()["elsewhere"]["couriers"] == 1)

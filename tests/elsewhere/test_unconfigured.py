@@ -24,6 +24,11 @@ ABSENT = (
     "cryptography",
     "grpc",
     "ucxx",
+    "fastapi",
+    "h11",
+    "prometheus_client",
+    "starlette",
+    "uvicorn",
     "valkey",
 )
 SAY = f"""
@@ -57,7 +62,9 @@ print(there())
 def test_nothing_of_it_is_imported(tmp_path: Path) -> None:
     config = tmp_path / "kvstore.toml"
     data = tmp_path / "kv"
-    config.write_text(f'[store]\ndata = "{data}"\ndram = "32MiB"\nnvme = "off"\nkeeper = false\n')
+    config.write_text(
+        f'[store]\ndata = "{data}"\ndram = "32MiB"\nnvme = "off"\nkeeper = false\n[http]\nlisten = "127.0.0.1:0"\n'
+    )
     environment = {**os.environ, **PATHS}
     sidecar = subprocess.Popen(
         [sys.executable, "-c", SAY + SIDECAR, str(config)],

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from elsewhere.courier import RawCourier
 from kvstore.block.account import MissReason
 from kvstore.client.handle import NamespaceHandle
-from kvstore.metrics.server import ALWAYS
+from kvstore.edge.pages import ALWAYS
 from kvstore.protocol import courier as c
 from kvstore.status.page import StatusPage
 from metrics.scraped import Scrape

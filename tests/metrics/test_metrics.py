@@ -15,7 +15,7 @@ import pytest
 
 from asking import Asking
 from kvstore.block.account import HitTier, MissReason
-from kvstore.metrics.server import ALWAYS
+from kvstore.edge.pages import ALWAYS
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import LeaseReply, MatchReply
 from kvstore.service.accounting import NAMED_NAMESPACES, NAMED_TENANTS, Counting, NamespaceInfo, Outcome

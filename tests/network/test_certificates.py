@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.edge.tokens import Caller
 from kvstore.network.credentials import caller_of_uris, node_of_uris
-from kvstore.network.services import DoorCaller
 from kvstore.wire import admin_pb2
 from network.running import Issuer, RunningNetwork, beside, certified, fails, grpc, refused
 from service.sidecar import Sidecar
@@ -62,11 +62,11 @@ def test_the_certificate_says_who_calls(running: RunningNetwork, issuer: Issuer)
 
 
 def test_names_of_tenants_may_be_quoted_and_are_taken_whole() -> None:
-    assert caller_of_uris([b"kvstore:tenant:a%20b", "spiffe://x"]) == DoorCaller("a b")
-    assert caller_of_uris(["kvstore:operator"]) == DoorCaller(None)
+    assert caller_of_uris([b"kvstore:tenant:a%20b", "spiffe://x"]) == Caller("a b")
+    assert caller_of_uris(["kvstore:operator"]) == Caller(None)
     for uris in ([], ["kvstore:operators"], ["KVSTORE:operator"], ["kvstore:tenant:a", "kvstore:tenant:b"], [b"\xff"]):
         assert caller_of_uris(uris) is None
-    assert caller_of_uris(["kvstore:tenant:a", "kvstore:tenant:a"]) == DoorCaller("a")
+    assert caller_of_uris(["kvstore:tenant:a", "kvstore:tenant:a"]) == Caller("a")
 
 
 def test_a_certificate_of_two_nodes_is_neither() -> None:

@@ -11,16 +11,16 @@ pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
 
 from kvstore.block.account import HeldElsewhere, HitTier, Holder
 from kvstore.block.identity import PrefixHasher
+from kvstore.edge.tokens import Caller
+from kvstore.edge.watch import StatusWatch
 from kvstore.network.links import CallTime, OpenSpace, TenantLink
 from kvstore.network.services import (
     ELSEWHERE_SECONDS,
     MOST_NODES,
     DoorCall,
-    DoorCaller,
     Scorer,
     ScoreService,
 )
-from kvstore.network.watch import StatusWatch
 from kvstore.protocol.replies import MatchReply
 from kvstore.wire import score_pb2, store_pb2
 from tiering.clock import SystemClock
@@ -89,10 +89,10 @@ def scored(
 ) -> Any:
     clock = StandingClock()
     time = CallTime(clock, clock.monotonic_seconds() + seconds)
-    call = DoorCall(DoorCaller("team"), time, cast(TenantLink, OwnBlocks(own)))
+    call = DoorCall(Caller("team"), time, cast(TenantLink, OwnBlocks(own)))
     prompt = store_pb2.Prompt(keys=b"".join(keys))
     watch = cast(StatusWatch, OneRate())
-    service = ScoreService(Scorer(watch, others), watch)
+    service = ScoreService(Scorer(watch, others.holding if others is not None else None), watch)
     return service.Score(score_pb2.ScoreRequest(namespace="ab", prompt=prompt, nodes=nodes), call)
 
 
@@ -147,8 +147,8 @@ def test_where_no_other_node_is_known_only_a_question_that_names_one_is_partial(
 def test_a_prompt_is_scored_for_so_many_nodes_and_for_the_asked_one() -> None:
     many = {f"{number:032x}": (16 * number, "dram") for number in range(1, 2 * MOST_NODES)}
     clock = StandingClock()
-    call = DoorCall(DoorCaller("team"), CallTime(clock, clock.monotonic_seconds() + 1), cast(TenantLink, OwnBlocks(0)))
-    scorer = Scorer(cast(StatusWatch, OneRate()), Elsewhere(many))
+    call = DoorCall(Caller("team"), CallTime(clock, clock.monotonic_seconds() + 1), cast(TenantLink, OwnBlocks(0)))
+    scorer = Scorer(cast(StatusWatch, OneRate()), Elsewhere(many).holding)
     found = scorer.of(call, SPACE, list(KEYS), False, [])
     assert list(found.nodes) == [f"{number:032x}" for number in range(2 * MOST_NODES - 1, MOST_NODES - 1, -1)] + [OWN]
     named = scorer.of(call, SPACE, list(KEYS), False, [OTHER, f"{3:032x}"])

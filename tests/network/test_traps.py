@@ -193,7 +193,7 @@ def test_what_cannot_be_is_one_line(flags: list[str], change: list[str], words: 
 
 
 def test_callers_must_have_a_credential(flags: list[str]) -> None:
-    assert "need a credential" in fails(*flags[: flags.index("--token-file")])
+    assert "needs --token-file" in fails(*flags[: flags.index("--token-file")])
 
 
 # Proxies, lengths, forms ----------------------------------------------------------------------------------------------

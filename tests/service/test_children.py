@@ -1,5 +1,5 @@
-"""The console and the network process as the supervisor runs them: what they would refuse is refused at the start, and
-what ends them is told in their own words."""
+"""The edge and the transfer agent as the supervisor runs them: what they would refuse is refused at the start, what a
+part of the edge lacks costs no other part, and what ends them is told in their own words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kv_bench.process import free_port
 from kvstore.block.errors import StoreError
 from kvstore.cli import ask
 from network.running import Issuer, token_file
-from service.test_serve import PATHS, ended, serving
+from service.test_serve import PATHS, ended, page, serving
 from test_cli import Here
 from tiering.clock import SystemClock
 from waiting import wait_until
@@ -100,7 +100,7 @@ def warnings_of(data: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_what_ends_a_child_stands_in_stat_and_in_the_log_in_its_own_last_line(
+def test_a_part_whose_port_is_taken_is_tried_again_costs_no_other_and_stands_in_stat_and_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after the sidecar has crashed; and what a child prints is JSON in a log of JSON, with its address."""
@@ -113,9 +113,12 @@ def test_what_ends_a_child_stands_in_stat_and_in_the_log_in_its_own_last_line(
         f"[network]\nlisten = '127.0.0.1:{port}'\ntoken_file = '{token_file(tmp_path)}'\n"
     )
     where = f"127.0.0.1:{taken.getsockname()[1]}"
-    told = f"the console ended with status 2: {where} cannot be listened on: Address already in use"
-    with taken, serving(tmp_path, "--config", str(config), "--nvme", "off") as (process, said):
+    told = f"the console: {where} cannot be listened on: Address already in use"
+    flags = ["--config", str(config), "--nvme", "off", "--http", "127.0.0.1:0"]
+    with taken, serving(tmp_path, *flags) as (process, said):
         wait_until(lambda: any(one.startswith(told) for one in warnings_of(data)))
+        warnings = page(said["http_port"], "readyz")[1]["warnings"]
+        assert warnings == ["the edge or the transfer agent: kvstore stat says more"]
         os.kill(said["pid"], signal.SIGKILL)
         wait_until(lambda: any(one.startswith(told) for one in warnings_of(data)))
         taken.close()
@@ -126,11 +129,9 @@ def test_what_ends_a_child_stands_in_stat_and_in_the_log_in_its_own_last_line(
         status, rest = ended(process)
     assert status == 0
     lines = [(one["logger"], one["level"], one["message"]) for one in (*log, *rest)]
-    assert ("kvstore.console", "info", f"console on http://{where}/") in lines
-    assert ("kvstore.network", "info", f"gRPC on 127.0.0.1:{port}") in lines
-    assert any(logger == "kvstore.console" and level == "error" and where in text for logger, level, text in lines)
-    reasons = [one["reason"] for one in log if one["message"] == "the console ended and is started again"]
-    assert reasons and all(one.startswith(f"{where} cannot be listened on") for one in reasons)
+    assert ("kvstore.edge", "info", f"console on http://{where}/") in lines
+    assert ("kvstore.edge", "info", f"gRPC on 127.0.0.1:{port}") in lines
+    assert [(logger, level) for logger, level, text in lines if text.startswith(told)] == [("kvstore.edge", "warning")]
 
 
 CHILD = """
@@ -155,7 +156,7 @@ def test_a_child_that_prints_without_end_and_a_log_without_a_reader_stop_nothing
     program += "sys.exit(keeper.Keeper([sys.executable, '-c', sys.argv[1]], 0.0, False, json.loads(sys.argv[2])).run())"
     child = CHILD.format(flood=flood, done=str(done), hangs=hangs)
     process = subprocess.Popen(
-        [sys.executable, "-c", program, sidecar, json.dumps({"console": [sys.executable, "-c", child]})],
+        [sys.executable, "-c", program, sidecar, json.dumps({"edge": [sys.executable, "-c", child]})],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -166,7 +167,7 @@ def test_a_child_that_prints_without_end_and_a_log_without_a_reader_stop_nothing
         assert process.stdout is not None
         wait_until(done.exists)  # and the log has no reader
         if not hangs:
-            assert "the console ended with status 0: no end of a line" in process.stdout.readline()
+            assert "the edge ended with status 0: no end of a line" in process.stdout.readline()
         process.terminate()
         log = process.communicate(timeout=60)[1].splitlines()
     finally:
@@ -175,4 +176,4 @@ def test_a_child_that_prints_without_end_and_a_log_without_a_reader_stop_nothing
         process.communicate()
     found = [json.loads(line) for line in log]
     assert process.returncode == 0 and found[0]["message"] == "it serves"
-    assert {one["logger"] for one in found} <= {"kvstore.console", "kvstore.keeper"}
+    assert {one["logger"] for one in found} <= {"kvstore.edge", "kvstore.keeper"}

@@ -479,30 +479,3 @@ def test_an_existing_directory_is_opened_on_a_full_disk_and_a_new_one_refused(di
     fill(disk)
     status, output, errors = started(disk / "new", {}, "--nvme", "8MiB")
     assert (status, output) == (OUT_OF_RESOURCES, "") and "make room" in errors
-
-
-@pytest.mark.slow
-def test_a_restart_serves_engines_while_others_have_its_http_port(tmp_path: Path) -> None:
-    with serving(tmp_path, "--nvme", "off", "--http", "127.0.0.1:0") as (process, said):
-        ended(process)
-    listen = f"127.0.0.1:{said['http_port']}"
-    with serving(tmp_path, "--nvme", "off", "--http", listen) as (process, said), opened(said) as handle:
-        assert put(handle, 0, "volatile") is None
-        process.send_signal(signal.SIGSTOP)
-        os.kill(said["pid"], signal.SIGKILL)
-        wait_until(lambda: is_free(said["http_port"]))
-        with socket.create_server(("127.0.0.1", said["http_port"])):
-            process.send_signal(signal.SIGCONT)
-            wait_until(lambda: is_found(handle, 0))
-            assert "listeners of http" in later(tmp_path, said["pid"]).health
-        wait_until(lambda: stat(tmp_path).state == "ready")
-        assert page(said["http_port"], "readyz")[0] == 200
-        assert ended(process)[0] == 0
-
-
-def is_free(port: int) -> bool:
-    try:
-        socket.create_server(("127.0.0.1", port)).close()
-    except OSError:
-        return False
-    return True

@@ -1,1 +1,0 @@
-"""HTTP for people and for programs that watch the sidecar: liveness, readiness, metrics. On top of the service."""

@@ -1,0 +1,134 @@
+"""gRPC and a router's HTTP as a part of the edge, or, with a courier, of the transfer agent: where other nodes dial the
+same address, or for a remote engine alone."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvstore.config import NetworkSettings, expanded, host_and_port
+from kvstore.edge.process import END_SECONDS, EdgePart, Soon
+from kvstore.edge.watch import StatusWatch
+from kvstore.listeners.addresses import listening_sockets, numeric_hosts
+from kvstore.listeners.http_server import HttpListener
+from kvstore.network.callers import own_sockets_at
+from kvstore.network.credentials import Rotated, Tokens, server_context
+from kvstore.network.grpc_server import (
+    GrpcDoor,
+    by_certificate,
+    by_token,
+    certificate_configuration,
+    node_by_certificate,
+)
+from kvstore.network.lanes import CallerLanes
+from kvstore.network.links import TenantLink
+from kvstore.network.query import LIMITS, QueryApp
+from kvstore.network.services import Scorer
+from kvstore.network.unix_address import UnixAddress
+
+UNIX = "unix:"
+
+
+class RpcPart(EdgePart):
+    """Callers identify themselves by certificates where there are some; otherwise, and on a UNIX socket, by
+    tokens. Its files are looked at again by themselves."""
+
+    def __init__(
+        self,
+        network: NetworkSettings,
+        sockets: Mapping[str, str],
+        watch: StatusWatch,
+        new_token: Callable[[int], bytes],
+        courier: Callable[[], Any] | None = None,
+    ) -> None:
+        """sockets: by tenant. courier: makes the one that brings blocks from elsewhere, if configured; it answers other
+        nodes here, and knows what these hold. Raises `BadInput`, `OSError`."""
+        self._network, self._sockets, self._watch = network, sockets, watch
+        clock = self._clock = watch.clock
+        self._door: GrpcDoor | None = None
+        self._unix: UnixAddress | None = None
+        self._port = 0
+        self._links: dict[str, TenantLink] = {}
+        self._tokens: Rotated[Tokens] | None = None
+        self._contexts: Rotated[ssl.SSLContext] | None = None
+        self._configurations: Rotated[Any] | None = None
+        file, pems = network.token_file, pems_of(network)
+        if file is not None:
+            key = new_token(32)
+            self._tokens = Rotated([file], lambda contents: Tokens(contents[0], file, key), clock)
+        if pems:
+
+            def checked(contents: list[bytes]) -> object:
+                server_context(*pems)  # for its errors, which grpc does not report
+                return certificate_configuration(contents)
+
+            self._configurations = Rotated(pems, checked, clock)
+            self._contexts = Rotated(pems, lambda _: server_context(*pems), clock)
+        self._courier: Any = courier() if courier is not None else None
+
+    def start(self, soon: Soon) -> Sequence[HttpListener]:
+        if self._network.listen is None:
+            self.said, self.line = {"network": None, "http_port": None}, "a remote engine alone"
+            self._courier.start("")
+            return []
+        listen, http, watch, clock = self._network.listen, self._network.http, self._watch, self._clock
+        listeners: list[HttpListener] = []
+        is_unix, has_peers = listen.startswith(UNIX), self._courier is not None and self._network.wants_peers
+        sockets = listening_sockets(*host_and_port(http, "--http"), "--http (network.http)") if http is not None else []
+        self._links.update({name: TenantLink(name, path, clock) for name, path in self._sockets.items()})
+        lanes, scorer = CallerLanes(clock), Scorer(watch, self._courier.holding if has_peers else None)
+        identify = by_certificate if self._contexts is not None and not is_unix else by_token(self._by_token)
+        door = self._door = GrpcDoor(self._links, watch, identify, lanes, clock, scorer)
+        if self._network.reflection:
+            door.reflect()
+        if self._courier is not None and has_peers:
+            door.serve_peers(self._courier.holder, node_by_certificate if self._contexts else lambda context: b"")
+        if is_unix:
+            self._unix = UnixAddress(expanded(listen.removeprefix(UNIX)))
+            self._unix.bind(door.bind)
+            listen = f"{UNIX}{self._unix.path}"
+        else:
+            host, port = host_and_port(listen, "--listen")
+            for one in numeric_hosts(host, port, "--listen (network.listen)"):  # grpc takes a name that it has in part
+                port = door.bind(f"[{one}]:{port}" if ":" in one else f"{one}:{port}", self._configurations)
+            listen, self._port = f"[{host}]:{port}" if ":" in host else f"{host}:{port}", port
+        self.line, http_port = f"gRPC on {listen}", None
+        if sockets:
+            header = None if self._contexts is not None else lambda given: self._by_token().caller(given)
+            app = QueryApp(self._links, scorer, watch, lanes, header)
+            context = self._contexts.now if self._contexts is not None else None
+            listeners.append(HttpListener(sockets, app, LIMITS, clock, context=context))
+            http_port = sockets[0].getsockname()[1]
+            self.line += f", queries on port {http_port}"
+        self.said = {"network": listen, "http_port": http_port}
+        watch.start()
+        door.start()
+        if self._courier is not None:
+            self._courier.start("" if is_unix else listen)
+        return listeners
+
+    def look(self) -> bool:
+        if self._door is None:
+            return False
+        self._door.give_up_late()
+        return self._port != 0 and self._door.callers.make_room(own_sockets_at(self._port))
+
+    def close(self) -> None:
+        if self._unix is not None:
+            self._unix.close()
+        if self._courier is not None:
+            self._courier.close()
+        if self._door is not None:
+            self._door.close(END_SECONDS)
+        for link in self._links.values():
+            link.close()
+
+    def _by_token(self) -> Tokens:
+        assert self._tokens is not None, "`check_network` saw to it"
+        return self._tokens.now()
+
+
+def pems_of(network: NetworkSettings) -> list[str]:
+    """The certificate, its key and the CA of callers; empty if there are none."""
+    return [one for one in (network.certificate, network.key, network.client_ca) if one is not None]
