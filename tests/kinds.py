@@ -33,7 +33,6 @@ PURE_FILES = frozenset(
     traffic/test_workload.py
     console/test_figures.py
     elsewhere/test_questions.py
-    metrics/test_endpoints.py
     insight/test_lint.py
     insight/test_models.py
     insight/test_plan.py

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
+from collections import deque
 from pathlib import Path
 
 import pytest
 
+import kvstore
 from metrics.scraped import Scrape
+from service.sidecar import patient
 from service.test_serve import PATHS, ended, serving
+from waiting import wait_until
+from workbench import MODEL, blank_pages, ids, random_pages, small_layout
 
 TOKEN = "a-token-of-many-letters"
 
@@ -80,3 +87,68 @@ def test_a_token_that_cannot_be_read_ends_the_start_in_one_line(tmp_path: Path) 
     assert done.returncode == 2
     (line,) = [one for one in done.stderr.splitlines() if one.startswith("kvstore: ")]
     assert "http.token_file=/nonexistent/token cannot be read" in line
+
+
+HOSTILE = (
+    b"GET /metrics HTTP/1.1\r\nName: ",  # and then nothing
+    b"GET /metrics HTTP/1.1\r\n\r\n" * 200,
+    b"GET /" + b"a" * (64 << 10),
+    b"BREW /pot HTCPCP/1.0\r\n\r\n",
+    b"\0" * 4096,
+    b"",
+)
+
+
+@pytest.mark.slow
+def test_hostile_clients_never_stall_the_door(tmp_path: Path) -> None:
+    """As many at a time as threads can make, for as long as an engine stores and loads."""
+    over, made, layout = threading.Event(), [0] * len(HOSTILE), small_layout()
+
+    def attack(number: int, port: int) -> None:
+        held: deque[socket.socket] = deque()
+        while not over.is_set():
+            try:
+                sock = socket.create_connection(("127.0.0.1", port), timeout=5)
+                held.append(sock)
+                sock.sendall(HOSTILE[number])
+                made[number] += 1
+            except OSError:
+                pass
+            while len(held) > 40:  # until then nothing is read, and no connection ended
+                held.popleft().close()
+        for sock in held:
+            sock.close()
+
+    with serving(tmp_path, "--nvme", "off", "--http", "127.0.0.1:0") as (process, said):
+        port = said["http_port"]
+        threads = [threading.Thread(target=attack, args=(number, port)) for number in range(len(HOSTILE))]
+        for thread in threads:
+            thread.start()
+        try:
+            wait_until(lambda: all(made))
+            with patient(kvstore.open(f"unix:{said['serving'][0]}")) as store:
+                handle = store.namespace(model=MODEL, layout=layout)
+                for start in range(0, 100_000, 1000):
+                    prompt = ids(128, start)
+                    assert handle.put(prompt, random_pages(layout, 2)).stored == 2
+                    with handle.lease(handle.match(prompt), deadline_ms=10_000) as lease:
+                        loaded = handle.get(lease, blank_pages(layout, 2))
+                    assert loaded.account.hit_tokens == 128, loaded.account
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join(30)
+        print(f"{sum(made)} hostile connections beside 100 puts and 100 loads")
+        wait_until(lambda: _is_served(port))  # those that came before it are looked at first
+        status, text = page(port)
+        assert status == 200 and Scrape(text).total("granted_tokens_total", tier="dram") == 100 * 128
+        assert Scrape(text).total("malformed_messages_total") == 0
+        status, log = ended(process)
+    assert status == 0 and {one["level"] for one in log} == {"info"}
+
+
+def _is_served(port: int) -> bool:
+    try:
+        return page(port, "/livez")[0] == 200
+    except OSError:
+        return False

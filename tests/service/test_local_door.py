@@ -455,7 +455,9 @@ def test_a_fault_of_the_door_is_logged_and_told(tmp_path: Path, caplog: pytest.L
         sidecar.door._failed = told.set
         sidecar.door._take_turn = lambda ready: 1 / 0  # type: ignore[assignment, method-assign]
         assert told.wait(20)
-        wait_until(lambda: not sidecar.door.is_served)
+        assert sidecar.door._thread is not None
+        sidecar.door._thread.join(20)
+        assert not sidecar.door._thread.is_alive()
     assert "the door has failed" in caplog.text and "ZeroDivisionError" in caplog.text
 
 

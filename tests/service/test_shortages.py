@@ -369,7 +369,7 @@ def test_no_slab_and_no_socket_gets_the_number_of_an_output_that_was_closed(
 def test_a_keeper_that_finds_no_process_for_the_sidecar_says_so_and_ends_when_told(tmp_path: Path) -> None:
     """As where the machine has no memory for a fork, or no descriptors: here the command cannot be run at all."""
     process = subprocess.Popen(
-        [sys.executable, "-P", keeper_program.__file__, "1", "json", "[]", str(tmp_path / "nothing")],
+        [sys.executable, "-P", keeper_program.__file__, "1", "json", "{}", "[]", str(tmp_path / "nothing")],
         stderr=subprocess.PIPE,
         text=True,
     )

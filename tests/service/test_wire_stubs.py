@@ -93,6 +93,7 @@ NOT_PUBLISHED = {
     "Opened.packed": "the fields of `Namespace` are published one by one, for those who do not read the packed form",
     "Counted.elsewhere": "a line for the operator on the host, who drops and purges there",
     "Counted.not_reached": "as `elsewhere`",
+    "Stat.numbers_only": "for the edge, which asks the observers' socket: callers read few fields, and `json`",
     "WarmPrompt.line": "the line of a file, which the caller has",
 }
 
