@@ -10,7 +10,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 
-from kvstore.status.declared import PREFIX, MetricFamily, families, samples
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvstore.status.declared import PREFIX, MetricFamily, MetricKind, families, samples
 from kvstore.status.tree import SidecarStatus
 from tiering.clock import Clock
 from tiering.counts.histogram import HistogramCounts
@@ -18,10 +22,10 @@ from tiering.counts.histogram import HistogramCounts
 KEPT_SECONDS = 1.0
 """A page is served again for so long."""
 Values = tuple[str, ...]
-_ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+Series = dict[Values, "int | float | HistogramCounts"]
 
 
-class StatusPage:
+class StatusPage(Collector):
     """Thread-safe."""
 
     def __init__(
@@ -30,6 +34,8 @@ class StatusPage:
         """facts: what there is now. always: values of labels whose series begin with 0, by the family's name."""
         self._facts, self._clock = facts, clock
         self._always = {f"{PREFIX}{name}": list(values) for name, values in always.items()}
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
         self._lock = threading.Lock()
         self._page, self._made_at = b"", float("-inf")
 
@@ -43,32 +49,31 @@ class StatusPage:
 
     def render(self) -> bytes:
         """As it is now."""
-        facts, lines = self._facts(), list[str]()
-        found: dict[str, dict[Values, float | HistogramCounts]] = {
-            name: dict.fromkeys(values, 0) for name, values in self._always.items()
-        }
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """The families, for `prometheus_client`."""
+        facts = self._facts()
+        found: dict[str, Series] = {name: dict.fromkeys(values, 0) for name, values in self._always.items()}
         for one in samples(facts):
             found.setdefault(one.family.name, {})[one.values] = one.value
         for family in families(type(facts)):
             if series := found.get(family.name):
-                lines += [f"# HELP {family.name} {family.text}", f"# TYPE {family.name} {family.kind}"]
-                for values, value in series.items():
-                    lines += _lines(family, dict(zip(family.labels, values, strict=True)), value)
+                yield _family(family, series)
                 self._clock.sleep(0)
-        return "".join(f"{line}\n" for line in lines).encode()
 
 
-def _lines(family: MetricFamily, labels: Mapping[str, str], value: float | HistogramCounts) -> Iterator[str]:
-    if not isinstance(value, HistogramCounts):
-        yield _line(family.name, labels, value)
-        return
-    counts = list(accumulate(value.counts))
-    for end, count in zip([*map(repr, value.bounds), "+Inf"], counts, strict=True):
-        yield _line(f"{family.name}_bucket", {**labels, "le": end}, count)
-    yield _line(f"{family.name}_count", labels, counts[-1])
-    yield _line(f"{family.name}_sum", labels, value.sum)
-
-
-def _line(name: str, labels: Mapping[str, str], value: float) -> str:
-    shown = ",".join(f'{label}="{text.translate(_ESCAPED)}"' for label, text in labels.items())
-    return f"{name}{{{shown}}} {value!r}" if shown else f"{name} {value!r}"
+def _family(family: MetricFamily, series: Series) -> Metric:
+    if family.kind is MetricKind.HISTOGRAM:
+        times = HistogramMetricFamily(family.name, family.text, labels=family.labels)
+        for values, one in series.items():
+            if isinstance(one, HistogramCounts):
+                ends = [*map(repr, one.bounds), "+Inf"]
+                times.add_metric(values, list(zip(ends, accumulate(one.counts), strict=True)), one.sum)
+        return times
+    made = CounterMetricFamily if family.kind is MetricKind.COUNTER else GaugeMetricFamily
+    numbers = made(family.name, family.text, labels=family.labels)
+    for values, one in series.items():
+        if not isinstance(one, HistogramCounts):
+            numbers.add_metric(values, one)
+    return numbers
