@@ -25,7 +25,7 @@ from kvstore.service.settings import ConsoleSettings, Settings
 from kvstore.status.tree import SidecarStatus
 
 _log = logging.getLogger(__name__)
-LIMITS = HttpLimits(connections=128, accepts_per_second=500.0)
+LIMITS = HttpLimits(connections=128)
 NO_RUN = "none"
 
 

@@ -47,16 +47,7 @@ MOST_BODY_BYTES = 4 << 20
 MOST_CONNECTIONS, MOST_BODIES = 256, 8
 """At a time; and bodies of one caller that are being read."""
 IDLE_SECONDS, REQUEST_SECONDS, ANSWER_SECONDS = 60.0, 10.0, 5.0
-ACCEPTS_PER_SECOND = 500.0
-"""At so many new connections a second a flood delays no probe and no page."""
-LIMITS = HttpLimits(
-    MOST_CONNECTIONS,
-    REQUEST_SECONDS,
-    REQUEST_SECONDS,
-    IDLE_SECONDS,
-    REQUEST_SECONDS,
-    accepts_per_second=ACCEPTS_PER_SECOND,
-)
+LIMITS = HttpLimits(MOST_CONNECTIONS, REQUEST_SECONDS, REQUEST_SECONDS, IDLE_SECONDS, REQUEST_SECONDS)
 RETRY = ("retry-after", "1")
 MOST_SPACES = 8
 """Namespaces of one model that are looked up: one for each codec and layout."""

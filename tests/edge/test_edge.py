@@ -21,7 +21,7 @@ from console import console_faults
 from edge.children import children_of, status_at
 from kv_bench.process import free_port
 from kvstore.block.errors import BadInput
-from kvstore.service.keeper import BEAT_SECONDS, CHILD_NICE
+from kvstore.service.keeper import CHILD_NICE
 from kvstore.service.settings import read_settings
 from network.running import ENVIRONMENT, Stubs, grpc, token_file, token_of
 from service.sidecar import patient
@@ -87,7 +87,6 @@ def test_it_comes_and_comes_again_where_it_is_killed_and_where_it_hangs(
         began = time.monotonic()
         assert handle.match(ids(640)).blocks == 10
         wait_until(lambda: not Path(f"/proc/{second}").exists())
-        assert BEAT_SECONDS - 1.5 <= time.monotonic() - began < LIVENESS_SECONDS
         assert page(port, "livez") == (200, {"alive": True})
         assert time.monotonic() - began < LIVENESS_SECONDS
         assert handle.match(ids(640)).blocks == 10
