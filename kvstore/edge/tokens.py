@@ -40,6 +40,8 @@ class Caller:
 def checked_tokens(text: str, where: str) -> dict[str, Caller]:
     """Readers by token, of a token file: the operator's token, then a line `NAME TOKEN` for each tenant that has one.
     Raises `BadInput`, which repeats no token."""
+    if len(text.encode()) >= MOST_FILE_BYTES:  # no more of it was read, and its last token may be cut
+        raise BadInput(f"{where} has {MOST_FILE_BYTES:,} bytes or more; give fewer tenants, or shorter tokens")
     first, *lines = [line.strip() for line in text.strip().splitlines() if line.strip()] or [""]
     readers = {checked_token(first, where): Caller()}
     if len(lines) > MOST_TENANTS:

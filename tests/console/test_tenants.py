@@ -179,6 +179,7 @@ def test_no_request_tells_anything_of_another_tenant(shown: RunningConsole) -> N
         (f"{TOKENS['']}\nred {TOKENS['red']}\nblue {TOKENS['red']}\n", "line 3"),
         (f"{TOKENS['']}\n" + f"red {TOKENS['red']}\n" * 2000, "at most"),
         ("", "no token"),
+        pytest.param("\n".join([TOKENS[""], *(f"t{at} {at:01023}" for at in range(1_024))]), "more; give", id="long"),
     ],
 )
 def test_a_file_of_tokens_that_cannot_be_is_one_line_that_repeats_none(text: str, words: str) -> None:
