@@ -21,7 +21,7 @@ import torch
 import kvstore
 from engine_adapter.hf_cache import PrefixCache
 from kv_bench import script
-from kvstore.demo.model import load_trained
+from kvstore.demo.passes import load_trained
 from kvstore.demo.questions import MAX_PROMPT_TOKENS, SYSTEM_PROMPT, cut_to_lines, read_page
 
 DOCUMENTS = ("blocks", "misses", "operating", "promises", "tiers")

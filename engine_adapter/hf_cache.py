@@ -13,11 +13,13 @@ Must never change the user's model, nor let a fault of the store reach the user.
 
 from __future__ import annotations
 
+import secrets
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import count
 from logging import getLogger
 from math import inf
 from typing import Any, NoReturn, SupportsIndex
@@ -28,13 +30,13 @@ import torch
 from engine_adapter.adapter import Report, StoreRequest, chosen_codec
 from engine_adapter.audit.audits import FRACTION, AuditVerdict, judged
 from engine_adapter.audit.blocks import experts_of
+from engine_adapter.cost.speeds import PrefillSpeed
 from engine_adapter.hf.hbm_blocks import HbmBlocks
 from engine_adapter.hf.inputs import Prompts, checked_words, digests_of, prompts_of, token_set
 from engine_adapter.hf.kinds import RestoredKv
 from engine_adapter.hf.layers import WORDS, each_step, from_the_hit_on
 from engine_adapter.hf.state import LONGROPE
 from engine_adapter.hf.watch import ModelIdentity, ModelWatch
-from engine_adapter.hf_news import CacheNews
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput, StoreClosed, StoreError
 from kvstore.block.identity import ExtraKey, as_extra_keys
@@ -44,6 +46,7 @@ from kvstore.client.edge import in_one_line
 from kvstore.client.handle import NamespaceHandle, OpenStore
 from kvstore.client.states import PrefixStates, config_of_states
 from kvstore.config import checked, parse_size
+from kvstore.protocol.told import MAX_TOLD_REQUESTS, MAX_TOLD_TEXT, RequestTold, SavingsTold
 
 CHUNK_TOKENS_CPU = 384
 """Of a prompt's cells. Smaller ones waste some of the cores' work, larger ones take more memory. `kvstore demo` prints
@@ -533,3 +536,66 @@ class _Request:
     def _withdraw_if_changed(self, row: _Row) -> None:
         if row.request.is_open and not self._watch.is_still(row.generation):
             row.request.withdraw(CHANGED)
+
+
+# The outcomes of a cache's requests, and the time that hits saved, reported to the sidecar for `kvstore why` -----
+
+
+class CacheNews:
+    """The news of one cache. Used by one thread."""
+
+    def __init__(self) -> None:
+        self.speed = PrefillSpeed()
+        self._name = f"hf-{secrets.token_hex(4)}"
+        self._numbers = count(1)
+        self._passes: list[tuple[int, int, float]] = []
+
+    def new_request(self) -> str:
+        """A name for the next request, unlike those of other caches."""
+        return f"{self._name}-{next(self._numbers)}"
+
+    def pass_begins(self, start: int, stop: int, now: float) -> None:
+        self._passes.append((start, stop, now))
+
+    def pass_ends(self, now: float) -> None:
+        """All begun passes are computed. Of several at once it is not known what each took."""
+        if len(self._passes) == 1:
+            start, stop, began = self._passes[0]
+            self.speed.observe([(start, stop - start)], 0, now - began)
+        self._passes.clear()
+
+    def requests_end(self, namespace: NamespaceHandle | None, reports: Sequence[Report]) -> None:
+        """Requests are over. One that was not begun has no account, and is not reported."""
+        asked = [one for one in reports if one.account.asked]
+        if namespace is None or not asked:
+            return
+        gains = [self._gain(one) for one in asked]
+        savings = None
+        if self.speed.is_learned:
+            savings = SavingsTold(sum(max(0.0, gain) for gain in gains), sum(max(0.0, -gain) for gain in gains))
+        for first in range(0, len(asked), MAX_TOLD_REQUESTS):
+            namespace.tell([_told(one) for one in asked[first : first + MAX_TOLD_REQUESTS]], savings)
+            savings = None
+
+    def _gain(self, report: Report) -> float:
+        computing = self.speed.more_seconds(0, report.account.hit_tokens)
+        return computing - _load_seconds(report) if computing is not None and report.account.hit_tokens else 0.0
+
+
+def _load_seconds(report: Report) -> float:
+    return (report.lookup_ms + report.restored_ms) / 1000
+
+
+def _told(report: Report) -> RequestTold:
+    account = report.account
+    return RequestTold(
+        report.request,
+        account.asked,
+        {str(tier): tokens for tier, tokens in account.hits.items()},
+        {str(reason): tokens for reason, tokens in account.misses.items()},
+        (report.detail or report.fault)[:MAX_TOLD_TEXT],
+        1000 * _load_seconds(report) if account.hit_tokens else 0.0,
+        report.saved_blocks,
+        {str(reason): times for reason, times in report.put_reasons.items()},
+        counts=True,
+    )

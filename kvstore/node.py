@@ -64,7 +64,7 @@ from kvstore.insight.replay import CountingTier, Replay, StatesKept
 from kvstore.keys.store_keys import Epochs, NodeLock, StoreKeys, node_of, refuse_new_keys, warn_of_left_alone
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import AttachLease, NamedLease, Request, Submitted, TenantClient
-from kvstore.protocol.replies import LeaseReply
+from kvstore.protocol.messages import LeaseReply
 from kvstore.protocol.requests import Requests
 from tiering.after_fork import close_in_children
 from tiering.clock import Clock, SystemClock

@@ -9,7 +9,7 @@ from kvstore.block.account import MissReason
 from kvstore.block.identity import Namespace
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import Collective, Door, NamedLease
-from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
+from kvstore.protocol.messages import Grant, LeaseReply, MatchReply, ReserveReply
 
 
 class Asking:

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from kvstore.client import handing_over
+from kvstore.client import handle
 from kvstore.client.connection import CallLimits
 from kvstore.client.handle import NamespaceHandle
 
@@ -26,7 +26,7 @@ def wait_for_leases() -> None:
 def wait_for_sidecars() -> None:
     """And of clients in this process, for answers."""
     _set_defaults(CallLimits.__init__, match=SECONDS, lease=SECONDS, fill=6 * SECONDS)
-    handing_over.LOCATE_GRACE_SECONDS = SECONDS
+    handle.LOCATE_GRACE_SECONDS = SECONDS
 
 
 def _set_defaults(function: Callable[..., Any], **wanted: float) -> None:

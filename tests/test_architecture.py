@@ -32,7 +32,6 @@ def found_here() -> list[architecture.Violation]:
     return architecture.violations(ROOT)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", architecture.RULES)
 def test_the_tree_keeps_the_rule(rule: str, found_here: list[architecture.Violation]) -> None:
     broken = [str(violation) for violation in found_here if violation.rule == rule]

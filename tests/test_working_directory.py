@@ -78,6 +78,7 @@ def started(traps: Path, *command: object) -> Iterator[tuple[subprocess.Popen[st
                 raise
 
 
+@pytest.mark.slow
 def test_a_sidecar_and_its_children_run_no_file_of_the_working_directory(traps: Path) -> None:
     grpc = traps.parent / "grpc.sock"
     config = traps.parent / "c.toml"

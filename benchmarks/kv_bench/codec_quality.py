@@ -25,7 +25,7 @@ from kv_bench.corpus import read_sources, windows
 from kv_bench.measure import Say
 from kv_kernels.int8 import KC64, Axis, dequantize, quantize
 from kvstore.block.errors import BadInput
-from kvstore.demo.model import describe_model, load_trained, trained_origin
+from kvstore.demo.passes import describe_model, load_trained, trained_origin
 from kvstore.traffic.row import Row, Section
 
 MAX_WINDOWS = 64

@@ -10,7 +10,9 @@ compared byte for byte before anything is stored. Must never import an engine, a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from logging import getLogger
@@ -20,7 +22,6 @@ from typing import Any
 import torch
 
 from engine_adapter.paged.step_plan import GroupSpec, PageRun, WorkerSpec
-from engine_adapter.paged.stream import EngineStream
 from kv_kernels.copies import Flaw
 from kvstore.block.codec import codec_named
 from kvstore.block.errors import BadInput, LayoutMismatch
@@ -437,3 +438,37 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).partition("\n")[0][:200]
+
+
+# Orders a worker's own threads behind its engine on a device's streams ---------------------------------------------
+
+
+class EngineStream:
+    """The streams of one device. Thread-safe."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._own = threading.local()
+
+    def mark(self) -> Any:
+        """A point in the calling thread's stream; not while it captures a graph."""
+        return self._module.current_stream(self._device).record_event() if self._module is not None else None
+
+    @contextmanager
+    def behind(self, mark: Any) -> Iterator[None]:
+        """Work enqueued within this context comes after the mark; the host does not wait."""
+        if self._module is None:
+            yield
+            return
+        stream = getattr(self._own, "stream", None)
+        if stream is None:
+            stream = self._own.stream = self._module.Stream(self._device)
+        stream.wait_event(mark)
+        with self._module.stream(stream):
+            yield
+
+    def wait(self) -> None:
+        """Wait until everything that this thread has enqueued is done."""
+        if self._module is not None:
+            self._module.current_stream(self._device).synchronize()

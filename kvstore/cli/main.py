@@ -30,7 +30,6 @@ import kvstore.cli.edge
 import kvstore.cli.engines
 import kvstore.cli.insight
 import kvstore.cli.keys
-import kvstore.cli.lint
 import kvstore.cli.operate
 import kvstore.cli.plan
 from kvstore.block.errors import OutOfResources, StoreError

@@ -26,8 +26,8 @@ from kvstore.block.errors import StoreError, Unreachable
 from kvstore.client.framing import AnsweredCall, Backpressure, FramedSocket, TimedOut, TooLong, drained
 from kvstore.client.pending import BLOCK_SECONDS, MAX_QUEUED_SECONDS, SHORT_BLOCKS
 from kvstore.protocol import messages as m
+from kvstore.protocol.messages import LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.notify_pipe import NotifyPipeEnd
-from kvstore.protocol.replies import LeaseReply, MatchReply, ReserveReply
 from kvstore.status.tree import SidecarStatus
 from tiering.clock import Clock
 from tiering.dram.extents import MappedExtent

@@ -29,7 +29,7 @@ from kvstore.block.pages import Codec, Digest, Pages
 from kvstore.client.lease import Lease
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import Door
-from kvstore.protocol.replies import Grant
+from kvstore.protocol.messages import Grant
 from tiering.frame import HEADER_BYTES, digest, names_block, split_digests
 from tiering.tier import FrameSpan
 

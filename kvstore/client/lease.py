@@ -15,7 +15,7 @@ from kvstore.block.errors import BadInput
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import Door, NamedLease
 from kvstore.protocol.lease_ticket import LeaseTicket
-from kvstore.protocol.replies import Grant
+from kvstore.protocol.messages import Grant
 
 
 class Lease:

@@ -19,7 +19,7 @@ from kvstore.block.account import MissReason
 from kvstore.client.lease import Lease
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import NamedLease, Submitted
-from kvstore.protocol.replies import LeaseReply
+from kvstore.protocol.messages import LeaseReply
 from tiering.clock import Clock
 from tiering.counts.awaits import AwaitEnd, Awaits, ParkedAwait
 

@@ -27,7 +27,7 @@ from math import inf
 import msgspec
 
 from kvstore.block.account import HitTier, MissReason
-from kvstore.protocol.replies import ReserveReply
+from kvstore.protocol.messages import ReserveReply
 
 MAX_UNDER_WAY = 256
 """Collective puts of one session at a time; a further one is refused with `quota`."""

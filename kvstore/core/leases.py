@@ -21,7 +21,7 @@ from kvstore.core.room import Room
 from kvstore.core.rows.index import RowState, TierRuns
 from kvstore.core.shared import GIVE_WAY_SECONDS, Shared
 from kvstore.protocol import messages as m
-from kvstore.protocol.replies import LeaseReply
+from kvstore.protocol.messages import LeaseReply
 from tiering.counts.awaits import AwaitEnd, ParkedAwait
 from tiering.counts.tally import CheckedAt
 from tiering.residency import Residency

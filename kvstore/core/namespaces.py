@@ -26,7 +26,7 @@ from kvstore.core.room import Room
 from kvstore.core.rows.index import OpenedNamespace, RowState
 from kvstore.core.shared import GIVE_WAY_SECONDS, Shared
 from kvstore.core.usage import check_fits
-from kvstore.protocol.replies import Grant
+from kvstore.protocol.messages import Grant
 from tiering.counts.awaits import AwaitEnd
 from tiering.errors import TierError, TierUnavailable
 from tiering.files import private_pages

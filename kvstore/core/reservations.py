@@ -28,7 +28,7 @@ from kvstore.core.room import Room
 from kvstore.core.rows.index import NO_ROW, RowState
 from kvstore.core.shared import GIVE_WAY_SECONDS, Shared
 from kvstore.protocol.door import Collective
-from kvstore.protocol.replies import ReserveReply
+from kvstore.protocol.messages import ReserveReply
 
 SEALED_BLOCKS = 256
 """Blocks committed under one hold of the lock, at 10 us a block."""

@@ -34,7 +34,7 @@ from kvstore.core.usage import UsageReports
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import Collective, StoreClient
 from kvstore.protocol.hand_off_ticket import opened, sealed
-from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
+from kvstore.protocol.messages import Grant, LeaseReply, MatchReply, ReserveReply
 from tiering.clock import Clock
 from tiering.counts.awaits import AwaitEnd
 from tiering.counts.tally import Eviction

@@ -18,7 +18,7 @@ from kvstore.courier.link import ANSWER_SECONDS, CourierRun, CourierSpace
 from kvstore.peers.checks import FrameCheck, FrameChecks
 from kvstore.protocol import messages as m
 from kvstore.protocol.courier import MAX_ADOPTED
-from kvstore.protocol.replies import ReserveReply
+from kvstore.protocol.messages import ReserveReply
 from tiering.frame import HEADER_BYTES
 
 ADOPT_BYTES = 8 << 20

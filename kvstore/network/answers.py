@@ -13,7 +13,7 @@ from kvstore.block.errors import BadInput
 from kvstore.block.identity import ExtraKey, PrefixHasher, as_extra_keys, token_bytes
 from kvstore.network.links import ListedSpace, OpenSpace
 from kvstore.protocol import messages as m
-from kvstore.protocol.replies import MatchReply
+from kvstore.protocol.messages import MatchReply
 from kvstore.protocol.words import layout_in_words
 from kvstore.status.tree import SidecarStatus
 from kvstore.wire import admin_pb2, store_pb2

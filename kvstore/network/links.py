@@ -19,7 +19,7 @@ from kvstore.client.connection import check_answer, matched_up_to
 from kvstore.client.framing import FramedSocket, TimedOut, drained
 from kvstore.client.warming import Warming
 from kvstore.protocol import messages as m
-from kvstore.protocol.replies import MatchReply
+from kvstore.protocol.messages import MatchReply
 from kvstore.protocol.words import ID_DIGITS, pick, printable
 from tiering.clock import Clock
 

@@ -20,7 +20,7 @@ from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput, StoreClosed
 from kvstore.block.identity import TenantKeys
 from kvstore.protocol import messages as m
-from kvstore.protocol.replies import LeaseReply, MatchReply, ReserveReply
+from kvstore.protocol.messages import LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.requests import Requests
 from tiering.clock import Clock
 from tiering.counts.awaits import AwaitEnd

@@ -17,7 +17,7 @@ from hashlib import blake2b
 import msgspec
 
 from kvstore.block.account import Account, HitTier, MissReason
-from kvstore.protocol.replies import Grant, LeaseReply
+from kvstore.protocol.messages import Grant, LeaseReply
 from tiering.frame import DIGEST_BYTES, KEY_BYTES
 
 TICKET_VERSION = 1

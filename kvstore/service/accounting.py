@@ -31,7 +31,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.errors import BadInput
-from kvstore.protocol.replies import LeaseReply, MatchReply, ReserveReply
+from kvstore.protocol.messages import LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.told import RequestTold
 from kvstore.protocol.words import ID_DIGITS, printable
 from kvstore.status.tree import DoorStatus, LookupCounts, PutCounts, ServedCounts

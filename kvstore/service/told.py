@@ -21,7 +21,7 @@ import msgspec
 from kvstore.block.account import HitTier
 from kvstore.block.errors import BadInput
 from kvstore.protocol import messages as m
-from kvstore.protocol.replies import LeaseReply, MatchReply
+from kvstore.protocol.messages import LeaseReply, MatchReply
 from kvstore.protocol.told import GoneNote, RequestRecord, RequestTold, SavingsTold, StoreNote
 from kvstore.protocol.words import printable
 from kvstore.service.sessions import ClientState

@@ -24,7 +24,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from engine_adapter.hf.layers import ModelCall  # noqa: E402
 from hf_models import GATED  # noqa: E402
 from hf_shapes import model_of_shape  # noqa: E402
-from kvstore.demo.model import load_trained  # noqa: E402
+from kvstore.demo.passes import load_trained  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,8 +12,8 @@ import torch
 
 from adapters.test_paged_worker import Bench, audit_of
 from engine_adapter.audit.audits import AuditVerdict
+from engine_adapter.paged.pages import EngineStream
 from engine_adapter.paged.step_plan import PageRun
-from engine_adapter.paged.stream import EngineStream
 from kvstore.node import EmbeddedStore
 from waiting import wait_until
 from workbench import ids

@@ -21,8 +21,7 @@ from waiting import wait_until
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
 from engine_adapter.adapter import Report  # noqa: E402
-from engine_adapter.hf_cache import PrefixCache  # noqa: E402
-from engine_adapter.hf_news import CacheNews  # noqa: E402
+from engine_adapter.hf_cache import CacheNews, PrefixCache  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CLOCK = SystemClock()

@@ -30,7 +30,7 @@ from kvstore.client.framing import FramedSocket
 from kvstore.config import Limits
 from kvstore.node import EmbeddedDoor, EmbeddedStore
 from kvstore.protocol import messages as m
-from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
+from kvstore.protocol.messages import Grant, LeaseReply, MatchReply, ReserveReply
 from service.sidecar import Sidecar
 from tiering.clock import SystemClock
 from tiering.dram.extents import MAX_HOLDER, MappedExtent

@@ -29,7 +29,7 @@ from kv_bench.rig import BlockShape
 from kv_kernels.int8 import KC64, Axis
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.cli.terminal import BAD_INPUT
-from kvstore.demo.model import load_trained
+from kvstore.demo.passes import load_trained
 from kvstore.traffic.row import BenchResult
 from paged_memory import kernels_can_run
 

@@ -33,7 +33,7 @@ from kvstore.console.figures import (
     tenants_of,
     whatif_of,
 )
-from kvstore.console.help import help_page
+from kvstore.console.http_api import help_page
 from kvstore.console.reasons import FINE, reasons_of
 from kvstore.console.rings import MOST_SERIES, STEPS, WINDOWS, Rings, SidecarReading
 from kvstore.edge.tokens import Caller, checked_token

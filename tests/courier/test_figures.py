@@ -11,8 +11,8 @@ import pytest
 from kvstore.courier import courier as courier_module
 from kvstore.courier.courier import Courier, CourierParts
 from kvstore.courier.figures import Figures, OncePerKind
-from kvstore.elsewhere import figures as told_module
-from kvstore.elsewhere.figures import FiguresTold
+from kvstore.elsewhere import desk as told_module
+from kvstore.elsewhere.desk import FiguresTold
 from kvstore.node import SystemClock
 from kvstore.pool.speeds import SpeedBook
 from kvstore.protocol.courier import CourierFigures

@@ -10,8 +10,8 @@ import pytest
 
 from kvstore.block.account import HeldElsewhere, HitTier, Holder
 from kvstore.block.identity import NodeIdentity
+from kvstore.courier.link import Uses
 from kvstore.courier.locate import MOST_KEPT, MOST_NAMED, MOST_PLACES, Locator, Places
-from kvstore.courier.uses import Uses
 from kvstore.pool.directory import CHUNK_BLOCKS, MAX_HEADS, DirectoryDown, NodeEntry
 from kvstore.pool.members import AliveTable
 from tiering.clock import SystemClock

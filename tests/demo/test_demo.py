@@ -13,8 +13,7 @@ pytest.importorskip("rich", reason="rich is not installed (extra: server)")
 
 from rich.console import Console
 
-from kvstore.demo.model import build_model
-from kvstore.demo.passes import DemoResult, percentile, run
+from kvstore.demo.passes import DemoResult, build_model, percentile, run
 from kvstore.demo.questions import (
     CHAT_PAGE,
     MAX_ANSWER_TOKENS,

@@ -17,7 +17,7 @@ import kvstore.demo
 from kv_bench import corpus
 from kv_bench.corpus import TextFile, read_sources, windows
 from kvstore.block.errors import BadInput, StoreError
-from kvstore.demo.model import build_model, load_trained, trained_origin
+from kvstore.demo.passes import build_model, load_trained, trained_origin
 
 TRAINED = Path(kvstore.demo.__file__).parent / "trained"
 
@@ -67,7 +67,7 @@ def test_the_origin_says_how_well_it_does_at_every_position() -> None:
 def test_changed_weights_are_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = tmp_path / "trained"
     shutil.copytree(TRAINED, copy)
-    monkeypatch.setattr("kvstore.demo.model.resources.files", lambda package: tmp_path)
+    monkeypatch.setattr("kvstore.demo.passes.resources.files", lambda package: tmp_path)
     load_trained()
     with (copy / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)

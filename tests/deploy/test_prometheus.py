@@ -195,6 +195,7 @@ def test_each_runbook_opens_at_the_consoles_own_address(tmp_path: Path) -> None:
             assert path == "/help" and f'id="{anchor}"' in page, rule["alert"]
 
 
+@pytest.mark.slow
 def test_promtool_takes_the_rules_and_their_tests_pass() -> None:
     for arguments in (("check", "rules", RULES.name), ("test", "rules", *(path.name for path in RULES_TESTS))):
         done = promtool(*arguments, directory=RULES.parent)

@@ -15,7 +15,7 @@ from kvstore.block.account import HitTier
 from kvstore.block.identity import Namespace, TenantKeys, root_key
 from kvstore.protocol import courier as c
 from kvstore.protocol import messages as m
-from kvstore.protocol.replies import ReserveReply
+from kvstore.protocol.messages import ReserveReply
 from tiering.frame import HEADER_BYTES, digest, frame_bytes
 from tiering.tier import extent_of, slot_of
 from torture.peer import Peer

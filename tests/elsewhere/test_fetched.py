@@ -15,7 +15,7 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.block.identity import KeyRing, Namespace, TenantKeys
 from kvstore.config import DramConfig, Limits
 from kvstore.core.store import Store
-from kvstore.elsewhere.fetched import GIVES_WAY_AT_ONCE, KEPT_SECONDS, SHARE_OF_DRAM, FetchedBlocks
+from kvstore.elsewhere.desk import GIVES_WAY_AT_ONCE, KEPT_SECONDS, SHARE_OF_DRAM, FetchedBlocks
 from kvstore.node import build_store
 from kvstore.service.parked import Parking
 from workbench import FakeClock, small_layout

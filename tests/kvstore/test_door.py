@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvstore.block.account import HitTier, MissReason
-from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
+from kvstore.protocol.messages import Grant, LeaseReply, MatchReply, ReserveReply
 
 MESSAGES = [
     Grant(3, b"identity key of thirty-two bytes", (b"stamp",), (8192,)),

@@ -16,7 +16,7 @@ from kvstore.config import Limits
 from kvstore.core import lease_pieces as endings_module
 from kvstore.core import reservations
 from kvstore.core.lease_pieces import ENDED_PLACES, LEASE_COST, PART_COST
-from tiering.places import HeldPlaces
+from tiering.residency import HeldPlaces
 from tiering.tier import place_of
 from workbench import Bench, bench, ids, random_pages, small_layout
 

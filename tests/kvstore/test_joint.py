@@ -30,7 +30,7 @@ from kvstore.core.collective import (
 )
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import Collective
-from kvstore.protocol.replies import ReserveReply
+from kvstore.protocol.messages import ReserveReply
 from tiering.frame import HEADER_BYTES
 from workbench import (
     KIB,

@@ -20,7 +20,7 @@ from kvstore.core import leases, reservations
 from kvstore.core.store import Store
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import NamedLease
-from kvstore.protocol.replies import LeaseReply
+from kvstore.protocol.messages import LeaseReply
 from simulation.two_tiers import put
 from tiering.tier import extent_of, slot_of
 from workbench import Bench, FakeClock, bench, ids, random_pages

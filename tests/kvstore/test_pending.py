@@ -11,7 +11,7 @@ from kvstore.block.account import MissReason
 from kvstore.client.pending import GRACE_SECONDS, LEASE_THREADS, MAX_SUBMITTED, LeaseThreads, PendingReply
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import NamedLease, Submitted
-from kvstore.protocol.replies import LeaseReply
+from kvstore.protocol.messages import LeaseReply
 from kvstore.protocol.requests import SWEEP_REQUESTS, Requests
 from waiting import wait_until
 from workbench import FakeClock

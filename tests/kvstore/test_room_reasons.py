@@ -14,7 +14,7 @@ from kvstore.block.account import MissReason
 from kvstore.client.handle import NamespaceHandle, PutResult
 from kvstore.config import Limits
 from kvstore.protocol import messages as m
-from kvstore.protocol.replies import ReserveReply
+from kvstore.protocol.messages import ReserveReply
 from tiering.nvme.lmdb_index import LmdbMaker
 from tiering.tier import extent_of
 from workbench import MODEL, Bench, bench, blank_pages, ids, open_at, random_pages, same_tokens, small_layout

@@ -13,7 +13,7 @@ from kvstore.client.handle import NamespaceHandle
 from kvstore.core.rows.index import PrefixIndex
 from kvstore.core.store import Store
 from kvstore.core.table import BlockTable
-from kvstore.protocol.replies import ReserveReply
+from kvstore.protocol.messages import ReserveReply
 from tiering.dram.extents import Extent, ExtentPool
 from tiering.dram.tier import DramTier
 from tiering.errors import TierUnavailable

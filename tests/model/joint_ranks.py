@@ -16,7 +16,7 @@ from kvstore.block.layout import Layout
 from kvstore.client.handle import NamespaceHandle
 from kvstore.insight.recording import Recording
 from kvstore.protocol import messages as m
-from kvstore.protocol.replies import ReserveReply
+from kvstore.protocol.messages import ReserveReply
 from kvstore.service.accounting import Counting
 from kvstore.service.dispatch import Handlers
 from kvstore.service.sessions import ClientState, Sessions

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvstore.block.account import MissReason
 from kvstore.block.layout import KvGroup, Layout
 from kvstore.protocol.door import Collective
-from kvstore.protocol.replies import ReserveReply
+from kvstore.protocol.messages import ReserveReply
 from model.joint_ranks import DIGEST, TOKEN, Rank, Ranks
 from workbench import KIB, ids
 

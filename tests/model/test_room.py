@@ -16,7 +16,7 @@ from kvstore.block.account import MissReason
 from kvstore.block.codec import codec_named
 from kvstore.block.errors import StoreClosed
 from kvstore.config import Limits
-from kvstore.protocol.replies import ReserveReply
+from kvstore.protocol.messages import ReserveReply
 from model.store_model import BLOCK_TOKENS, LATENT, SHARDED, WHOLE, OpenStore, Owned, Prompt, open_store
 from tiering.frame import HEADER_BYTES
 from tiering.tier import FrameSpan

@@ -21,7 +21,7 @@ from kvstore.network.services import (
     Scorer,
     ScoreService,
 )
-from kvstore.protocol.replies import MatchReply
+from kvstore.protocol.messages import MatchReply
 from kvstore.wire import score_pb2, store_pb2
 from tiering.clock import SystemClock
 

@@ -16,7 +16,7 @@ from remote.between import Harm, Proxy, proxy
 from remote.frames import FRAME_BYTES, frame, halves, is_of, key_of
 from remote.test_valkey import empty
 from tiering.clock import SystemClock
-from tiering.remote import breaker
+from tiering.remote import workers
 from tiering.remote.driver import RemoteFault
 from tiering.remote.valkey import ValkeyAddress, ValkeyEngine
 from tiering.remote.workers import RemoteCall, RemoteWorkers
@@ -159,8 +159,8 @@ def world(folder: Path, seed: int) -> Iterator[World]:
 
 @pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4)]])
 def test_exact_or_a_miss_in_time(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breaker, "FIRST_PAUSE_SECONDS", 0.02)  # else most reads are those of an open one
-    monkeypatch.setattr(breaker, "LONGEST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(workers, "FIRST_PAUSE_SECONDS", 0.02)  # else most reads are those of an open one
+    monkeypatch.setattr(workers, "LONGEST_PAUSE_SECONDS", 0.05)
     with world(tmp_path, seed) as one:
         one.fill()
         for _ in range(STEPS):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiering.remote.breaker import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, MOST_FAILURES, RemoteBreaker
+from tiering.remote.workers import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, MOST_FAILURES, RemoteBreaker
 
 
 def opened(now: float = 0.0) -> RemoteBreaker:

@@ -11,7 +11,6 @@ import pytest
 
 from tiering.clock import Clock, SystemClock
 from tiering.remote import workers as room
-from tiering.remote.breaker import FIRST_PAUSE_SECONDS, MOST_FAILURES
 from tiering.remote.driver import (
     PROBE_KEY,
     Arrived,
@@ -23,7 +22,7 @@ from tiering.remote.driver import (
     WrongSize,
     ignored,
 )
-from tiering.remote.workers import RemoteWorkers
+from tiering.remote.workers import FIRST_PAUSE_SECONDS, MOST_FAILURES, RemoteWorkers
 from waiting import wait_until
 
 CLOCK = SystemClock()

@@ -13,7 +13,7 @@ from asking import Asking
 from kvstore.block.account import HitTier, MissReason
 from kvstore.client.connection import check_answer, checked_facts, spans
 from kvstore.protocol import messages as m
-from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
+from kvstore.protocol.messages import Grant, LeaseReply, MatchReply, ReserveReply
 from service.sidecar import patient
 from tiering.dram.extents import Extent, MappedExtent
 from tiering.faults import MachineFault

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.client.handle import NamespaceHandle
-from kvstore.protocol.replies import LeaseReply, MatchReply
+from kvstore.protocol.messages import LeaseReply, MatchReply
 from kvstore.service.accounting import OPEN_LOOKUPS, Counting
 from kvstore.status.tree import LookupCounts
 from service.sidecar import Sidecar

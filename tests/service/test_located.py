@@ -20,7 +20,7 @@ from adapters.test_chunk_store import name_of
 from engine_adapter.adapter import Report, StoreRequest
 from engine_adapter.chunks.store import ChunkLimits, ChunkState
 from kvstore.block.account import HitTier, MissReason
-from kvstore.client import handing_over
+from kvstore.client import handle
 from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import courier as courier_messages
@@ -39,7 +39,7 @@ SECONDS = 30.0
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is busy with something else answers later than in 5 ms."""
     monkeypatch.setattr(courier_messages, "LOCATE_SECONDS", 5.0)
-    monkeypatch.setattr(handing_over, "LOCATE_GRACE_SECONDS", 10.0)
+    monkeypatch.setattr(handle, "LOCATE_GRACE_SECONDS", 10.0)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from kvstore.client.handle import PutResult
 from kvstore.client.pending import BLOCK_SECONDS, MAX_QUEUED_SECONDS, SHORT_BLOCKS
 from kvstore.client.socket_door import CallLimits
 from kvstore.protocol import messages as m
-from kvstore.protocol.replies import ReserveReply
+from kvstore.protocol.messages import ReserveReply
 from kvstore.service import dispatch as handlers
 from kvstore.service.connections import DoorLimits
 from service.sidecar import Sidecar

@@ -26,7 +26,7 @@ from kvstore.block.identity import ExtraKey, Namespace
 from kvstore.cli.ask import WarmPrompt
 from kvstore.cli.report import WarmReport
 from kvstore.protocol import messages as m
-from kvstore.protocol.replies import MatchReply
+from kvstore.protocol.messages import MatchReply
 from kvstore.status.tree import Readiness, SidecarStatus, TierStatus
 from programs import ROOT, run_python
 from tiering.frame import KEY_BYTES

@@ -18,7 +18,6 @@ import pytest
 
 import tiering.nvme.group_commit
 import tiering.nvme.index_records
-import tiering.nvme.session
 import tiering.nvme.slab_recovery
 import tiering.nvme.tier
 from simulation.power import PowerLoss
@@ -29,7 +28,7 @@ SOURCES = {
     module.__name__: Path(module.__file__).read_text()
     for module in (
         tiering.nvme.index_records,
-        tiering.nvme.session,
+        tiering.nvme.tier,
         tiering.nvme.group_commit,
         tiering.nvme.slab_recovery,
         tiering.nvme.tier,

@@ -41,7 +41,7 @@ from kvstore.client.connection import checked_facts
 from kvstore.insight.trace import read_trace
 from kvstore.protocol import messages as m
 from kvstore.protocol.lease_ticket import LeaseTicket
-from kvstore.protocol.replies import Grant
+from kvstore.protocol.messages import Grant
 from kvstore.protocol.words import layout_in_words, printable
 from kvstore.service.settings import read_settings
 from kvstore.status import tree as f

@@ -31,7 +31,7 @@ from kvstore.client import handle as put_limits
 from kvstore.client.sidecar_store import SidecarStore
 from kvstore.client.socket_door import CallLimits
 from kvstore.protocol import messages as m
-from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
+from kvstore.protocol.messages import Grant, LeaseReply, MatchReply, ReserveReply
 from tiering.dram.extents import Extent
 from tiering.frame import Stamp
 from tiering.tier import place_of

@@ -25,7 +25,6 @@ from enum import Enum, auto
 from typing import Any, Generic, TypeVar
 
 from tiering.clock import Clock
-from tiering.remote.breaker import RemoteBreaker
 from tiering.remote.driver import (
     PROBE_KEY,
     Arrived,
@@ -320,3 +319,57 @@ class RemoteWorkers:
         call.work = None  # it may hold the slot
         call.on_return()
         call.settle(value, fault)
+
+
+# Stops calls to a remote engine while it fails ---------------------------------------------------------------------
+
+
+MOST_FAILURES = 3
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 8.0
+
+
+class RemoteBreaker:
+    """One engine's."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.why = ""
+        self._failures = 0  # in a row
+        self._pause = FIRST_PAUSE_SECONDS
+        self._probe_at = 0.0
+        self._is_probing = False
+
+    def worked(self) -> None:
+        """A call succeeded. One that was in flight when the breaker opened counts for nothing."""
+        if not self.is_open:
+            self._failures, self._pause, self.why = 0, FIRST_PAUSE_SECONDS, ""
+
+    def failed(self, now: float, why: str) -> None:
+        """A call failed. why: for people."""
+        if self.is_open:
+            return
+        self.why = why
+        self._failures += 1
+        if self._failures >= MOST_FAILURES:
+            self._open(now)
+
+    def takes_probe(self, now: float) -> bool:
+        """Whether to probe now; if so, `probed` must follow."""
+        if not self.is_open or self._is_probing or now < self._probe_at:
+            return False
+        self._is_probing = True
+        return True
+
+    def probed(self, now: float, fault: str) -> None:
+        """Result of the probe. fault: empty for success."""
+        self._is_probing = False
+        if fault:
+            self.why = fault
+            self._open(now)
+        else:
+            self.is_open, self._failures = False, MOST_FAILURES - 1
+
+    def _open(self, now: float) -> None:
+        self.is_open = True
+        self._probe_at = now + self._pause
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
