@@ -38,7 +38,6 @@ PURE_FILES = frozenset(
     insight/test_plan.py
     insight/test_prefixes.py
     kvstore/test_catalogue.py
-    kvstore/test_door.py
     kvstore/test_miss.py
     kvstore/test_numbers.py
     kvstore/test_prefix_index.py

@@ -27,6 +27,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from math import expm1, floor, inf, isinf, log, log2
 from typing import Any
 
@@ -52,14 +53,15 @@ eighth of them: the threshold falls only between parts, and in larger ones by so
 
 HOT_SHARE = 0.002
 """A name with this share of all references becomes hot; it stays hot until it has less than half of that."""
-HOT_NAMES = 256
+HOT_NAMES, HOT_ONE_IN = 256, 64
+"""That are followed at most; in one run of so many requests at least."""
 NOTED = 1 << 13
 """References noted to find the hot names, at least half as many once there are so many. Where more come, every second
 one is dropped, and from then on half as many of those that come are noted."""
 LEAST_NOTED = 8
 """A hot name has been noted so often."""
 LOOKED_AT_REQUESTS = 256
-"""Hot names are looked for after this many requests."""
+"""A run of requests: hot names are looked for after each."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 """Multiples of it are spread evenly, so blocks of alternating requests are noted equally often."""
 
@@ -95,6 +97,7 @@ class LruCurve:
         self._used_at: dict[int, int] = {}
         self._hot = np.zeros(0, np.uint64)  # in order
         self._noted, self._one_in = np.zeros(0, np.uint64), 1
+        self._hot_one_in = 1  # run of requests whose hot names are followed
         self._now = self._requests = self._blocks = 0
         self._seen = _SeenNames()
         # All of these decay. By measure, tokens or sizes: asked for; of these, cold names; first references, by the
@@ -123,13 +126,15 @@ class LruCurve:
         request. size, tokens: of each block, constant over all requests that have it. size: bytes, or 1 where sizes are
         blocks; >= 1."""
         assert len(marks) == sum(lengths) and size >= 1 and tokens >= 0
-        first_ones, looked_at = self._seen.first_ones(marks), self._requests // LOOKED_AT_REQUESTS
+        first_ones, before = self._seen.first_ones(marks), self._requests
         self._requests += len(lengths)
         self._note(marks)
-        if self._requests // LOOKED_AT_REQUESTS > looked_at:
+        if self._requests // LOOKED_AT_REQUESTS > before // LOOKED_AT_REQUESTS:
             self._look_for_hot()
         is_hot = _are_in(marks, self._hot)
-        followed = np.flatnonzero(self._is_sampled(marks) | is_hot)
+        runs = np.arange(before, self._requests) // LOOKED_AT_REQUESTS
+        follows_hot = np.repeat(runs % self._hot_one_in == 0, lengths)
+        followed = np.flatnonzero(np.where(is_hot, follows_hot, self._is_sampled(marks)))
         numbers = np.searchsorted(np.cumsum(lengths), followed, "right")  # of their requests
         amounts, begin = np.array((tokens, size)), 0
         while begin < len(followed):
@@ -149,6 +154,11 @@ class LruCurve:
         assert names >= LEAST_NAMES
         self._most = min(self._most, names)
         self._trim()
+
+    def thin(self) -> None:
+        """From now on follow hot names in half as many runs of `LOOKED_AT_REQUESTS` requests. All their references are
+        counted; of their distances, each run is a sample."""
+        self._hot_one_in = min(2 * self._hot_one_in, HOT_ONE_IN)
 
     def fade(self, factor: float) -> None:
         self._totals *= factor
@@ -209,15 +219,19 @@ class LruCurve:
         """Judge the followed names of some requests, then use them. numbers: of their requests."""
         first, last = (np.searchsorted(numbers, numbers, side) for side in ("left", "right"))
         used_at = self._now + first + last - 1 - np.arange(len(marks))  # of a request, the deepest first
-        names, times, known = marks.tolist(), used_at.tolist(), self._used_at
-        before = np.empty(len(marks), np.int64)
-        for at, (name, now) in enumerate(zip(names, times, strict=True)):
-            before[at] = known.get(name, -1)
-            known[name] = now
+        names, known = marks.tolist(), self._used_at
+        before = np.fromiter(map(known.get, names, repeat(-1)), np.int64, len(names))
+        known.update(zip(names, used_at.tolist(), strict=True))
+        by_name = np.argsort(marks, kind="stable")
+        are_same = marks[by_name[1:]] == marks[by_name[:-1]]
+        sooner = by_name[:-1][are_same]
+        before[by_name[1:][are_same]] = used_at[sooner]
         self._judge(before, used_at, numbers, is_hot, size, amounts)
         stays = np.ones(len(self._marks), bool)
         stays[np.searchsorted(self._times, before[(before >= 0) & (before < self._now)])] = False
-        new = np.flatnonzero([known[name] == now for name, now in zip(names, times, strict=True)])
+        is_last = np.ones(len(marks), bool)
+        is_last[sooner] = False
+        new = np.flatnonzero(is_last)
         new = new[np.argsort(used_at[new])]
         self._marks = np.append(self._marks[stays], marks[new])
         self._times = np.append(self._times[stays], used_at[new])
@@ -235,10 +249,12 @@ class LruCurve:
         since = before[again]
         distances = later[np.searchsorted(self._times, since, "right")] + size
         if len(again) and numbers[0] < numbers[-1]:
-            is_between = numbers < numbers[again][:, None]
-            is_between &= before < since[:, None]
-            is_between &= used_at > since[:, None]
-            distances += is_between @ np.where(is_hot, size, size * scale)
+            last = np.maximum(before - self._now, -(1 << 30))
+            number, used, last = (one.astype(np.int32) for one in (numbers, used_at - self._now, last))
+            is_between = number < number[again][:, None]
+            is_between &= last < last[again][:, None]
+            is_between &= used > last[again][:, None]
+            distances += is_between.astype(np.float32) @ np.where(is_hot, size, size * scale).astype(np.float32)
         bins = np.minimum(np.ceil(BINS_PER_DOUBLING * np.log2(distances)), BINS).astype(np.intp)
         cold = len(before) - int(is_hot.sum())
         self.sampled_references += cold
@@ -469,15 +485,17 @@ class WhatIf:
                 weighed_at, mine, everybodys = now, mine_now, everybodys_now
 
     def weigh(self, mine: float, everybodys: float, seconds: float) -> None:
-        """Sample fewer names in proportion if sampling took too much of the process's work; if it took little, more
-        from the next estimator on. mine, everybodys: CPU seconds within so many seconds."""
+        """Sample fewer names in proportion if sampling took too much of the process's work, and where they are few
+        already, follow hot ones less often; if it took little, sample more from the next estimator on. mine,
+        everybodys: CPU seconds within so many seconds."""
         allowed = max(WORK_SHARE * everybodys, FREE_WORK * seconds)
         with self._lock:
             if mine > allowed:
+                is_fewest = self._names <= FEWEST_NAMES
                 fewer = min(self._names // 2, int(self._names * allowed / mine))
                 self._names = self._names_at_next_turn = max(min(FEWEST_NAMES, self._names), fewer)
                 for turn in self._turns:
-                    turn.curve.narrow(self._names)
+                    turn.curve.thin() if is_fewest else turn.curve.narrow(self._names)
             elif mine < allowed / 4:
                 self._names_at_next_turn = min(self._most_names, 2 * self._names)
 

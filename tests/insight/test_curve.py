@@ -544,6 +544,26 @@ def test_a_worker_that_takes_far_too_much_samples_far_fewer_names_at_once() -> N
     assert FEWEST_NAMES / 2 <= whatif.snapshot(10**9).sampled_names <= FEWEST_NAMES
 
 
+def test_where_few_names_take_too_much_work_hot_ones_are_followed_less_often_to_the_same_curve() -> None:
+    """Two prompts that are asked for all the time, each time with other questions."""
+    prompts, questions = [chain([at, *range(59)]) for at in range(2)], [key(at) for at in range(3_000)]
+    rates, seconds = [], []
+    for times in (0, 6):
+        random, whatif = np.random.default_rng(5), WhatIf(FakeClock(), SALT, FEWEST_NAMES)
+        for _ in range(times):
+            whatif.weigh(5.0, 10.0, 5.0)
+        before = time.thread_time()
+        for at in range(20_000):
+            asked = random.integers(len(questions), size=4).tolist()
+            looked_up(whatif, 1, [*prompts[at % 2], *(questions[one] for one in asked)])
+            if at % 100 == 0:
+                work_through(whatif)
+        seconds.append(time.thread_time() - before)
+        told = [whatif.snapshot(blocks * BLOCK_BYTES) for blocks in (64, 100, 3_000)]
+        rates.append([point.token_hit_rate for one in told for point in one.points])
+    assert rates[1] == pytest.approx(rates[0], abs=0.01) and seconds[1] < seconds[0] / 2
+
+
 def test_a_burst_of_work_is_weighed_at_once_and_a_little_every_five_seconds() -> None:
     """Weighed after five seconds alone, a sidecar that starts under load serves thousands of look-ups late."""
     clock, spent = FakeClock(), [0.0]

@@ -34,6 +34,7 @@ from kvstore.block.identity import (
     token_bytes,
 )
 from kvstore.block.layout import Attention, KvGroup, Layout
+from kvstore.protocol.messages import Grant
 from workbench import MODEL, OTHER_SECRET, SECRET, one_line, small_layout
 
 KEY = bytes(range(100, 132))
@@ -210,6 +211,8 @@ def test_keys_print_no_secret() -> None:
     for secret in (SECRET, keys.identity, keys.mac):
         assert secret.hex() not in shown and repr(secret) not in shown
     assert "identity=" not in shown and "mac=" not in shown
+    granted = Grant(3, keys.identity, (b"stamp",), (8192,))
+    assert repr(keys.identity) not in repr(granted) + str(granted) and "3" in repr(granted)
 
 
 def test_a_ring_knows_a_mac_key_by_tenant_key_and_epoch_together() -> None:
