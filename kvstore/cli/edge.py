@@ -24,7 +24,7 @@ from kvstore.cli.flags import Flag, Given, flags_of, settings_of, with_settings
 from kvstore.cli.operate import SERVE_FLAGS, Data, ObserveSocket, sidecar_settings
 from kvstore.cli.standard_streams import say
 from kvstore.cli.terminal import OK, Json, app, check_folder, option, path_option, typer
-from kvstore.config import DEFAULT_TENANT, NetworkSettings, expanded
+from kvstore.config import DEFAULT_TENANT, expanded
 from kvstore.protocol.words import printable
 from tiering.clock import Clock
 
@@ -50,13 +50,13 @@ def child(
     as_json: Json = False,
 ) -> int:
     """For kvstore serve alone, with its words. edge: health and metrics, at sockets that listen (--http-at), and if not
-    --pages alone, console and gRPC. agent: the transfer agent, which brings blocks from elsewhere."""
+    --pages alone, the console. agent: gRPC, and the transfer agent, which brings blocks from elsewhere."""
     command: Any = typer.main.get_command(app)
     values = command.commands["serve"].make_context("serve", [*context.args]).params
     read = partial(sidecar_settings, values["config"], settings_of(SERVE_FLAGS, values))
     settings = read()
     watch = _watch(settings)
-    makes = _agent_makes(settings, watch) if context.info_name == "agent" else edge_makes(settings, watch)
+    makes = agent_makes(settings, watch) if context.info_name == "agent" else edge_makes(settings, watch)
     if http_at:
         from kvstore.edge.pages import PagesPart
 
@@ -252,21 +252,18 @@ SERVER, AGENT = "gRPC server", "transfer agent"
 
 
 def edge_makes(settings: Any, watch: Any) -> Makes:
-    """What the edge serves besides health and metrics. Where other nodes dial the address of gRPC, the agent has it."""
-    makes: Makes = {}
-    if settings.console.listen is not None:
-        makes["console"] = partial(_console, settings, watch)
-    if settings.network.listen is not None and not settings.network.wants_peers:
-        makes[SERVER] = partial(_rpc, settings, watch, _paths(settings))
-    return makes
+    """What the edge serves besides health and metrics."""
+    return {"console": partial(_console, settings, watch)} if settings.console.listen is not None else {}
 
 
-def _agent_makes(settings: Any, watch: Any) -> Makes:
+def agent_makes(settings: Any, watch: Any) -> Makes:
+    """gRPC, in a process without pages: who floods a console must not delay routers. And what brings blocks from
+    elsewhere: other nodes dial the same address."""
     paths = _paths(settings)
     courier = _courier_of(settings, paths)
-    if not settings.network.wants_peers:
-        settings = replace(settings, network=NetworkSettings())  # the edge has gRPC
-    return {AGENT: partial(_rpc, settings, watch, paths, courier)} if courier is not None else {}
+    name = SERVER if courier is None else AGENT
+    is_wanted = courier is not None or settings.network.listen is not None
+    return {name: partial(_rpc, settings, watch, paths, courier)} if is_wanted else {}
 
 
 def _paths(settings: Any) -> dict[str, str]:
@@ -294,7 +291,7 @@ def check_edge(settings: Any) -> None:
         for one in (network.directory_password_file, settings.remote.password_file):
             if one is not None:
                 read_credential(one)
-        for make in (edge_makes(settings, watch) | _agent_makes(settings, watch)).values():
+        for make in (edge_makes(settings, watch) | agent_makes(settings, watch)).values():
             make()
     except (BadInput, OSError) as error:
         what = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error

@@ -33,7 +33,7 @@ import kvstore.cli.keys
 import kvstore.cli.operate
 import kvstore.cli.plan
 from kvstore.block.errors import OutOfResources, StoreError
-from kvstore.cli.edge import check_edge, edge_makes
+from kvstore.cli.edge import agent_makes, check_edge, edge_makes
 from kvstore.cli.flags import with_settings
 from kvstore.cli.operate import SERVE_FLAGS, sidecar_settings
 from kvstore.cli.standard_streams import (
@@ -215,7 +215,7 @@ def serve(
         for one in descriptors:
             os.set_inheritable(one, True)
         children = {keeper.EDGE: edge} if descriptors or edge_makes(settings, None) else {}
-        children |= {keeper.AGENT: [*_PROGRAM, "agent", *words]} if settings.wants_courier else {}
+        children |= {name: [*_PROGRAM, "agent", *words] for name in agent_makes(settings, None)}
         style = [str(2 * settings.limits.close_seconds), settings.log.format, json.dumps(children)]
         sidecar = [*_PROGRAM, *sys.argv[1:], *([f"--http-port={http_port}"] if descriptors else [])]
         command = [sys.executable, "-P", keeper.__file__, *style, json.dumps(descriptors), *sidecar]

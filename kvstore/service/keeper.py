@@ -60,7 +60,7 @@ CHILD_PAUSE_SECONDS, LONGEST_CHILD_PAUSE_SECONDS = 0.1, 60.0
 CHILD_END_SECONDS = 3.0
 MOST_LINE = 1000
 """Characters of a line that is logged for a child process."""
-EDGE, AGENT = "edge", "transfer agent"
+EDGE = "edge"
 BEAT_SECONDS, FIRST_BEAT_SECONDS = 5.0, 60.0
 """A child is killed after this much silence; the second applies to its start, which may be slow on a busy machine."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD)

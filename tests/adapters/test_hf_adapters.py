@@ -70,7 +70,10 @@ def test_an_adapter_is_its_bytes_and_not_its_name(store: EmbeddedStore) -> None:
     assert other != first and restored == 0
 
 
-@pytest.mark.parametrize("targets", [["down_proj"], ["lm_head"], ["embed_tokens"], ["k_proj"]], ids=str)
+@pytest.mark.parametrize(
+    "targets",
+    [["k_proj"], *(pytest.param([one], marks=pytest.mark.slow) for one in "down_proj lm_head embed_tokens".split())],
+)
 def test_switched_scaled_merged_disabled_deleted(targets: list[str], store: EmbeddedStore) -> None:
     """Each state answers as without a store. One that changes no KV, as the head's does, may share or not."""
     model = adapted(targets)

@@ -130,7 +130,7 @@ def test_a_part_whose_port_is_taken_is_tried_again_costs_no_other_and_stands_in_
     assert status == 0
     lines = [(one["logger"], one["level"], one["message"]) for one in (*log, *rest)]
     assert ("kvstore.edge", "info", f"console on http://{where}/") in lines
-    assert ("kvstore.edge", "info", f"gRPC on 127.0.0.1:{port}") in lines
+    assert ("kvstore.server", "info", f"gRPC on 127.0.0.1:{port}") in lines
     assert [(logger, level) for logger, level, text in lines if text.startswith(told)] == [("kvstore.edge", "warning")]
 
 

@@ -11,9 +11,10 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
+
+from msgspec import structs
 
 import kvstore
 from kvstore.block.errors import Unreachable
@@ -47,7 +48,7 @@ class Sidecar(outside.Sidecar):
         self._scratch = tempfile.TemporaryDirectory(prefix="kv-door-")
         scratch, other = Path(self._scratch.name), f"{self._scratch.name}/b.sock"
         tenants = {f"tenants.{OTHER_TENANT}": {"socket": other}}
-        super().__init__(scratch, SIZES, 86400, door=asdict(self.limits), **tenants)
+        super().__init__(scratch, SIZES, 86400, door=structs.asdict(self.limits), **tenants)
         self.sockets = {"default": self.socket, OTHER_TENANT: other}
 
     def check(self) -> None:

@@ -177,8 +177,10 @@ class Witness:
             self._hold_against(there)
             store.check()
             assert not store.usage().counters.get("quarantined_blocks"), store.usage().counters
+            named = {space.handle.number: space.name for space in spaces}
             for number, key in gone:  # what hangs below a frame that was cut short goes with it
-                block = self._names[next(one.name for one in spaces if one.handle.number == number)][key]
+                assert number in named, f"a block of namespace {number} was given up, of {named}"
+                block = self._names[named[number]][key]
                 standing = self.standing.get(block, Standing.AWAY)
                 assert standing is Standing.OPEN, f"{block} was given up, and {standing.value}"
                 assert block not in there
