@@ -1,4 +1,4 @@
-"""Whether memory or descriptors of sidecar, edge and console grow while a real vLLM serves traffic.
+"""Whether memory or descriptors of sidecar, edge, gRPC and console grow while a real vLLM serves traffic.
 
     .venv/bin/python benchmarks/soak.py TRACE [--engine .venv-engines/bin/python] [--seconds 3600] [--speed 1]
 
@@ -56,7 +56,7 @@ WARM_UP_SHARE = 0.25
 SLAB, EMPTY_SLAB_MIB = ".slab", 8 / 1024
 """A slab file that holds no blocks: beside the budget there may be one."""
 TOKEN = "a-token-of-the-soak"
-ROLES = ("sidecar", "edge", "console")
+ROLES = ("sidecar", "edge", "agent", "console")
 
 
 def kind_of(link: str) -> str:
@@ -123,12 +123,12 @@ class Watched:
 
 
 def processes_under(keeper: int) -> dict[str, int]:
-    """The sidecar and the edge that a keeper runs, by role."""
+    """The sidecar, the edge and the process of gRPC that a keeper runs, by role."""
     found = {}
     threads = Path(f"/proc/{keeper}/task").iterdir()  # a child belongs to the thread that started it
     for child in chain.from_iterable((thread / "children").read_text().split() for thread in threads):
         words = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
-        role = {"serve": "sidecar", "edge": "edge"}.get(words[words.index("kvstore") + 1])
+        role = {"serve": "sidecar", "edge": "edge", "agent": "agent"}.get(words[words.index("kvstore") + 1])
         if role is not None:
             found[role] = int(child)
     return found

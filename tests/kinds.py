@@ -42,7 +42,6 @@ PURE_FILES = frozenset(
     kvstore/test_numbers.py
     kvstore/test_prefix_index.py
     kvstore/test_state_policy.py
-    kvstore/test_lease_ticket.py
     kvstore/test_unmapped.py
     kvstore/test_unwritten.py
     openai_api/test_api.py

@@ -15,10 +15,11 @@ import pytest
 
 import kvstore
 from deploy.restricted import MISSING, filtered_calls, settings_of
-from deploy.sidecar_process import AROUND_SECONDS, DEPLOY, flags_in, known_flags, serving
+from deploy.sidecar_process import AROUND_SECONDS, DEPLOY, ROOT, flags_in, known_flags, serving
 from kvstore.service.settings import Settings, read_settings
 from service.sidecar import patient
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
+from wrong_values import every_setting
 
 UNIT = DEPLOY / "systemd" / "kvstore.service"
 EXAMPLE = DEPLOY / "kvstore.toml"
@@ -132,3 +133,36 @@ def _systemd_analyze() -> str:
     if found is None:
         pytest.skip("systemd-analyze is not installed; on Debian it is in the package systemd")
     return found
+
+
+# docs/deploy.md: what it names is there ----------------------------------------------------------------------------
+
+
+PAGE = (ROOT / "docs" / "deploy.md").read_text()
+
+
+def test_its_files_and_headings_are_there() -> None:
+    files = set(re.findall(r"deploy/[\w./-]*\w", PAGE))
+    assert files and all((ROOT / one).exists() for one in files), files
+    assert all((ROOT / "docs" / one).exists() for one in re.findall(r"\]\((\w+\.md)\)", PAGE))
+    headings = {
+        re.sub(r"[^\w -]", "", one).strip().lower().replace(" ", "-") for one in re.findall(r"^#+ (.*)$", PAGE, re.M)
+    }
+    assert set(re.findall(r"\]\(#([\w-]+)\)", PAGE)) <= headings
+
+
+def test_its_settings_are_settings() -> None:
+    named = re.findall(r"`(store|limits|door|http)\.(\w+)", PAGE)
+    assert named
+    assert set(named) <= {(section, key) for section, key, _, _ in every_setting()}
+
+
+def test_its_commands_and_units_are_the_ones_of_deploy() -> None:
+    run = re.search(r"  kvstore:0\.1\.0 (--.*)", PAGE)
+    assert run is not None and set(re.findall(r"--[a-z]+", run.group(1))) <= known_flags()
+    unit = (DEPLOY / "systemd" / "kvstore.service").read_text()
+    for line in ("MemorySwapMax=0", "OOMScoreAdjust=500", "OOMPolicy=kill", "LimitNOFILE=65536", "LimitMEMLOCK=0"):
+        assert line in unit
+    assert "`ulimit -l` may be 0" in PAGE
+    for key, value in re.findall(r"`(MemorySwapMax|OOMScoreAdjust|OOMPolicy|LimitNOFILE)=(\w+)`", PAGE):
+        assert f"\n{key}={value}\n" in unit

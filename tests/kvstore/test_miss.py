@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_kernels.copies import Flaw
 from kvstore.block.account import REASON_OF_FINDING, REASON_OF_FLAW, Account, HitTier, MissReason, Segment
+from kvstore.protocol.lease_ticket import LeaseTicket
 from tiering.tier import TierMiss
+from torture.nested import GRANT, TICKET
 
 # Appended to, never renamed, never sorted: dashboards and alerts name them.
 REASONS = """
@@ -118,3 +122,33 @@ def test_what_a_tier_above_has_is_taken_from_those_below_once(tokens: int) -> No
     wanted = Account.of([(origin, 1) for origin in [HitTier.ENGINE] * tokens + each[tokens:]])
     assert account.behind(HitTier.ENGINE, tokens) == wanted and wanted.asked == account.asked == 300
     assert account.behind(HitTier.ENGINE, tokens).hit_tokens == max(192, tokens)
+
+
+# A ticket that is sealed rightly and says what cannot be: refused before anything is made of it --------------------
+
+
+def test_a_ticket_is_opened_as_it_was_sealed() -> None:
+    assert LeaseTicket.open(TICKET.seal(GRANT), GRANT) == TICKET
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"first_block": 1 << 62, "blocks": 1 << 62, "keys": b"", "places": ([], []), "header_digests": (b"", b"")},
+        {"lease": 0, "first_block": 1 << 62},
+        {"lease": 0, "blocks": 1 << 62},
+        {"lease": 0, "blocks": -1},
+        {"first_block": -1},
+        {"blocks": 0},
+        {"keys": b""},
+        {"places": ([5, 6],)},
+        {"header_digests": (bytes(32), bytes(31))},
+        {"hits": [(HitTier.DRAM, -64)]},
+        {"hits": [(HitTier.DRAM, (1 << 63) - 1)]},
+    ],
+)
+def test_a_ticket_that_contradicts_itself_is_refused(changes: dict[str, Any]) -> None:
+    """Its holder would make a list of 2**62 keys of the first one."""
+    wrong = msgspec.structs.replace(TICKET, **changes).seal(GRANT)
+    with pytest.raises(ValueError, match="contradicts itself"):
+        LeaseTicket.open(wrong, GRANT)
