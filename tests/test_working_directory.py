@@ -92,7 +92,7 @@ def test_a_sidecar_and_its_children_run_no_file_of_the_working_directory(traps: 
         wait_until(lambda: grpc.exists() or sprung(traps))
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         commands = [Path(f"/proc/{one}/cmdline").read_bytes() for one in children]
-        assert all(b"\0-P\0-m\0kvstore\0" in one for one in commands) and len(commands) == 2, commands
+        assert all(b"\0-P\0-m\0kvstore\0" in one for one in commands) and len(commands) == 3, commands
         for word in ("stat", "doctor"):
             assert run(traps, KVSTORE, word, "--data", traps.parent / "kv").stdout
     assert not sprung(traps)

@@ -28,7 +28,6 @@ SOURCES = {
     module.__name__: Path(module.__file__).read_text()
     for module in (
         tiering.nvme.index_records,
-        tiering.nvme.tier,
         tiering.nvme.group_commit,
         tiering.nvme.slab_recovery,
         tiering.nvme.tier,
