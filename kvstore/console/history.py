@@ -25,7 +25,7 @@ from kvstore.protocol.told import PrefixFigures
 from kvstore.status.tree import SidecarStatus
 
 A = TypeVar("A")
-ASK_EVERY_SECONDS = 0.1
+ASK_EVERY_SECONDS = 0.25
 """From one question of a reader's to the next, so that however many ask, engines wait no longer at the sidecar."""
 MOST_EVENTS, EVENTS_TOLD = 500, 8
 

@@ -161,6 +161,7 @@ def test_every_bench_takes_check_and_json() -> None:
 STORE = {"dram": "1MiB", "nvme": "off"}
 
 
+@pytest.mark.slow
 def test_a_child_answers_until_the_bench_ends_it() -> None:
     job = {"prompts": 1, "number": 0, "options": {"prompt_tokens": 64}}
     with Sidecar(STORE) as sidecar:

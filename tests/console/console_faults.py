@@ -29,7 +29,7 @@ from kv_bench.process import HOST, LONGEST_SECONDS, Sidecar, console_command
 from kv_bench.rig import MODEL, SMALLEST, PagePool
 from kvstore.client.handle import NamespaceHandle
 
-ALLOWED = 1.5
+ALLOWED = 1.25
 """Of the quiet figure of the same round."""
 PROMPTS = 64
 QUIET = "quiet"

@@ -176,6 +176,7 @@ def test_an_offer_that_no_puller_comes_for_ends(medium: Any, door: Any, monkeypa
     assert source.releases == 1
 
 
+@pytest.mark.slow
 @in_one_medium
 def test_a_puller_that_dies_or_stalls_holds_no_pins(medium: Any, door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source(64, slice_bytes=(1 << 18, 5000))  # more than a connection's buffers take

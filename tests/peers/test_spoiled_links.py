@@ -77,6 +77,7 @@ def many(first: int, count: int) -> None:
             door.close()
 
 
+@pytest.mark.slow
 def test_spoiled_transfers() -> None:
     many(random.SystemRandom().randrange(1 << 30), FEW)
 
