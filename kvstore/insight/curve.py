@@ -54,7 +54,7 @@ eighth of them: the threshold falls only between parts, and in larger ones by so
 HOT_SHARE = 0.002
 """A name with this share of all references becomes hot; it stays hot until it has less than half of that."""
 HOT_NAMES, HOT_ONE_IN = 256, 64
-"""That are followed at most; in one run of so many requests at least."""
+"""Hot names at most; they are followed at least in one of so many runs."""
 NOTED = 1 << 13
 """References noted to find the hot names, at least half as many once there are so many. Where more come, every second
 one is dropped, and from then on half as many of those that come are noted."""
@@ -495,7 +495,9 @@ class WhatIf:
                 fewer = min(self._names // 2, int(self._names * allowed / mine))
                 self._names = self._names_at_next_turn = max(min(FEWEST_NAMES, self._names), fewer)
                 for turn in self._turns:
-                    turn.curve.thin() if is_fewest else turn.curve.narrow(self._names)
+                    if is_fewest:
+                        turn.curve.thin()
+                    turn.curve.narrow(self._names)
             elif mine < allowed / 4:
                 self._names_at_next_turn = min(self._most_names, 2 * self._names)
 

@@ -67,8 +67,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.
 
 
 class ChildProcess:
-    """The edge, or the transfer agent: a client of the sidecar. It gets no memory, makes itself of lower priority, and
-    is restarted when it ends, after growing pauses."""
+    """The edge, gRPC or the transfer agent: a client of the sidecar. It gets no memory, makes itself of lower priority,
+    and is restarted when it ends, after growing pauses."""
 
     def __init__(
         self, name: str, command: list[str], selector: selectors.BaseSelector, descriptors: Sequence[int] = ()

@@ -166,7 +166,7 @@ def test_what_is_hot_is_always_taken_and_is_as_others_later() -> None:
     assert curve.hot_names == len(prompt)
     exact = 10 * 999 / curve.asked()
     assert curve.hit_rates([100.0])[0] == pytest.approx(exact, abs=0.03)
-    for at in range(20_000):
+    for at in range(12_000):
         curve.requests(marks([("other", at)]), [1], 1.0, 16.0)
         if at % 100 == 0:
             curve.fade(0.9)
