@@ -47,9 +47,9 @@ MARKS = 1 << 64
 BINS_PER_DOUBLING = 32
 BINS = 64 * BINS_PER_DOUBLING
 """Bins of distances; the last one ends at 2**64."""
-PART, PARTS_OF_NAMES = 256, 8
-"""Sampled references that are judged at a time, or one request's: each is compared with each. Of few names fewer, an
-eighth of them: the threshold falls only between parts, and in larger ones by so much that the curve errs more."""
+PART, NEW_OF_NAMES = 256, 32
+"""Sampled references that are judged at a time, or one request's: each is compared with each. Fewer where more of them
+than one in `NEW_OF_NAMES` names are new: the threshold falls only between parts, and the curve errs more if by much."""
 
 HOT_SHARE = 0.002
 """A name with this share of all references becomes hot; it stays hot until it has less than half of that."""
@@ -138,7 +138,8 @@ class LruCurve:
         numbers = np.searchsorted(np.cumsum(lengths), followed, "right")  # of their requests
         amounts, begin = np.array((tokens, size)), 0
         while begin < len(followed):
-            end = begin + min(PART, self._most // PARTS_OF_NAMES)
+            is_new = [name not in self._used_at for name in marks[followed[begin : begin + PART]].tolist()]
+            end = begin + max(1, int(np.searchsorted(np.cumsum(is_new), self._most // NEW_OF_NAMES, "right")))
             if end < len(followed):  # at the end of a request
                 end = int(np.searchsorted(numbers, numbers[end]))
                 end = end if end > begin else int(np.searchsorted(numbers, numbers[begin], "right"))
@@ -259,9 +260,9 @@ class LruCurve:
         cold = len(before) - int(is_hot.sum())
         self.sampled_references += cold
         self._totals[_SAMPLED] += cold * scale * amounts
-        for kind, here, stands_for in ((_COLD, ~is_hot[again], scale), (_HOT, is_hot[again], 1.0)):
-            if here.any():
-                self._bins[kind] += np.outer(stands_for * amounts, np.bincount(bins[here], minlength=BINS + 1))
+        stands_for = np.where(is_hot[again], 1.0, scale)
+        for measure in MEASURES:
+            np.add.at(self._bins[:, measure], (is_hot[again].astype(np.intp), bins), stands_for * amounts[measure])
 
     def _note(self, marks: Marks) -> None:
         """Note some of the references, evenly."""
