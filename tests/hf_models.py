@@ -73,7 +73,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def small_model(name: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
-    """One of `MODELS`."""
     class_name, fields = MODELS[name]
     torch.manual_seed(seed)
     made = getattr(T, class_name)

@@ -59,8 +59,6 @@ class PageKernel(Protocol):
 
 
 class _Batch(NamedTuple):
-    """The part of a transfer that goes through one segment."""
-
     layers: LayerSlice
     frames: range
     slots: list[torch.Tensor]

@@ -485,6 +485,5 @@ def _infinity(KIND: tl.constexpr):
 
 @triton.jit
 def _report(state, is_not_finite, scale):
-    """Raise a block's status to the worst of these groups."""
     worst = tl.max(tl.where(is_not_finite, 1, tl.where(scale > 0x7BFF, 2, 0)), 0)
     tl.atomic_max(state, worst, mask=worst > 0, sem="relaxed")

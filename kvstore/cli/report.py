@@ -106,7 +106,6 @@ def _timeline(record: RequestRecord) -> Iterator[str]:
 
 
 def _gone(note: StoreNote) -> str:
-    """How the first missing block went."""
     if note.gone is None:
         return "when and why the first of them went is not known any more"
     gone = note.gone

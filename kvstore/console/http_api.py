@@ -469,7 +469,6 @@ def _add_pages(app: FastAPI, guard: Guard, static: Mapping[str, StaticFile]) -> 
 
 
 def _add_document(app: FastAPI, version: str, acts: bool) -> None:
-    """`/openapi.json`, with the schemas of all answers."""
     kinds: dict[str, Any] = {
         "/api/status": ConsoleStatus,
         "/api/stat": SidecarStatus,

@@ -106,7 +106,6 @@ def tenancy(blocks: BlockTable[NvmeTier], names: Mapping[bytes, str]) -> list[Te
 
 
 def _retained(residency: Residency | None, shares: Shares | None, tenant: bytes) -> tuple[int | None, int | None]:
-    """Retained bytes of a tenant, and its budget for them."""
     retention = residency.retention if residency is not None else None
     if retention is None or shares is None or shares.share_of(tenant) is None:
         return None, None

@@ -104,8 +104,6 @@ class CourierParts:
 
 
 class _NodeSession:
-    """The parts that belong to one run of the sidecar."""
-
     def __init__(self, parts: CourierParts, here: NodeIdentity, entry: Callable[[], NodeEntry]) -> None:
         clock, figures = parts.clock, parts.figures
         self._clock = clock

@@ -47,9 +47,10 @@ MARKS = 1 << 64
 BINS_PER_DOUBLING = 32
 BINS = 64 * BINS_PER_DOUBLING
 """Bins of distances; the last one ends at 2**64."""
-PART, NEW_OF_NAMES = 256, 32
-"""Sampled references that are judged at a time, or one request's: each is compared with each. Fewer where more of them
-than one in `NEW_OF_NAMES` names are new: the threshold falls only between parts, and the curve errs more if by much."""
+PART, NEW_OF_NAMES = 512, 32
+"""Sampled references that are judged at a time, or one request's: each row of them is compared with each. Fewer where
+more than one in `NEW_OF_NAMES` names are new: the threshold falls only between parts, and the curve errs more if by
+much."""
 
 HOT_SHARE = 0.002
 """A name with this share of all references becomes hot; it stays hot until it has less than half of that."""
@@ -131,21 +132,22 @@ class LruCurve:
         self._note(marks)
         if self._requests // LOOKED_AT_REQUESTS > before // LOOKED_AT_REQUESTS:
             self._look_for_hot()
-        is_hot = _are_in(marks, self._hot)
-        runs = np.arange(before, self._requests) // LOOKED_AT_REQUESTS
-        follows_hot = np.repeat(runs % self._hot_one_in == 0, lengths)
-        followed = np.flatnonzero(np.where(is_hot, follows_hot, self._is_sampled(marks)))
+        is_hot, is_followed = _are_in(marks, self._hot), self._is_sampled(marks)
+        if len(self._hot):
+            runs = np.arange(before, self._requests) // LOOKED_AT_REQUESTS
+            is_followed = np.where(is_hot, np.repeat(runs % self._hot_one_in == 0, lengths), is_followed)
+        followed = np.flatnonzero(is_followed)
         numbers = np.searchsorted(np.cumsum(lengths), followed, "right")  # of their requests
         amounts, begin = np.array((tokens, size)), 0
         while begin < len(followed):
-            is_new = [name not in self._used_at for name in marks[followed[begin : begin + PART]].tolist()]
-            end = begin + max(1, int(np.searchsorted(np.cumsum(is_new), self._most // NEW_OF_NAMES, "right")))
-            if end < len(followed):  # at the end of a request
-                end = int(np.searchsorted(numbers, numbers[end]))
-                end = end if end > begin else int(np.searchsorted(numbers, numbers[begin], "right"))
-            part, number = followed[begin:end], numbers[begin:end]
-            still = self._is_sampled(marks[part]) | is_hot[part]
-            self._take(marks[part][still], number[still], is_hot[part][still], size, amounts)
+            end = _whole_requests(numbers, begin, PART)
+            names = marks[followed[begin:end]]
+            used = np.fromiter(map(self._used_at.get, names.tolist(), repeat(-1)), np.int64, len(names))
+            few_new = int(np.searchsorted(np.cumsum(used < 0), self._most // NEW_OF_NAMES, "right"))
+            end = min(end, _whole_requests(numbers, begin, few_new))
+            part = np.flatnonzero(self._is_sampled(names[: end - begin]) | is_hot[followed[begin:end]])
+            at = followed[begin + part]
+            self._take(marks[at], used[part], numbers[begin + part], is_hot[at], size, amounts)
             begin = end
         counts = np.array((len(marks), len(marks) - is_hot.sum(), first_ones))
         self._totals[:_SAMPLED] += np.outer(counts, amounts)
@@ -216,13 +218,12 @@ class LruCurve:
             return max(0.0, asked - first)
         return float(self._bins[_COLD, measure].sum()) / sampled * asked if sampled else 0.0
 
-    def _take(self, marks: Marks, numbers: Any, is_hot: Any, size: float, amounts: Any) -> None:
-        """Judge the followed names of some requests, then use them. numbers: of their requests."""
+    def _take(self, marks: Marks, before: Any, numbers: Any, is_hot: Any, size: float, amounts: Any) -> None:
+        """Judge the followed names of some requests, then use them. before: when they were used, or -1. numbers: of
+        their requests."""
         first, last = (np.searchsorted(numbers, numbers, side) for side in ("left", "right"))
         used_at = self._now + first + last - 1 - np.arange(len(marks))  # of a request, the deepest first
-        names, known = marks.tolist(), self._used_at
-        before = np.fromiter(map(known.get, names, repeat(-1)), np.int64, len(names))
-        known.update(zip(names, used_at.tolist(), strict=True))
+        self._used_at.update(zip(marks.tolist(), used_at.tolist(), strict=True))
         by_name = np.argsort(marks, kind="stable")
         are_same = marks[by_name[1:]] == marks[by_name[:-1]]
         sooner = by_name[:-1][are_same]
@@ -250,12 +251,19 @@ class LruCurve:
         since = before[again]
         distances = later[np.searchsorted(self._times, since, "right")] + size
         if len(again) and numbers[0] < numbers[-1]:
+            # Of references in a row, where names are that were used in a row, no other name was used between those.
+            weights = np.where(is_hot, size, size * scale)
+            goes_on = (np.diff(numbers[again]) == 0) & (np.diff(since) == -1) & (since[1:] != self._now - 1)
+            begins = np.flatnonzero(np.append(True, ~goes_on))
+            lengths, first = np.diff(np.append(begins, len(again))), again[begins][:, None]
             last = np.maximum(before - self._now, -(1 << 30))
             number, used, last = (one.astype(np.int32) for one in (numbers, used_at - self._now, last))
-            is_between = number < number[again][:, None]
-            is_between &= last < last[again][:, None]
-            is_between &= used > last[again][:, None]
-            distances += is_between.astype(np.float32) @ np.where(is_hot, size, size * scale).astype(np.float32)
+            is_between = number < number[first]
+            is_between &= last < last[first]
+            is_between &= used > last[first]
+            distances += np.repeat(is_between.astype(np.float32) @ weights.astype(np.float32), lengths)
+            sooner = np.cumsum(weights[again]) - weights[again]
+            distances += np.where(since >= self._now, sooner - np.repeat(sooner[begins], lengths), 0.0)
         bins = np.minimum(np.ceil(BINS_PER_DOUBLING * np.log2(distances)), BINS).astype(np.intp)
         cold = len(before) - int(is_hot.sum())
         self.sampled_references += cold
@@ -265,7 +273,6 @@ class LruCurve:
             np.add.at(self._bins[:, measure], (is_hot[again].astype(np.intp), bins), stands_for * amounts[measure])
 
     def _note(self, marks: Marks) -> None:
-        """Note some of the references, evenly."""
         noted = np.append(self._noted, marks[_spread(self._blocks, len(marks), self._one_in)])
         while len(noted) > NOTED:
             noted = noted[_spread(0, len(noted), 2)]
@@ -274,7 +281,6 @@ class LruCurve:
         self._blocks += len(marks)
 
     def _look_for_hot(self) -> None:
-        """Make those hot that were noted often, and others no more."""
         names, counts = np.unique(self._noted, return_counts=True)
         least = max(LEAST_NOTED, HOT_SHARE * len(self._noted))
         often = np.flatnonzero(counts >= np.where(_are_in(names, self._hot), least / 2, least))
@@ -330,6 +336,14 @@ def _are_in(marks: Marks, table: Marks) -> Any:
     if not len(table):
         return np.zeros(len(marks), bool)
     return table[np.minimum(np.searchsorted(table, marks), len(table) - 1)] == marks
+
+
+def _whole_requests(numbers: Any, begin: int, most: int) -> int:
+    """Where to end after at most so many references of whole requests, or after one request. numbers: of them."""
+    if begin + most >= len(numbers):
+        return len(numbers)
+    last = int(np.searchsorted(numbers, numbers[begin + most]))
+    return last if last > begin else int(np.searchsorted(numbers, numbers[begin], "right"))
 
 
 def _spread(first: int, count: int, one_in: int) -> Any:

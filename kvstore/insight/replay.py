@@ -211,7 +211,6 @@ class Replay:
         return written
 
     def _state_keys(self, kept: StatesKept, key: bytes) -> list[bytes]:
-        """A state's blocks, none of which is a block of the trace."""
         first = self._first_state + int.from_bytes(key, "little") * kept.blocks
         return [_name(number) for number in range(first, first + kept.blocks)]
 

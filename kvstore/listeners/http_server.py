@@ -214,8 +214,6 @@ class HttpListener:
 
 
 class _Exchanges:
-    """The requests of one connection, in order."""
-
     def __init__(
         self,
         listener: HttpListener,

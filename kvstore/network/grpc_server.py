@@ -237,7 +237,6 @@ class GrpcDoor:
         return DoorCall(caller, self._time(context), link)
 
     def _peer_call(self, context: Any) -> tuple[bytes, Callable[[], float]]:
-        """`kvstore.courier.asking.AskedBy`."""
         assert self._nodes is not None, "the service is there"
         node = self._nodes(context)
         if node is None:

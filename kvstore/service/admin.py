@@ -418,7 +418,6 @@ class Admin:
         return Standing(found.blocks, tiers, until if until > core.clock.wall_seconds() else None)
 
     def _model(self, number: int) -> str:
-        """A namespace's model, as clients call it."""
         namespace = self._store.core.namespace_of(number)
         tenant = next((one.tenant for one in self._store.core.namespaces() if one.number == number), b"")
         return self._report.name(tenant, namespace.digest()) or namespace.model

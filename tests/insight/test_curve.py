@@ -96,6 +96,14 @@ def test_with_nothing_sampled_out_it_is_exact(prompts: list[tuple[list[int], int
     assert curve.asked(TOKENS) == 16 * sum(len(names) for names, _ in requests)
 
 
+def test_keys_that_are_no_chain_are_judged_as_exactly() -> None:
+    requests: list[Request] = [(["y"], 1), (["x"], 1), (["x", "y"], 1)]
+    curve = LruCurve()
+    told(curve, requests[:1])
+    told(curve, requests[1:], 2)
+    assert curve.hit_rates([1, 2, inf]) == [*rates(requests, by_list(requests), [1, 2, inf])] == [0.25, 0.5, 0.5]
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 def test_with_hot_names_it_is_exact_as_well(seed: int) -> None:
     """Prompts share all or a part of a long start. Some names become hot, and after the middle others do, while those

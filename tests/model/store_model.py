@@ -162,7 +162,6 @@ class PagedKv:
             assert np.array_equal(memory, found), "pages hold other bytes than the blocks that were loaded"
 
     def snapshot(self) -> list[Array]:
-        """All of the memory now."""
         return [memory.copy() for memory in self.memory]
 
 
@@ -387,7 +386,6 @@ def open_store(
 
 
 def temporary_directory() -> tempfile.TemporaryDirectory[str]:
-    """A directory for one example."""
     return tempfile.TemporaryDirectory(prefix="kv-model-")
 
 

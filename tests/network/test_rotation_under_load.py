@@ -52,7 +52,6 @@ class Load:
         ]
 
     def goes_on(self, more: int = 15) -> None:
-        """All of it does, for a while."""
         wanted = {name: count + (more if name != "connections" else 3) for name, count in self.counts.items()}
         wait_until(lambda: bool(self.faults) or all(self.counts[name] >= wanted[name] for name in wanted))
         assert not self.faults, self.faults

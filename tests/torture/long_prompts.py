@@ -45,12 +45,10 @@ class Told:
 
 
 def prompt(tokens: int, seed: int) -> np.ndarray:
-    """Token ids."""
     return np.random.default_rng(seed).integers(0, 1 << 30, tokens, dtype=np.uint32)
 
 
 def blank(tokens: int) -> Pages:
-    """Pages for so many."""
     blocks = tokens // LAYOUT.block_tokens
     planes = {0: [torch.zeros(blocks, LAYOUT.block_tokens, 1, 8, dtype=torch.bfloat16) for _ in range(2)]}
     return Pages(planes, range(blocks), LAYOUT.block_tokens)

@@ -458,6 +458,5 @@ def nested(count: int, seed: int, report: Report | None = None) -> dict[str, int
 
 
 def resident_bytes(pid: int | str = "self") -> int:
-    """Of a process."""
     text = Path(f"/proc/{pid}/status").read_text()
     return int(next(line.split()[1] for line in text.splitlines() if line.startswith("VmRSS"))) << 10

@@ -83,7 +83,6 @@ class Nursery:
         self._process.wait()
 
     def start(self, **options: Any) -> Child:
-        """A child at work."""
         out, into = os.pipe()
         try:
             pid = self._ask({"live": options}, into)

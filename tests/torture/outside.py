@@ -128,7 +128,6 @@ class Sidecar:
 
     @property
     def keeper_pid(self) -> int:
-        """Of its parent."""
         return self.process.pid
 
     def serves(self, times: int = 1) -> None:

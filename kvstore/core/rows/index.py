@@ -78,8 +78,6 @@ class OpenedNamespace:
 
 
 class _Names:
-    """One namespace's keys."""
-
     __slots__ = ("beside", "block_bytes", "forgotten", "hidden", "inserted", "mark", "tenant", "visible")
 
     def __init__(
