@@ -62,7 +62,7 @@ from tiering.policies.lru import LeafFirstLru
 from tiering.policies.shares import Share
 
 if TYPE_CHECKING:
-    from kv_kernels.device_transfers import DeviceTransfers
+    from kv_kernels.device_copy import DeviceTransfers
     from kvstore.block.codec import Codecs
     from kvstore.node import EmbeddedStore
     from tiering.policies.policy import PolicyMaker
@@ -269,7 +269,7 @@ def policy_named(name: str, thinned: float = 1.0) -> PolicyMaker:
 def _open_gpu(index: int) -> DeviceTransfers | None:
     """The route between pages on a GPU and host memory, made when such pages are first seen."""
     try:
-        from kv_kernels.device_transfers import on_cuda
+        from kv_kernels.device_copy import on_cuda
     except ImportError:  # there is no triton
         return None
     return on_cuda(index)

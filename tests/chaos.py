@@ -15,6 +15,7 @@ The first hazard is raised where it is found and again by every later call. Must
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ from random import Random
 import torch
 
 from happens_before import Clock, HazardError, Pageable, Shadow, merge
-from kv_kernels.device import Direction, Event, Lanes, Region, Regions, host_tensor, region
+from kv_kernels.device import LANES, Direction, Event, Region, Regions, Rows, host_tensor, region
 
 POISON = 0xA5
 ENGINE = "engine"
@@ -47,6 +48,20 @@ class _Operation:
     bodies: list[Callable[[], object]] = field(default_factory=list)
 
 
+class NoWait:
+    """Who does not wait for whom: names of streams, or of a host thread as the first."""
+
+    def __init__(self, waiter: str = "", awaited: str = "") -> None:
+        self.waiter = waiter
+        self.awaited = awaited
+        self.times = 0
+
+    def __call__(self, waiter: str, awaited: str) -> bool:
+        is_dropped = (waiter, awaited) == (self.waiter, self.awaited)
+        self.times += is_dropped
+        return is_dropped
+
+
 class ChaosEvent:
     """Holds the clock of what it recorded."""
 
@@ -55,7 +70,9 @@ class ChaosEvent:
         self.clock: Clock | None = None
 
     def wait(self) -> None:
-        self.stream.device.drive(self)
+        device = self.stream.device
+        if not device.no_wait(device.actor, self.stream.name):
+            device.drive(self)
 
 
 class ChaosStream:
@@ -75,11 +92,12 @@ class ChaosStream:
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, ChaosEvent), "an event of this device"
-        self._put("waits", event=event, waits=True)
+        if not self.device.no_wait(self.name, event.stream.name):
+            self._put("waits", event=event, waits=True)
 
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        for target, source in zip(targets, sources, strict=True):
-            reads, writes = [region(source)], [region(target)]
+    def copy(self, rows: Rows) -> None:
+        for target, source, size in rows.T.tolist():
+            reads, writes = [Region(source, size)], [Region(target, size)]
             body = _copier(writes[0], reads[0])
             self._put("copies", reads=reads, writes=writes, is_copy=True, bodies=[body])
 
@@ -156,11 +174,11 @@ class ChaosHost:
             size = self._registered.pop(address)
             self._device.host_settle([Region(address, size)], "unregistering")
 
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        for target, source in zip(targets, sources, strict=True):
-            self._device.host_read([region(source)], "a copy by the host")
-            self._device.host_write([region(target)], "a copy by the host")
-            target.copy_(source)
+    def copy(self, rows: Rows) -> None:
+        for target, source, size in rows.T.tolist():
+            self._device.host_read([Region(source, size)], "a copy by the host")
+            self._device.host_write([Region(target, size)], "a copy by the host")
+            ctypes.memmove(target, source, size)
 
     def reaches(self, touched: Region) -> bool:
         """Inside one piece of pinned memory."""
@@ -171,7 +189,7 @@ class ChaosHost:
 
 
 class ChaosDevice:
-    """Streams "compute" and two for each direction. random: decides every order, so that a seed repeats it."""
+    """Streams "compute", "load 0", "load 1", "save 0" and so on. random: decides every order; a seed repeats it."""
 
     def __init__(
         self,
@@ -179,24 +197,23 @@ class ChaosDevice:
         refuse: Callable[[int, int, bool], str] = lambda address, size_bytes, writable: "",
         eagerness: float | None = None,
         knows_host: bool = True,
+        no_wait: NoWait | None = None,
     ) -> None:
         """eagerness: how likely it is, after each call, that something runs; 0 runs what is waited for only.
         knows_host: whether all that host code writes is said; if not, memory that is not the device's counts as
-        written."""
+        written. no_wait: a wait that is left out."""
         self.lock = threading.RLock()
+        self.no_wait = no_wait or NoWait()
         self._random = random
         self._eagerness = random.choice([0.0, 0.3, 0.7, 1.0]) if eagerness is None else eagerness
         self._shadow = Shadow(is_defined=not knows_host)
         self._host = ChaosHost(self, refuse)
         self._compute = ChaosStream(self, "compute")
         self._lanes = {
-            direction: Lanes(
-                ChaosStream(self, f"{direction.value} copies"), ChaosStream(self, f"{direction.value} kernels")
-            )
+            direction: [ChaosStream(self, f"{direction.value} {number}") for number in range(LANES)]
             for direction in Direction
         }
-        lanes = [stream for pair in self._lanes.values() for stream in pair]
-        self._streams = [self._compute, *[stream for stream in lanes if isinstance(stream, ChaosStream)]]
+        self._streams = [self._compute, *[stream for lanes in self._lanes.values() for stream in lanes]]
         self._memory: list[torch.Tensor] = []
         self._threads: dict[str, Clock] = {}
         self._acting = threading.local()
@@ -207,7 +224,7 @@ class ChaosDevice:
     def host(self) -> ChaosHost:
         return self._host
 
-    def lanes(self, direction: Direction) -> Lanes:
+    def lanes(self, direction: Direction) -> Sequence[ChaosStream]:
         return self._lanes[direction]
 
     def compute(self) -> ChaosStream:

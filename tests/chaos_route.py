@@ -10,14 +10,13 @@ from random import Random
 import pytest
 import torch
 
-from chaos import ChaosDevice
+from chaos import ChaosDevice, NoWait
 from chaos_worker import ChaosWorker
 from kv_kernels import triton_raw
-from kv_kernels.device_transfers import DeviceTransfers, Workers
-from kv_kernels.worker import ThreadWorker
-from small_engine import HastyDevice, NoWait
+from kv_kernels.device_copy import DeviceTransfers, Workers
+from kv_kernels.worker import Worker
 
-SEGMENT_BYTES, SEGMENTS = 24 << 10, 2
+SEGMENT_BYTES = 24 << 10
 
 needs_interpreter = pytest.mark.skipif(
     not hasattr(triton_raw._gather, "rewrite"),
@@ -40,13 +39,11 @@ class ChaosRoute:
     ) -> None:
         print(f"seed {seed}")
         self.has_threads = has_threads
-        self.chaos = ChaosDevice(Random(seed), lambda *_: "not allowed" if refused else "", eagerness, knows_host=False)
-        self.device = HastyDevice(self.chaos, no_wait or NoWait())
+        refuse = lambda *_: "not allowed" if refused else ""  # noqa: E731
+        self.device = self.chaos = ChaosDevice(Random(seed), refuse, eagerness, knows_host=False, no_wait=no_wait)
         names = [f"{name} worker" for name in ("pin", "load", "save")]
-        self.workers = Workers(
-            *[ThreadWorker(name) if has_threads else ChaosWorker(self.chaos, name) for name in names]
-        )
-        self.transfers = DeviceTransfers(self.device, self.workers, segment_bytes, SEGMENTS)
+        self.workers = Workers(*[Worker(name) if has_threads else ChaosWorker(self.chaos, name) for name in names])
+        self.transfers = DeviceTransfers(self.device, self.workers, segment_bytes)
 
     def __call__(self, device: torch.device) -> DeviceTransfers:
         return self.transfers

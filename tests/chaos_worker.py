@@ -10,22 +10,23 @@ from collections.abc import Callable
 
 from chaos import ChaosDevice
 from happens_before import Clock, merge
+from kv_kernels.worker import Worker
 
 
-class ChaosWorker:
+class ChaosWorker(Worker):
     """A worker whose jobs run when somebody waits for them, or at `pump`: a thread that is late, or not."""
 
     def __init__(self, device: ChaosDevice, name: str) -> None:
         self._device = device
         self._name = name
-        self._jobs: deque[tuple[Clock, Callable[[], object]]] = deque()
+        self._late: deque[tuple[Clock, Callable[[], object]]] = deque()
         self._done: Clock = {}
         self._is_closed = False
 
     def submit(self, job: Callable[[], object]) -> bool:
         if self._is_closed:
             return False
-        self._jobs.append((self._device.tick(), job))
+        self._late.append((self._device.tick(), job))
         return True
 
     def wait(self, is_ready: Callable[[], bool], timeout_s: float | None) -> bool:
@@ -47,9 +48,9 @@ class ChaosWorker:
 
     def pump(self) -> bool:
         """Run the next job; False where there is none."""
-        if not self._jobs:
+        if not self._late:
             return False
-        issued, job = self._jobs.popleft()
+        issued, job = self._late.popleft()
         with self._device.acting(self._name):
             self._device.join(issued)
             job()

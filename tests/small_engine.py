@@ -7,18 +7,17 @@ are put into the compute stream; loads and saves are the real ones.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from random import Random
 
 import torch
 
-from chaos import ChaosDevice, ChaosEvent, ChaosStream
+from chaos import ChaosDevice, NoWait
 from chaos_worker import ChaosWorker
 from happens_before import Clock, HazardError
-from kv_kernels.device import Direction, Event, Lanes, Region, Regions, Stream, host_tensor
+from kv_kernels.device import Direction, Region, Stream, host_tensor
 from kv_kernels.pinned import PinnedExtents
-from kv_kernels.transfer import Loader, Saver
-from kv_kernels.transfer_state import LayerSlice, Transfer, layer_slices
+from kv_kernels.transfer import LayerSlice, Loader, Saver, Transfer, layer_slices
 
 LAYERS, PAGES, PAGE_BYTES = 4, 2, 8
 LAYER_BYTES = PAGES * PAGE_BYTES
@@ -26,76 +25,6 @@ HEADER_BYTES = 8
 FRAME_BYTES = HEADER_BYTES + LAYERS * LAYER_BYTES
 POOL_PAGES, SLOTS = 64, 14
 SEGMENT_BYTES = FRAME_BYTES + LAYER_BYTES
-
-
-class NoWait:
-    """Who does not wait for whom: names of streams, or of a host thread as the first."""
-
-    def __init__(self, waiter: str = "", awaited: str = "") -> None:
-        self.waiter = waiter
-        self.awaited = awaited
-        self.times = 0
-
-    def __call__(self, waiter: str, awaited: str) -> bool:
-        is_dropped = (waiter, awaited) == (self.waiter, self.awaited)
-        self.times += is_dropped
-        return is_dropped
-
-
-class HastyEvent:
-    """An event that some host thread does not wait for."""
-
-    def __init__(self, event: ChaosEvent, device: ChaosDevice, no_wait: NoWait) -> None:
-        self.event = event
-        self._device = device
-        self._no_wait = no_wait
-
-    def wait(self) -> None:
-        if not self._no_wait(self._device.actor, self.event.stream.name):
-            self.event.wait()
-
-
-class HastyStream:
-    """A stream that does not wait for some other one."""
-
-    def __init__(self, stream: ChaosStream, no_wait: NoWait) -> None:
-        self.stream = stream
-        self._no_wait = no_wait
-
-    def record(self) -> HastyEvent:
-        return HastyEvent(self.stream.record(), self.stream.device, self._no_wait)
-
-    def wait(self, event: Event) -> None:
-        assert isinstance(event, HastyEvent)
-        if not self._no_wait(self.stream.name, event.event.stream.name):
-            self.stream.wait(event.event)
-
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        self.stream.copy(targets, sources)
-
-    def launch(self, work: Callable[[], object], reads: Regions, writes: Regions) -> None:
-        self.stream.launch(work, reads, writes)
-
-
-class HastyDevice:
-    """The chaos device without one kind of wait."""
-
-    def __init__(self, device: ChaosDevice, no_wait: NoWait) -> None:
-        self.chaos = device
-        self.host = device.host
-        self.memory = device.memory
-        self.run = device.run
-        self._compute = HastyStream(device.compute(), no_wait)
-        self._lanes = {
-            direction: Lanes(*[HastyStream(stream, no_wait) for stream in device.lanes(direction)])  # type: ignore[arg-type]
-            for direction in Direction
-        }
-
-    def lanes(self, direction: Direction) -> Lanes:
-        return self._lanes[direction]
-
-    def compute(self) -> HastyStream:
-        return self._compute
 
 
 class Table:
@@ -154,10 +83,10 @@ class Kernel:
     def tables(self) -> Iterable[Region]:
         return [self._region]
 
-    def findings(self) -> Iterable[Region]:
+    def findings(self, frames: range, layers: LayerSlice) -> Iterable[Region]:
         return []
 
-    def end(self, kernels: Stream) -> None:
+    def end(self, stream: Stream) -> None:
         pass
 
 
@@ -166,8 +95,8 @@ class Engine:
 
     def __init__(self, seed: int, no_wait: NoWait, refused: bool = False, eagerness: float | None = None) -> None:
         self.random = Random(seed)
-        self.chaos = ChaosDevice(Random(seed + 1), lambda *_: "not allowed" if refused else "", eagerness)
-        self.device = HastyDevice(self.chaos, no_wait)
+        refuse = lambda *_: "not allowed" if refused else ""  # noqa: E731
+        self.device = self.chaos = ChaosDevice(Random(seed + 1), refuse, eagerness, no_wait=no_wait)
         self._dropped: list[tuple[Clock, Region]] = []
         self._pool = self.chaos.memory(LAYERS * POOL_PAGES * PAGE_BYTES)
         self.pool = self._pool.view(LAYERS, POOL_PAGES, PAGE_BYTES)
@@ -179,8 +108,8 @@ class Engine:
         self.extents = PinnedExtents(self.chaos.host, self.pin_worker, chunk_bytes=5 * FRAME_BYTES + 16)
         for memory in self.memory:
             self.extents.add(memory.data_ptr(), len(memory), memory, writable=True)
-        self.loader = Loader(self.device, self.extents, self.load_worker, SEGMENT_BYTES, 2)
-        self.saver = Saver(self.device, self.extents, self.save_worker, SEGMENT_BYTES, 2)
+        self.loader = Loader(self.device, self.extents, self.load_worker, SEGMENT_BYTES)
+        self.saver = Saver(self.device, self.extents, self.save_worker, SEGMENT_BYTES)
         self.contents: dict[int, torch.Tensor] = {}
 
     # --- memory

@@ -15,6 +15,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import DynamicCache
 
@@ -25,13 +26,12 @@ from kv_bench.rig import BlockShape
 from kv_bench.script import one_of
 from kv_kernels import reference
 from kv_kernels.device import Region, Stream, host_tensor
-from kv_kernels.device_transfers import SEGMENT_BYTES, SEGMENTS
+from kv_kernels.device_copy import SEGMENT_BYTES
 from kv_kernels.int8 import KC64
 from kv_kernels.pinned import PinnedExtents
 from kv_kernels.pools import PoolTable
-from kv_kernels.transfer import Loader, Saver
-from kv_kernels.transfer_state import LayerSlice, Transfer, TransferOutcome, layer_slices
-from kv_kernels.worker import ThreadWorker
+from kv_kernels.transfer import LayerSlice, Loader, Saver, Transfer, TransferOutcome, layer_slices
+from kv_kernels.worker import Worker
 from kvstore.block.codec import codec_named
 from kvstore.block.errors import BadInput
 from kvstore.config import format_size
@@ -349,7 +349,7 @@ class PagedKernel:
 
     pages = tables = findings = _regions
 
-    def end(self, kernels: Stream) -> None:
+    def end(self, stream: Stream) -> None:
         """Statuses stay on the device."""
 
 
@@ -364,7 +364,7 @@ class Transfers:
         self._device, near = transfer_device(device)
         self._frame_bytes = frame_bytes(size)
         with ExitStack() as stack:
-            pin, load, save = (ThreadWorker(f"bench-{name}", near) for name in ("pin", "load", "save"))
+            pin, load, save = (Worker(f"bench-{name}", near) for name in ("pin", "load", "save"))
             for worker in (pin, load, save):
                 stack.callback(worker.close, CLOSE_SECONDS)
             extent = Extent(blocks * self._frame_bytes)
@@ -372,12 +372,15 @@ class Transfers:
             extents = PinnedExtents(self._device.host, pin)
             extents.add(extent.address, extent.size_bytes, extent, writable=True)
             stack.callback(_give_back, extents, extent)
-            pin.wait(lambda: extents.runs(self._slots, self._frame_bytes).is_pinned, WAIT_SECONDS)
+            pin.wait(
+                lambda: extents.runs(np.array(self._slots), self._frame_bytes)[0].is_pinned,
+                WAIT_SECONDS,
+            )
             self._slices = layer_slices(shape.layers, size // shape.layers, layers_at_once, HEADER_BYTES)
             room = max(options.segment_bytes, *(part.size_bytes for part in self._slices))
             segment = -(-room // 256) * 256
-            self._loader = Loader(self._device, extents, load, segment, SEGMENTS)
-            self._saver = Saver(self._device, extents, save, segment, SEGMENTS)
+            self._loader = Loader(self._device, extents, load, segment)
+            self._saver = Saver(self._device, extents, save, segment)
             self._into_pages = PagedKernel(self.target, self._slices, bench.route, codec, True)
             self._from_pages = PagedKernel(self.pool, self._slices, bench.route, codec, False)
             self._stack = stack.pop_all()

@@ -6,6 +6,7 @@ all of it; if the host was too slow, the figure is marked as the host's.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import sys
@@ -17,7 +18,7 @@ import torch
 from kv_bench.measure import Cost, timed
 from kv_bench.script import one_of
 from kv_kernels.cuda import CudaDevice, local_cpus
-from kv_kernels.device import Device, Direction, Event, Lanes, Regions
+from kv_kernels.device import LANES, Device, Direction, Event, Regions, Rows
 from kvstore.block.errors import BadInput
 
 CUDA, CPU = DEVICES = ("cuda", "cpu")
@@ -126,14 +127,14 @@ class AtOnceDevice:
 
     record = compute
 
-    def lanes(self, direction: Direction) -> Lanes:
-        return Lanes(self, self)
+    def lanes(self, direction: Direction) -> Sequence[AtOnceDevice]:
+        return [self] * LANES
 
     def wait(self, event: Event | None = None) -> None: ...
 
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
+    def copy(self, rows: Rows) -> None:
+        for target, source, size in rows.T.tolist():
+            ctypes.memmove(target, source, size)
 
     def launch(self, work: Callable[[], object], reads: Regions, writes: Regions) -> None:
         work()

@@ -1,21 +1,30 @@
 """The transfer's device on CUDA, by way of torch.
 
-Streams and events are torch's; runs are copied by one call that puts one asynchronous copy per run into the stream;
+Streams and events are torch's; all copies of a call go into the stream by one call of the driver (`CopyBatch`);
 extents are page-locked in place. Must never be used while the engine captures a graph, and never copies from or to host
 memory that is not page-locked: such a copy would block the thread without saying so.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from kv_kernels.device import Direction, Event, Lanes, Regions, Stream
+from kv_kernels.device import LANES, Direction, Event, Regions, Rows, Stream
 
 _REGISTER_DEFAULT, _REGISTER_READ_ONLY = 0, 8
 _HIGH = -1  # lower numbers go first
+WITH_FAILED_INDEX, WITHOUT = 12_080, 13_000
+"""Versions of the driver from which on a batch has one form, and the other."""
+_IN_STREAM_ORDER, _BESIDE_KERNELS = (
+    1,
+    1,
+)  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 
 
 class CudaEvent:
@@ -29,10 +38,9 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A CUDA stream."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.Stream, copies: CopyBatch) -> None:
         self._stream = stream
+        self._copies = copies
 
     def record(self) -> CudaEvent:
         event = torch.cuda.Event(blocking=True)
@@ -43,10 +51,9 @@ class CudaStream:
         assert isinstance(event, CudaEvent), "an event of this device"
         self._stream.wait_event(event.event)
 
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        # One call for all runs; between host and device it is one asynchronous copy for each.
+    def copy(self, rows: Rows) -> None:
         with torch.cuda.stream(self._stream):
-            torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+            self._copies(rows, self._stream.cuda_stream)
 
     def launch(self, work: Callable[[], object], reads: Regions, writes: Regions) -> None:
         with torch.cuda.stream(self._stream):
@@ -78,8 +85,9 @@ class CudaHost:
         with torch.cuda.device(self._device):
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
 
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        torch._foreach_copy_(list(targets), list(sources))
+    def copy(self, rows: Rows) -> None:
+        for target, source, size in rows.T.tolist():
+            ctypes.memmove(target, source, size)
 
 
 class CudaDevice:
@@ -95,19 +103,17 @@ class CudaDevice:
             )
         self._device = torch.device("cuda", index)
         self.host = CudaHost(self._device)
+        self._copies = CopyBatch(ctypes.CDLL("libcuda.so.1"))
         self._lanes = {
-            direction: Lanes(
-                CudaStream(torch.cuda.Stream(self._device, priority=_HIGH)),
-                CudaStream(torch.cuda.Stream(self._device, priority=_HIGH)),
-            )
+            direction: [CudaStream(torch.cuda.Stream(self._device, priority=_HIGH), self._copies) for _ in range(LANES)]
             for direction in Direction
         }
 
-    def lanes(self, direction: Direction) -> Lanes:
+    def lanes(self, direction: Direction) -> Sequence[Stream]:
         return self._lanes[direction]
 
     def compute(self) -> Stream:
-        return CudaStream(torch.cuda.current_stream(self._device))
+        return CudaStream(torch.cuda.current_stream(self._device), self._copies)
 
     def memory(self, size_bytes: int) -> torch.Tensor:
         """Waits for the whole device: the memory's last user may still be running on the compute stream."""
@@ -140,3 +146,73 @@ def cpu_list(text: str) -> frozenset[int]:
         first, _, last = piece.partition("-")
         cpus.update(range(int(first), int(last or first) + 1))
     return frozenset(cpus)
+
+
+# All copies of a segment at once --------------------------------------------------------------------------------------
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes. The hints are for managed memory; 0: none."""
+
+    _fields_ = (
+        ("source_access_order", ctypes.c_int),
+        ("source_hint", ctypes.c_int * 2),
+        ("target_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class CopyBatch:
+    """Puts rows of copies into a stream by one call. Any thread may call, in the device's context.
+
+    `cuMemcpyBatchAsync` came with CUDA 12.8 and lost a parameter with 13.0; a driver is asked for a form by version
+    (CUDA driver API, sections Memory Management and Driver Entry Point Access). Where it has none, each copy is one
+    call of `cuMemcpyAsync`.
+    """
+
+    def __init__(self, driver: Any) -> None:
+        """driver: libcuda. Raises RuntimeError if it does not tell its version."""
+        version = ctypes.c_int()
+        _checked("cuDriverGetVersion", driver.cuDriverGetVersion(ctypes.byref(version)))
+        self._has_failed_index = version.value < WITHOUT
+        self._single = driver.cuMemcpyAsync
+        self._single.argtypes = [ctypes.c_uint64, ctypes.c_uint64, _SIZE, _POINTER]
+        self._batch = _batch_of(driver, WITH_FAILED_INDEX if self._has_failed_index else WITHOUT, version.value)
+        self._attributes = _Attributes(_IN_STREAM_ORDER, flags=_BESIDE_KERNELS)
+        self._first = _SIZE(0)  # all copies from this one on have the attributes
+
+    def __call__(self, rows: Rows, stream: int) -> None:
+        """Raises RuntimeError where the driver refuses; some of the copies may be in the stream then."""
+        assert stream, "no batch goes into the legacy stream"
+        assert rows.flags.c_contiguous and rows.dtype == "int64" and len(rows) == 3
+        if self._batch is None:
+            for row in rows.T.tolist():
+                _checked("cuMemcpyAsync", self._single(*row, stream))
+            return
+        start, width, failed = rows.ctypes.data, rows.strides[0], _SIZE(0)
+        told = [start, start + width, start + 2 * width, rows.shape[1], ctypes.byref(self._attributes)]
+        more = [ctypes.byref(failed)] if self._has_failed_index else []
+        result = self._batch(*told, ctypes.byref(self._first), 1, *more, stream)
+        _checked(f"cuMemcpyBatchAsync of {rows.shape[1]} copies", result)
+
+
+def _batch_of(driver: Any, form: int, version: int) -> Callable[..., int] | None:
+    if version < form:
+        return None
+    found, status = _POINTER(), ctypes.c_int()
+    name = ctypes.c_char_p(b"cuMemcpyBatchAsync")
+    find = driver.cuGetProcAddress_v2
+    find.argtypes = [ctypes.c_char_p, _POINTER, ctypes.c_int, ctypes.c_uint64, _POINTER]
+    result = find(name, ctypes.byref(found), form, 0, ctypes.byref(status))
+    if result or not found.value:
+        return None
+    failed = [_POINTER] if form == WITH_FAILED_INDEX else []
+    kind = ctypes.CFUNCTYPE(
+        ctypes.c_int, _POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE, *failed, _POINTER
+    )
+    return kind(found.value)
+
+
+def _checked(call: str, result: int) -> None:
+    if result:
+        raise RuntimeError(f"{call} was refused by the driver: CUDA error {result}")

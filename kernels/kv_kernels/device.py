@@ -4,8 +4,8 @@ One implementation: `cuda`. The tests have another one, which runs on a CPU in a
 waits. The words are CUDA's: a stream runs its work in order; streams are ordered among each other, and with the host,
 by events only. Nothing here blocks but `Event.wait`.
 
-Memory is passed as flat uint8 tensors, so that one call moves many runs; regions are addresses, and only a device that
-checks asks for them. Must never know blocks, tiers or keys.
+Copies are passed as rows of addresses, so that one call moves any number of them; regions are for a device that checks.
+Must never know blocks, tiers or keys.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+
+Rows = np.ndarray[Any, np.dtype[np.int64]]
+"""Copies: int64 [3, copies], of each the target's address, the source's, and the bytes."""
 
 
 class Region(NamedTuple):
@@ -25,6 +29,8 @@ class Region(NamedTuple):
     size_bytes: int
 
 
+LANES = 2
+"""Streams of a direction."""
 Regions = Callable[[], Iterable[Region]]
 """The regions that a launch touches: asked for by the device that checks, never by CUDA."""
 
@@ -56,24 +62,13 @@ class Stream(Protocol):
         """What is put in from here on waits for the event. The host does not."""
         ...
 
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Copy runs, pair by pair of equal length: flat uint8 tensors, of which one side may be pinned host memory."""
+    def copy(self, rows: Rows) -> None:
+        """Of each row one side may be host memory that is page-locked. Read before this returns."""
         ...
 
     def launch(self, work: Callable[[], object], reads: Regions, writes: Regions) -> None:
         """Call `work`, whose kernels go into this stream. reads, writes: all that they touch."""
         ...
-
-
-class Lanes(NamedTuple):
-    """The streams of one direction, of high priority.
-
-    Two, so that the copy engine goes on while a kernel waits for room on a busy GPU: the copies run ahead of the
-    kernels by as many segments as the staging ring has.
-    """
-
-    copies: Stream
-    kernels: Stream
 
 
 class Host(Protocol):
@@ -91,8 +86,8 @@ class Host(Protocol):
         """Undo `register`; no copy may be under way that touches the memory."""
         ...
 
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Copy runs between host memories, now, on the calling thread."""
+    def copy(self, rows: Rows) -> None:
+        """Copy between host memories, now, on the calling thread."""
         ...
 
 
@@ -102,8 +97,8 @@ class Device(Protocol):
     @property
     def host(self) -> Host: ...
 
-    def lanes(self, direction: Direction) -> Lanes:
-        """The same streams each time."""
+    def lanes(self, direction: Direction) -> Sequence[Stream]:
+        """`LANES` streams of high priority, the same each time."""
         ...
 
     def compute(self) -> Stream:
@@ -117,6 +112,12 @@ class Device(Protocol):
     def run(self, body: Callable[[], object]) -> None:
         """Inside of a launch's work: start kernels, in the launch's stream."""
         ...
+
+
+def rows_of(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Rows:
+    """Copies between contiguous tensors of uint8, pair by pair."""
+    pairs = zip(targets, sources, strict=True)
+    return np.array([(to.data_ptr(), of.data_ptr(), to.numel()) for to, of in pairs], np.int64).T.copy()
 
 
 def region(tensor: torch.Tensor) -> Region:

@@ -9,7 +9,7 @@
 
 Registering page-locks pages where they are and moves none: the first touch of its pages has decided which NUMA node an
 extent lies on. The bounce rings, which this process touches first, lie near the CPUs of the thread that uses them
-(`worker.ThreadWorker`, `cuda.local_cpus`). No memory policy is set.
+(`worker.Worker`, `cuda.local_cpus`). No memory policy is set.
 
 A reader's mapping is read-only; a device that cannot page-lock such memory refuses it, and everything bounces. Must
 never call a run page-locked that is not wholly inside one registered chunk: a copy across two may be refused.
@@ -25,8 +25,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from kv_kernels.device import Host, host_tensor
@@ -35,6 +37,7 @@ from kv_kernels.worker import Worker
 CHUNK_BYTES = 1 << 30
 """At most so much is registered at once: the driver takes long, and other calls wait for it."""
 
+Addresses = np.ndarray[Any, np.dtype[np.int64]]
 Leave = Callable[[Callable[[], object]], object]
 """Called by a finalizer in place of unmapping, with a function that unmaps."""
 
@@ -42,9 +45,10 @@ _log = logging.getLogger(__name__)
 
 
 class Runs(NamedTuple):
-    """Slots as few runs: flat uint8 tensors, in the order of the slots. is_pinned: all of them."""
+    """Slots as few runs in the order of the slots: addresses and sizes, int64 [runs]. is_pinned: all of them."""
 
-    tensors: list[torch.Tensor]
+    addresses: Addresses
+    sizes: Addresses
     is_pinned: bool
 
 
@@ -63,6 +67,16 @@ class _Extent:
         self.end = self.address + self.memory.numel()
 
 
+class _Table(NamedTuple):
+    """Of each extent: where it starts and ends, and the number of its first chunk; of each chunk: whether it is
+    page-locked."""
+
+    starts: Addresses
+    ends: Addresses
+    chunks: Addresses
+    pinned: np.ndarray[Any, np.dtype[np.bool_]]
+
+
 class PinnedExtents:
     """The extents of one process, for one device. Any thread may call; `worker` is its own."""
 
@@ -71,6 +85,7 @@ class PinnedExtents:
         self._worker = worker
         self._chunk_bytes = chunk_bytes
         self._starts: list[int] = []
+        self._known: _Table | None = None  # until something changes
         self._extents: list[_Extent] = []
         self._lock = threading.RLock()  # reentrant: a finalizer may run while it is held
         self._was_refused = False
@@ -132,43 +147,42 @@ class PinnedExtents:
     def hold(self, addresses: Sequence[int], size_bytes: int) -> Hold:
         """Keep these slots' memory in place. The caller keeps memory that is in no extent. Raises ValueError if a slot
         is in an extent that is being removed, or only partly in one."""
+        slots = np.array(addresses, np.int64)
         with self._lock:
-            extents: dict[int, _Extent] = {}
-            for address in addresses:
-                extent = self._extent_of(address, size_bytes)
-                if extent is None:
-                    continue
+            extents = [self._extents[at] for at in np.unique(self._places_of(slots, size_bytes)).tolist() if at >= 0]
+            for extent in extents:
                 if extent.is_going:
-                    raise ValueError(f"the slot at {address:#x} is in an extent that is being removed")
-                extents[extent.address] = extent
-            for extent in extents.values():
+                    raise ValueError(f"slots are in the extent at {extent.address:#x}, which is being removed")
+            for extent in extents:
                 extent.holds += 1
-        return Hold(self, list(extents.values()))
+        return Hold(self, extents)
 
-    def runs(self, addresses: Sequence[int], size_bytes: int) -> Runs:
-        """These slots, of equal size, neighbours as one run. They must be held. Memory in no extent is not pinned."""
-        tensors: list[torch.Tensor] = []
-        are_pinned = []
-        at = 0
-        while at < len(addresses):
-            start = addresses[at]
-            with self._lock:
-                extent = self._extent_of(start, size_bytes)
-            stop = start + size_bytes
-            at += 1
-            if extent is None:
-                tensors.append(host_tensor(start, size_bytes))
-                are_pinned.append(False)
-                continue
-            while at < len(addresses) and addresses[at] == stop and stop + size_bytes <= extent.end:
-                stop += size_bytes
-                at += 1
-            first, last = start - extent.address, stop - extent.address
-            for chunk in range(first // self._chunk_bytes, (last - 1) // self._chunk_bytes + 1):
-                low, high = chunk * self._chunk_bytes, (chunk + 1) * self._chunk_bytes
-                tensors.append(extent.memory[max(first, low) : min(last, high)])
-                are_pinned.append(extent.pinned[chunk])
-        return Runs(tensors, all(are_pinned))
+    def runs(self, addresses: Addresses, size_bytes: int, at_once: int = 1 << 62) -> list[Runs]:
+        """These slots, of equal size, for each `at_once` of them neighbours as one run. They must be held. Memory in no
+        extent is not pinned."""
+        with self._lock:
+            at, table = self._places_of(addresses, size_bytes), self._table()
+        slots, lows, highs = np.arange(len(addresses)), addresses, addresses + size_bytes
+        starts, are_known = table.starts[at], at >= 0
+        first, last = ((there - starts) // self._chunk_bytes for there in (lows, highs - 1))
+        pieces = np.where(are_known, last - first + 1, 1)
+        if pieces.max() > 1:  # cut where a chunk ends
+            slots = np.repeat(slots, pieces)
+            first = first[slots] + np.arange(len(slots)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+            at, are_known, lows, highs = at[slots], are_known[slots], lows[slots], highs[slots]
+            chunk_at = starts[slots] + first * self._chunk_bytes
+            lows = np.where(are_known, np.maximum(lows, chunk_at), lows)
+            highs = np.where(are_known, np.minimum(highs, chunk_at + self._chunk_bytes), highs)
+        chunks, batch = np.where(are_known, table.chunks[at] + first, -1), slots // at_once
+        are_pinned = are_known & table.pinned[chunks]
+        goes_on = (lows[1:] == highs[:-1]) & (np.diff(chunks) == 0) & (chunks[1:] >= 0) & (np.diff(batch) == 0)
+        begins = np.flatnonzero(np.append(True, ~goes_on))
+        sizes = np.add.reduceat(highs - lows, begins)
+        cuts = np.searchsorted(batch[begins], np.arange(batch[-1] + 2))
+        return [
+            Runs(lows[begins[low:high]], sizes[low:high], bool(are_pinned[begins[low:high]].all()))
+            for low, high in pairwise(cuts.tolist())
+        ]
 
     def let_go(self, extents: Sequence[_Extent]) -> None:
         with self._lock:
@@ -177,14 +191,25 @@ class PinnedExtents:
                 extent.holds -= 1
         self._worker.notify()
 
-    def _extent_of(self, address: int, size_bytes: int) -> _Extent | None:
-        at = bisect_right(self._starts, address + size_bytes - 1) - 1
-        extent = self._extents[at] if at >= 0 else None
-        if extent is None or extent.end <= address:
-            return None
-        if address < extent.address or extent.end < address + size_bytes:
-            raise ValueError(f"the slot at {address:#x} of {size_bytes} bytes is not wholly inside its extent")
-        return extent
+    def _places_of(self, addresses: Addresses, size_bytes: int) -> Addresses:
+        """The number of each slot's extent; -1 for one in none."""
+        table = self._table()
+        at = np.searchsorted(table.starts[:-1], addresses + (size_bytes - 1), "right") - 1
+        at[table.ends[at] <= addresses] = -1
+        are_cut = (at >= 0) & ((addresses < table.starts[at]) | (table.ends[at] < addresses + size_bytes))
+        if are_cut.any():
+            slot = int(addresses[are_cut][0])
+            raise ValueError(f"the slot at {slot:#x} of {size_bytes} bytes is not wholly inside its extent")
+        return at
+
+    def _table(self) -> _Table:
+        """Of the extents as they are now, and at the end one of none. Under the lock."""
+        if self._known is None:
+            rows = [(extent.address, extent.end, len(extent.pinned)) for extent in self._extents]
+            starts, ends, chunks = np.array([*rows, (0, 0, 0)], np.int64).T
+            pinned = [is_pinned for extent in self._extents for is_pinned in extent.pinned]
+            self._known = _Table(starts, ends, np.cumsum(chunks) - chunks, np.array([*pinned, False]))
+        return self._known
 
     def _leaves(self, address: int, unmap: Callable[[], object]) -> None:
         """The last view of an adopted extent is gone. Does not block."""
@@ -216,6 +241,7 @@ class PinnedExtents:
                 return False
             self._starts.insert(at, address)
             self._extents.insert(at, extent)
+            self._known = None
             self._waiting.extend((extent, chunk) for chunk in range(chunks))
             is_idle, self._is_registering = not self._is_registering, True
         if is_idle:
@@ -241,7 +267,7 @@ class PinnedExtents:
         size = min(self._chunk_bytes, extent.memory.numel() - start)
         refusal = self._host.register(extent.address + start, size, writable=extent.writable)
         if not refusal:
-            extent.pinned[chunk] = True
+            self._note_pinned(extent, chunk, True)
         elif not self._was_refused:
             self._was_refused = True
             kind = "writable" if extent.writable else "read-only"
@@ -253,6 +279,10 @@ class PinnedExtents:
                 refusal,
             )
 
+    def _note_pinned(self, extent: _Extent, chunk: int, is_pinned: bool) -> None:
+        with self._lock:
+            extent.pinned[chunk], self._known = is_pinned, None
+
     def _unregister(self, extent: _Extent, gone: threading.Event) -> None:
         if extent not in self._extents:  # a call before this one was slow, and did it
             gone.set()
@@ -260,10 +290,11 @@ class PinnedExtents:
         for chunk, is_pinned in enumerate(extent.pinned):
             if is_pinned:
                 self._host.unregister(extent.address + chunk * self._chunk_bytes)
-                extent.pinned[chunk] = False  # where the next one fails, another call does the rest
+                self._note_pinned(extent, chunk, False)  # where the next one fails, another call does the rest
         with self._lock:
             at = self._extents.index(extent)
             del self._starts[at], self._extents[at]
+            self._known = None
             self._waiting = deque([one for one in self._waiting if one[0] is not extent])
         gone.set()
 

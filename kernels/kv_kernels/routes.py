@@ -30,23 +30,15 @@ _log = getLogger(__name__)
 
 
 class OnDevice(Protocol):
-    """The route of one device, with threads and memory of its own. A copy is None if the pages are not for it."""
+    """The route of one device: `device_copy.DeviceTransfers`. A copy is None if the pages are not for it."""
 
     def raw_copy(
-        self, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int], page_tokens: int, block_tokens: int
-    ) -> BlockCopy | None:
-        """Bit for bit."""
-        ...
-
+        self, planes: Planes, table: Sequence[int], page_tokens: int, block_tokens: int
+    ) -> BlockCopy | None: ...
     def int8_copy(
-        self, form: SliceForm, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int], page_tokens: int
-    ) -> BlockCopy | None:
-        """planes: of the dtype that is quantized."""
-        ...
-
-    def close(self, timeout_s: float) -> bool:
-        """Finish the copies under way and end; returns whether that was done in time."""
-        ...
+        self, form: SliceForm, planes: Planes, table: Sequence[int], page_tokens: int
+    ) -> BlockCopy | None: ...
+    def close(self, timeout_s: float) -> bool: ...
 
 
 Devices = Callable[[torch.device], OnDevice | None]

@@ -1,18 +1,21 @@
 """Loads and saves: host slots to an engine's pages and back, on streams of their own.
 
-    load    1  the kernels' stream waits for the compute stream as it is now: pages may still be read, or zeroed, there
-            2  slots > staging segment (copies) > pages (kernels), layer slice by layer slice
-    save    1  the kernels' stream waits for the event after which the pages are valid
-            2  pages > staging segment (kernels) > slots (copies)
-    both    3  the worker waits for the last copy and the last kernel, then `outcome`: slots and pages are the caller's
+    load    copy: slots > staging segment; kernel: segment > pages          both in one stream, segment after segment
+    save    kernel: pages > staging segment; copy: segment > slots          likewise
+    both    the worker waits for the last of it, then `outcome`: slots and pages are the caller's
 
-All of it is put into the streams at once, on the caller's thread, a few calls per segment. A segment's slots that are
-not page-locked yet cannot be reached by a copy: such a transfer is put in by the worker instead, through a bounce ring,
-and `is_direct` says so.
+A direction has two streams and each of them a segment, used in turn, so that a copy goes on beside a kernel. Since one
+stream does all work on a segment, in order, nothing else has to order it: a stream waits once, for the event after
+which the pages may be used.
+
+All of it is put into the streams at once, on the caller's thread, one copy and one kernel a segment whatever the number
+of blocks. A segment's slots that are not page-locked yet cannot be reached by a copy: such a transfer is put in by the
+worker instead, through a bounce ring, and `is_direct` says so.
 
 The page tables belong to the kernel, which is kept until its last launch is done. Where the device fails so that the
 end of the work cannot be learnt, the transfer is stranded: only the end of the process ends it. Must never block the
-caller but in `wait`, and there no longer than it is told.
+caller but in `wait`, and there no longer than it is told; never call a transfer done while any of its work may still
+touch pages, slots or tables.
 """
 
 from __future__ import annotations
@@ -21,17 +24,108 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from functools import partial
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
-from kv_kernels.device import Device, Direction, Event, Region, Regions, Stream, region
-from kv_kernels.pinned import PinnedExtents
-from kv_kernels.transfer_state import LayerSlice, Transfer
+from kv_kernels.device import Device, Direction, Event, Host, Region, Regions, Rows, Stream, region
+from kv_kernels.pinned import Hold, PinnedExtents, Runs
 from kv_kernels.worker import Worker
 
 _log = logging.getLogger(__name__)
+
+
+class LayerSlice(NamedTuple):
+    """Layers first .. stop - 1, and where they lie in every frame: bytes from the address that the slot is told by."""
+
+    first: int
+    stop: int
+    offset_bytes: int
+    size_bytes: int
+
+
+def layer_slices(layers: int, layer_bytes: int, layers_at_once: int, offset_bytes: int = 0) -> list[LayerSlice]:
+    """Slices of a payload of equal layers, which begins `offset_bytes` into the slot.
+
+    layers_at_once: few let the engine begin early, and make small copies (below about 1 MiB a copy engine idles); all
+    make one slice, and neighbouring slots one copy, where a slot is told with its header.
+    """
+    return [
+        LayerSlice(first, stop, offset_bytes + first * layer_bytes, (stop - first) * layer_bytes)
+        for first in range(0, layers, layers_at_once)
+        for stop in [min(first + layers_at_once, layers)]
+    ]
+
+
+class TransferOutcome(Enum):
+    PENDING = "pending"
+    DONE = "done"
+    CANCELLED = "cancelled"
+    FAILED = "failed"  # `error` says why
+
+
+class Transfer:
+    """One load or save. With any outcome but PENDING, none of its work touches pages, slots or tables any more.
+
+    The exception is a FAILED one that `is_stranded`: the device may still be running it.
+    """
+
+    def __init__(self, worker: Worker, kernel: object, hold: Hold, is_direct: bool) -> None:
+        self.is_direct = is_direct
+        self.is_stranded = False
+        self.error: BaseException | None = None
+        self.outcome = TransferOutcome.PENDING
+        self._worker = worker
+        self._kernel: object | None = kernel
+        self._hold = hold
+        self.is_cancelled = False
+        self.is_put_in = False
+        self._ends: Sequence[Event | None] = ()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Block until the outcome is known; False if that takes longer."""
+        return self._worker.wait(lambda: self.outcome is not TransferOutcome.PENDING, timeout_s)
+
+    def cancel(self) -> None:
+        """Put in no more of it, and do not call it done. Work in the streams is still done."""
+        self.is_cancelled = True
+
+    def put_in(self, ends: Sequence[Event | None]) -> None:
+        """All of it is in the streams, or no more will be; it is done with these events. None: the device failed."""
+        self._ends = ends
+        self.is_put_in = True
+        self._worker.notify()
+
+    def failed(self, error: BaseException) -> None:
+        """The first one is kept, without its traceback: the frames in it would keep tables and tensors alive."""
+        _log.debug("in a transfer", exc_info=error)
+        self.error = self.error or error.with_traceback(None)
+
+    def settle(self) -> None:
+        """On the worker, once all of it is in the streams: wait for the ends."""
+        if all([self._landed(end) for end in self._ends]):
+            self._hold.release()
+            self._kernel = None
+        outcome = TransferOutcome.CANCELLED if self.is_cancelled else TransferOutcome.DONE
+        if self.error is not None:
+            outcome = TransferOutcome.FAILED
+            _log.warning("a transfer failed: %s: %s", type(self.error).__name__, self.error)
+        self.outcome = outcome
+        self._worker.notify()
+
+    def _landed(self, event: Event | None) -> bool:
+        """Wait for the end of a stream's part; False if it cannot be learnt."""
+        try:
+            if event is None:
+                raise RuntimeError("the device took no event")
+            event.wait()
+        except RuntimeError as error:
+            self.failed(error)
+            self.is_stranded = True
+        return not self.is_stranded
 
 
 class PageKernel(Protocol):
@@ -49,53 +143,48 @@ class PageKernel(Protocol):
         """What else it reads. Asked for by a device that checks accesses."""
         ...
 
-    def findings(self) -> Iterable[Region]:
+    def findings(self, frames: range, layers: LayerSlice) -> Iterable[Region]:
         """What else it writes. Asked for by a device that checks accesses."""
         ...
 
-    def end(self, kernels: Stream) -> None:
-        """Behind the last launch, in its stream: copy to the host what must be there when the transfer is done."""
+    def end(self, stream: Stream) -> None:
+        """After the last launch: copy to the host what must be there when the transfer is done."""
         ...
 
 
 class _Batch(NamedTuple):
     layers: LayerSlice
     frames: range
-    slots: list[torch.Tensor]
-    is_pinned: bool
+    runs: Runs
 
 
 class _Mover:
-    """One direction of one device: its streams, its rings, and the worker that waits for ends."""
+    """One direction of one device: its lanes, its bounce ring, and the worker that waits for ends."""
 
     direction: Direction
 
     def __init__(
-        self,
-        device: Device,
-        extents: PinnedExtents,
-        worker: Worker,
-        segment_bytes: int,
-        segments: int,
-        bounce_segments: int = 2,
+        self, device: Device, extents: PinnedExtents, worker: Worker, segment_bytes: int, bounce_segments: int = 2
     ) -> None:
-        """worker: of this direction alone.
-
-        segments, bounce_segments: of `segment_bytes`, on the device and, once a slot is not page-locked, in pinned host
-        memory.
-        """
+        """worker: of this direction alone. segment_bytes: of each lane's segment, and of each of the bounce segments,
+        which are taken in pinned host memory once a slot is not page-locked."""
+        if segment_bytes < 1:
+            raise ValueError(f"staging segments of {segment_bytes} bytes; give room for a layer slice of a frame")
         self._device = device
         self._extents = extents
         self._worker = worker
-        self._copies, self._kernels = device.lanes(self.direction)
-        self._ring = StagingRing(device, segment_bytes, segments)
+        streams = device.lanes(self.direction)
+        memory = device.memory(segment_bytes * len(streams)).split(segment_bytes)
+        self._lanes = [(*lane, threading.Lock()) for lane in zip(streams, memory, strict=True)]
+        self._segment_bytes = segment_bytes
+        self._turn = 0
         self._bounce = BounceRing(device, segment_bytes, bounce_segments)
         self._stranded: list[Transfer] = []  # with their kernels and tables, which the device may still read
 
     def _check(self, addresses: Sequence[int], slices: Sequence[LayerSlice]) -> None:
         if not addresses or not slices:
             raise ValueError(f"{len(addresses)} slots and {len(slices)} layer slices are nothing to transfer")
-        largest, room = max(part.size_bytes for part in slices), self._ring.segment_bytes
+        largest, room = max(part.size_bytes for part in slices), self._segment_bytes
         if largest > room or min(part.size_bytes for part in slices) < 1:
             raise ValueError(
                 f"a layer slice of {largest} bytes does not go into a staging segment of {room}: give slices of fewer "
@@ -106,31 +195,28 @@ class _Mover:
             raise ValueError(f"a layer slice at byte {first} of its frame; give offsets of 0 or more")
 
     def _batches(self, addresses: Sequence[int], slices: Sequence[LayerSlice]) -> list[_Batch]:
-        batches = []
+        slots, batches = np.array(addresses, np.int64), []
         for part in slices:
-            count = self._ring.segment_bytes // part.size_bytes
-            for start in range(0, len(addresses), count):
-                frames = range(start, min(start + count, len(addresses)))
-                runs = self._extents.runs(
-                    [address + part.offset_bytes for address in addresses[start : frames.stop]], part.size_bytes
-                )
-                batches.append(_Batch(part, frames, runs.tensors, runs.is_pinned))
+            count = self._segment_bytes // part.size_bytes
+            for number, runs in enumerate(self._extents.runs(slots + part.offset_bytes, part.size_bytes, count)):
+                frames = range(number * count, min((number + 1) * count, len(slots)))
+                batches.append(_Batch(part, frames, runs))
         return batches
 
     def _begin(
-        self, addresses: Sequence[int], slices: Sequence[LayerSlice], kernel: PageKernel, after: Event
+        self, addresses: Sequence[int], slices: Sequence[LayerSlice], kernel: PageKernel, after: Sequence[Event]
     ) -> Transfer | None:
         self._check(addresses, slices)
         hold = self._extents.hold(addresses, max(part.offset_bytes + part.size_bytes for part in slices))
         batches = self._batches(addresses, slices)
-        transfer = Transfer(self._worker, kernel, hold, all(batch.is_pinned for batch in batches))
-        put_in = partial(self._put_in, transfer, kernel, after, batches)
+        transfer = Transfer(self._worker, kernel, hold, all(batch.runs.is_pinned for batch in batches))
+        put_in = partial(self._put_in_all, transfer, kernel, after, batches)
 
         def later() -> None:
             if transfer.is_direct:
                 self._worker.wait(lambda: transfer.is_put_in, None)  # being done by the caller, at this moment
             else:
-                self._put_in_all(transfer, put_in)
+                put_in()
             transfer.settle()
             if transfer.is_stranded:
                 self._stranded.append(transfer)
@@ -139,34 +225,94 @@ class _Mover:
             hold.release()
             return None
         if transfer.is_direct:
-            self._put_in_all(transfer, put_in)
+            try:
+                put_in()
+            except BaseException:  # an interrupt; nobody gets this transfer, and its pages may be used next
+                transfer.wait(None)
+                raise
         return transfer
 
-    def _put_in(self, transfer: Transfer, kernel: PageKernel, after: Event, batches: Sequence[_Batch]) -> None:
-        raise NotImplementedError
-
-    def _put_in_all(self, transfer: Transfer, put_in: Callable[[], None]) -> None:
+    def _put_in_all(
+        self, transfer: Transfer, kernel: PageKernel, after: Sequence[Event], batches: Sequence[_Batch]
+    ) -> None:
         """If this fails half-way, or the caller's thread is interrupted, the work that is in the streams by then is
         done, and is waited for."""
+        used: list[Stream] = []
         try:
-            put_in()
+            self._put_in(transfer, kernel, after, batches, used)
         except Exception as error:
             transfer.failed(error)
         except BaseException:
             transfer.cancel()
             raise
         finally:
-            self._end(transfer)
+            self._end(transfer, used)
 
-    def _end(self, transfer: Transfer) -> None:
+    def _put_in(
+        self,
+        transfer: Transfer,
+        kernel: PageKernel,
+        after: Sequence[Event],
+        batches: Sequence[_Batch],
+        used: list[Stream],
+    ) -> None:
+        """used: gets the streams that have work of it, the last one last."""
+        loads, host = self.direction is Direction.LOAD, self._device.host
+        landed: list[tuple[Event, Rows]] = []  # in the bounce ring, to be copied on by the host
+        for batch in batches:
+            if transfer.is_cancelled:
+                break
+            reachable, room = batch.runs, 0
+            if not batch.runs.is_pinned:
+                if len(landed) == self._bounce.segments:
+                    _copy_on(host, *landed.pop(0))
+                room = self._bounce.take()
+                reachable = Runs(np.array([room]), batch.runs.sizes.sum(keepdims=True), True)
+                if loads:
+                    host.copy(_rows(room, batch.runs, loads))
+            with self._lane() as (stream, segment):
+                if stream in used:
+                    used.remove(stream)
+                else:
+                    for event in after:
+                        stream.wait(event)
+                used.append(stream)
+                copies = _rows(segment.data_ptr(), reachable, loads)
+                launch = _launch(kernel, segment, batch, self.direction)
+                if loads:
+                    stream.copy(copies)
+                    if room:
+                        self._bounce.used_until(stream.record())
+                    stream.launch(*launch)
+                else:
+                    stream.launch(*launch)
+                    stream.copy(copies)
+                    if room:
+                        landed.append((stream.record(), _rows(room, batch.runs, loads)))
+        if not transfer.is_cancelled:
+            for stream in used[:-1]:
+                used[-1].wait(stream.record())
+            kernel.end(used[-1])
+        for one in landed:
+            _copy_on(host, *one)
+
+    @contextmanager
+    def _lane(self) -> Iterator[tuple[Stream, torch.Tensor]]:
+        """A stream and its segment, which one thread at a time fills and empties."""
+        self._turn += 1  # two threads may get the same one
+        stream, segment, lock = self._lanes[self._turn % len(self._lanes)]
+        with lock:
+            yield stream, segment
+
+    def _end(self, transfer: Transfer, used: Sequence[Stream]) -> None:
         """The worker waits for this, and all later transfers behind it."""
-        copied = launched = None
+        ends: list[Event | None] = [None]
         try:
-            copied, launched = self._copies.record(), self._kernels.record()
+            ends = [stream.record() for stream in used]
         except RuntimeError as error:  # the device has failed
             transfer.failed(error)
         finally:
-            transfer.put_in(copied, launched)
+            transfer.put_in(ends)
 
 
 class Loader(_Mover):
@@ -174,42 +320,22 @@ class Loader(_Mover):
 
     direction = Direction.LOAD
 
-    def load(self, addresses: Sequence[int], slices: Sequence[LayerSlice], kernel: PageKernel) -> Transfer | None:
+    def load(
+        self, addresses: Sequence[int], slices: Sequence[LayerSlice], kernel: PageKernel, *after: Event
+    ) -> Transfer | None:
         """Load frames from slots, the slices in their order. The slots must stay as they are until the outcome.
 
-        addresses: of the slots, in the order in which the kernel counts frames. Called from the engine's thread, whose
-        compute stream the pages belong to now; not while it captures a graph. None where the worker has too much to do,
-        or the device has failed; raises ValueError where the slots or the slices do not fit. Nothing is begun in either
-        case.
+        addresses: of the slots, in the order in which the kernel counts frames. after: when its tables are there.
+        Called from the engine's thread, whose compute stream the pages belong to now; not while it captures a graph.
+        None where the worker has too much to do, or the device has failed; raises ValueError where the slots or the
+        slices do not fit. Nothing is begun in either case.
         """
         try:
             began = self._device.compute().record()
         except RuntimeError as error:
             _log.warning("no load is begun, the device has failed: %s", error)
             return None
-        return self._begin(addresses, slices, kernel, began)
-
-    def _put_in(self, transfer: Transfer, kernel: PageKernel, after: Event, batches: Sequence[_Batch]) -> None:
-        self._kernels.wait(after)
-        for batch in batches:
-            if transfer.is_cancelled:
-                return
-            sources = batch.slots if batch.is_pinned else self._bounced(batch)
-            with self._ring.segment(self._copies, self._kernels) as segment:
-                staged = _staged(segment, batch)
-                self._copies.copy(_pieces(staged, batch.slots), sources)
-                copied = self._copies.record()
-                if not batch.is_pinned:
-                    self._bounce.used_until(copied)
-                self._kernels.wait(copied)
-                self._kernels.launch(*_launch(kernel, staged, batch, Direction.LOAD))
-        kernel.end(self._kernels)
-
-    def _bounced(self, batch: _Batch) -> Sequence[torch.Tensor]:
-        """The slots' bytes where copies reach them. Blocks until there is room."""
-        pieces = _pieces(self._bounce.take(), batch.slots)
-        self._device.host.copy(pieces, batch.slots)
-        return pieces
+        return self._begin(addresses, slices, kernel, (began, *after))
 
 
 class Saver(_Mover):
@@ -218,106 +344,45 @@ class Saver(_Mover):
     direction = Direction.SAVE
 
     def save(
-        self, addresses: Sequence[int], slices: Sequence[LayerSlice], kernel: PageKernel, after: Event
+        self, addresses: Sequence[int], slices: Sequence[LayerSlice], kernel: PageKernel, *after: Event
     ) -> Transfer | None:
         """Save pages into slots that were reserved. Pages and slots are the transfer's until the outcome.
 
-        after: when the pages are valid. None where the worker has too much to do, or the device has failed; raises
-        ValueError where the slots or the slices do not fit. Nothing is begun in either case.
+        after: when the pages are valid, and the kernel's tables there. None where the worker has too much to do, or the
+        device has failed; raises ValueError where the slots or the slices do not fit. Nothing is begun in either case.
         """
         return self._begin(addresses, slices, kernel, after)
 
-    def _put_in(self, transfer: Transfer, kernel: PageKernel, after: Event, batches: Sequence[_Batch]) -> None:
-        self._kernels.wait(after)
-        bounced: list[tuple[Event, torch.Tensor, _Batch]] = []
-        for batch in batches:
-            if transfer.is_cancelled:
-                break
-            if not batch.is_pinned and len(bounced) == self._bounce.segments:
-                self._unbounce(*bounced.pop(0))
-            with self._ring.segment(self._kernels, self._copies) as segment:
-                staged = _staged(segment, batch)
-                self._kernels.launch(*_launch(kernel, staged, batch, Direction.SAVE))
-                self._copies.wait(self._kernels.record())
-                if batch.is_pinned:
-                    self._copies.copy(batch.slots, _pieces(staged, batch.slots))
-                    continue
-                room = self._bounce.take()
-                self._copies.copy(_pieces(room, batch.slots), _pieces(staged, batch.slots))
-                bounced.append((self._copies.record(), room, batch))
-        if not transfer.is_cancelled:
-            kernel.end(self._kernels)
-        for copied, room, batch in bounced:
-            self._unbounce(copied, room, batch)
 
-    def _unbounce(self, copied: Event, room: torch.Tensor, batch: _Batch) -> None:
-        copied.wait()
-        self._device.host.copy(batch.slots, _pieces(room, batch.slots))
+def _rows(start: int, runs: Runs, gathers: bool) -> Rows:
+    """Copies between these runs and memory at `start`, where they lie one after another. gathers: into it."""
+    packed = start + np.cumsum(runs.sizes) - runs.sizes
+    return np.stack([packed, runs.addresses, runs.sizes] if gathers else [runs.addresses, packed, runs.sizes])
 
 
-def _staged(segment: torch.Tensor, batch: _Batch) -> torch.Tensor:
-    """[frames, size_bytes]"""
-    size = batch.layers.size_bytes
-    return segment[: len(batch.frames) * size].view(len(batch.frames), size)
-
-
-def _pieces(memory: torch.Tensor, slots: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    sizes = [run.numel() for run in slots]
-    pieces: Sequence[torch.Tensor] = memory.view(-1)[: sum(sizes)].split(sizes)
-    return pieces
+def _copy_on(host: Host, copied: Event, rows: Rows) -> None:
+    copied.wait()
+    host.copy(rows)
 
 
 def _launch(
-    kernel: PageKernel, staged: torch.Tensor, batch: _Batch, direction: Direction
+    kernel: PageKernel, segment: torch.Tensor, batch: _Batch, direction: Direction
 ) -> tuple[Callable[[], object], Regions, Regions]:
-    def segment() -> Iterable[Region]:
+    count, size = len(batch.frames), batch.layers.size_bytes
+    staged = segment[: count * size].view(count, size)
+
+    def bytes_of_segment() -> Iterable[Region]:
         return [region(staged)]
 
     def pages() -> Iterable[Region]:
         return kernel.pages(batch.frames, batch.layers)
 
-    sources, targets = (segment, pages) if direction is Direction.LOAD else (pages, segment)
+    sources, targets = (bytes_of_segment, pages) if direction is Direction.LOAD else (pages, bytes_of_segment)
     return (
         lambda: kernel(staged, batch.frames, batch.layers),
         lambda: [*sources(), *kernel.tables()],
-        lambda: [*targets(), *kernel.findings()],
+        lambda: [*targets(), *kernel.findings(batch.frames, batch.layers)],
     )
-
-
-# Staging memory: rings of segments between host slots and pages ----------------------------------------------------
-
-
-class StagingRing:
-    """`segments` pieces of `segment_bytes` of the device's memory, used in turn. Any thread may put work in."""
-
-    def __init__(self, device: Device, segment_bytes: int, segments: int) -> None:
-        if segment_bytes < 1 or segments < 2:
-            raise ValueError(
-                f"{segments} segments of {segment_bytes} bytes are no staging ring: give two segments or more, each "
-                "with room for a layer slice of a frame"
-            )
-        self.segment_bytes = segment_bytes
-        self._segments = device.memory(segment_bytes * segments).split(segment_bytes)
-        self._emptied: list[Event | None] = [None] * segments
-        self._next = 0
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def segment(self, fills: Stream, empties: Stream) -> Iterator[torch.Tensor]:
-        """The next segment. All work on it is put into these two streams before the block ends.
-
-        If that fails half-way the segment is safe all the same: the same stream always fills it.
-        """
-        with self._lock:
-            index = self._next
-            self._next = (index + 1) % len(self._segments)
-            emptied = self._emptied[index]
-            if emptied is not None:
-                fills.wait(emptied)
-            try:
-                yield self._segments[index]
-            finally:
-                self._emptied[index] = empties.record()
 
 
 class BounceRing:
@@ -327,20 +392,20 @@ class BounceRing:
         self.segments = segments
         self._device = device
         self._segment_bytes = segment_bytes
-        self._memory: tuple[torch.Tensor, ...] = ()
+        self._memory: torch.Tensor | None = None
         self._used: list[Event | None] = [None] * segments
         self._taken = -1
 
-    def take(self) -> torch.Tensor:
-        """The next segment; waits until no copy touches it any more. Raises RuntimeError."""
-        if not self._memory:
-            self._memory = self._device.host.pinned(self._segment_bytes * self.segments).split(self._segment_bytes)
+    def take(self) -> int:
+        """The next segment's address; waits until no copy touches it any more. Raises RuntimeError."""
+        if self._memory is None:
+            self._memory = self._device.host.pinned(self._segment_bytes * self.segments)
         index = (self._taken + 1) % self.segments
         used = self._used[index]
         if used is not None:
             used.wait()
         self._taken = index
-        return self._memory[index]
+        return self._memory.data_ptr() + index * self._segment_bytes
 
     def used_until(self, event: Event) -> None:
         """Copies use the last taken segment until this event; one that they write is emptied before its turn."""

@@ -11,34 +11,13 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Set
-from typing import Protocol
 
 MAX_JOBS = 4096
 
 _log = logging.getLogger(__name__)
 
 
-class Worker(Protocol):
-    """Where jobs go, and how to wait for what they change."""
-
-    def submit(self, job: Callable[[], object]) -> bool:
-        """Run it later, after all earlier ones; False if too many wait, or after `close`. A job never raises."""
-        ...
-
-    def wait(self, is_ready: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Wait until that is so; False if time is over first. Checked again after each job and `notify`."""
-        ...
-
-    def notify(self) -> None:
-        """A condition that a thread may wait for has changed."""
-        ...
-
-    def close(self, timeout_s: float) -> bool:
-        """Take no more jobs, do those that are here, and end; returns whether it ended in time."""
-        ...
-
-
-class ThreadWorker:
+class Worker:
     """A daemon thread. cpus: where it runs, so that memory it touches first is near them; empty: anywhere."""
 
     def __init__(self, name: str, cpus: Set[int] = frozenset()) -> None:
@@ -50,6 +29,7 @@ class ThreadWorker:
         self._thread.start()
 
     def submit(self, job: Callable[[], object]) -> bool:
+        """Run it later, after all earlier ones; False if too many wait, or after `close`. A job never raises."""
         with self._changed:
             if self._is_closed or len(self._jobs) >= MAX_JOBS:
                 return False
@@ -58,14 +38,17 @@ class ThreadWorker:
         return True
 
     def wait(self, is_ready: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Wait until that is so; False if time is over first. Checked again after each job and `notify`."""
         with self._changed:
             return self._changed.wait_for(is_ready, timeout_s)
 
     def notify(self) -> None:
+        """A condition that a thread may wait for has changed."""
         with self._changed:
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> bool:
+        """Take no more jobs, do those that are here, and end; returns whether it ended in time."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

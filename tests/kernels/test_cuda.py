@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import shutil
+import subprocess
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from kv_kernels.cuda import CudaDevice, CudaHost, cpu_list, local_cpus
-from kv_kernels.device import Direction, Region, Stream
+from kv_kernels.cuda import CopyBatch, CudaDevice, CudaHost, cpu_list, local_cpus
+from kv_kernels.device import Direction, Region, Stream, rows_of
 from kv_kernels.pinned import PinnedExtents
-from kv_kernels.transfer import Loader, Saver
-from kv_kernels.transfer_state import LayerSlice, TransferOutcome, layer_slices
-from kv_kernels.worker import ThreadWorker
+from kv_kernels.transfer import LayerSlice, Loader, Saver, TransferOutcome, layer_slices
+from kv_kernels.worker import Worker
 
 LAYERS, FRAMES, LAYER_BYTES = 8, 24, 1 << 16
 FRAME_BYTES = 4096 + LAYERS * LAYER_BYTES
@@ -35,7 +39,7 @@ def test_the_list_of_cpus_is_the_kernels() -> None:
 def test_a_copy_by_the_host_moves_every_run() -> None:
     source, target = torch.arange(200, dtype=torch.uint8), torch.zeros(200, dtype=torch.uint8)
     sizes = [3, 90, 107]
-    CudaHost(torch.device("cpu")).copy(target.split(sizes), source.split(sizes))
+    CudaHost(torch.device("cpu")).copy(rows_of(target.split(sizes), source.split(sizes)))
     assert torch.equal(target, source)
 
 
@@ -58,10 +62,10 @@ class TorchKernel:
     def tables(self) -> list[Region]:
         return []
 
-    def findings(self) -> list[Region]:
+    def findings(self, frames: range, layers: LayerSlice) -> list[Region]:
         return []
 
-    def end(self, kernels: Stream) -> None:
+    def end(self, stream: Stream) -> None:
         pass
 
 
@@ -69,16 +73,16 @@ class TorchKernel:
 @pytest.mark.parametrize("is_registered", [True, False])
 def test_what_is_saved_is_loaded(is_registered: bool) -> None:
     device = CudaDevice(0)
-    threads = [ThreadWorker(name, local_cpus(0)) for name in ("pin", "load", "save")]
+    threads = [Worker(name, local_cpus(0)) for name in ("pin", "load", "save")]
     extents = PinnedExtents(device.host if is_registered else _Refusing(torch.device("cuda", 0)), threads[0])
     size = -(-FRAMES * FRAME_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
     extent = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
     extents.add(extent.data_ptr(), size, extent, writable=True)
     slots = [extent.data_ptr() + frame * FRAME_BYTES for frame in range(FRAMES)]
     if is_registered:
-        assert threads[0].wait(lambda: extents.runs(slots, FRAME_BYTES).is_pinned, 60.0)
-    loader = Loader(device, extents, threads[1], 5 * LAYER_BYTES, 3)
-    saver = Saver(device, extents, threads[2], 5 * LAYER_BYTES, 3)
+        assert threads[0].wait(lambda: extents.runs(np.array(slots), FRAME_BYTES)[0].is_pinned, 60.0)
+    loader = Loader(device, extents, threads[1], 5 * LAYER_BYTES)
+    saver = Saver(device, extents, threads[2], 5 * LAYER_BYTES)
     slices = layer_slices(LAYERS, LAYER_BYTES, 3, 4096)
     made = torch.randint(0, 256, (FRAMES, LAYERS, LAYER_BYTES), dtype=torch.uint8, device="cuda")
     after = device.compute().record()
@@ -102,3 +106,60 @@ class _Refusing(CudaHost):
 
     def register(self, address: int, size_bytes: int, *, writable: bool) -> str:
         return "not here"
+
+
+# All copies in one call of the driver, in both of its forms, and one for each where it has none -----------------------
+
+STREAM = 0x1234_5678_9ABC
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> ctypes.CDLL:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler for the driver that records")
+    made = tmp_path / "driver.so"
+    source = Path(__file__).with_name("driver.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", made, source], check=True)
+    return ctypes.CDLL(str(made))
+
+
+def of(driver: ctypes.CDLL, name: str, kind: type = ctypes.c_int) -> int:
+    return int(kind.in_dll(driver, name).value)
+
+
+def told(driver: ctypes.CDLL, **numbers: int) -> None:
+    for name, number in numbers.items():
+        ctypes.c_int.in_dll(driver, name).value = number
+
+
+@pytest.mark.parametrize(
+    ("version", "batches", "singles"),
+    [(12_040, 0, 3), (12_080, 1, 0), (12_090, 1, 0), (13_000, 1, 0), (13_010, 1, 0)],
+)
+def test_copies_are_one_call_in_the_form_that_the_driver_has(
+    driver: ctypes.CDLL, version: int, batches: int, singles: int
+) -> None:
+    told(driver, version=version)
+    copies = CopyBatch(driver)
+    source, target = torch.arange(200, dtype=torch.uint8), torch.zeros(200, dtype=torch.uint8)
+    sizes = [3, 90, 107]
+    copies(rows_of(target.split(sizes), source.split(sizes)), STREAM)
+    assert torch.equal(target, source)
+    assert (of(driver, "batches"), of(driver, "singles")) == (batches, singles)
+    assert of(driver, "stream_of_last", ctypes.c_uint64) == STREAM
+    if batches:
+        assert list((ctypes.c_int * 6).in_dll(driver, "attributes_of_last")) == [1, 0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("version", [12_040, 12_080, 13_000])
+def test_a_refusal_is_an_error_with_its_number(driver: ctypes.CDLL, version: int) -> None:
+    told(driver, version=version, refuses=1)
+    row = np.zeros((3, 1), np.int64)
+    with pytest.raises(RuntimeError, match=r"cuMemcpy(BatchAsync of 1 copies|Async) was refused .* CUDA error 1"):
+        CopyBatch(driver)(row, STREAM)
+
+
+def test_a_driver_without_a_version_is_refused(driver: ctypes.CDLL) -> None:
+    with pytest.raises(RuntimeError, match="cuDriverGetVersion was refused by the driver: CUDA error 999"):
+        CopyBatch(driver)

@@ -8,14 +8,15 @@ import weakref
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 
 from chaos import ChaosDevice
 from chaos_worker import ChaosWorker
-from kv_kernels.device import Region
+from kv_kernels.device import Region, host_tensor
 from kv_kernels.pinned import PinnedExtents
-from kv_kernels.worker import ThreadWorker
+from kv_kernels.worker import Worker
 from tiering.dram.extents import Extent
 
 CHUNK, SLOT = 64, 24
@@ -37,14 +38,15 @@ def test_runs_are_whole_and_in_order_and_end_where_a_chunk_does() -> None:
         slots = Random(seed).sample(range(10), Random(seed).randint(1, 10))
         if seed % 2:
             slots.sort()
-        runs = extents.runs([memory.data_ptr() + slot * SLOT for slot in slots], SLOT)
-        assert torch.equal(torch.cat(runs.tensors), torch.cat([memory.view(10, SLOT)[slot] for slot in slots]))
+        runs = extents.runs(memory.data_ptr() + SLOT * np.array(slots), SLOT)[0]
+        tensors = [host_tensor(*run) for run in zip(runs.addresses.tolist(), runs.sizes.tolist(), strict=True)]
+        assert torch.equal(torch.cat(tensors), torch.cat([memory.view(10, SLOT)[slot] for slot in slots]))
         assert runs.is_pinned
-        for run in runs.tensors:
+        for run in tensors:
             start = run.data_ptr() - memory.data_ptr()
             assert start // CHUNK == (start + len(run) - 1) // CHUNK, "inside one chunk"
-    every = extents.runs([memory.data_ptr() + slot * SLOT for slot in range(10)], SLOT)
-    assert [len(run) for run in every.tensors] == [64, 64, 64, 48]
+    every = extents.runs(memory.data_ptr() + SLOT * np.arange(10), SLOT)[0]
+    assert every.sizes.tolist() == [64, 64, 64, 48]
 
 
 def test_a_slot_is_pinned_when_all_its_chunks_are() -> None:
@@ -53,7 +55,7 @@ def test_a_slot_is_pinned_when_all_its_chunks_are() -> None:
     extents.add(memory.data_ptr(), len(memory), memory, writable=True)
     seen = []
     for _ in range(3):
-        seen.append([extents.runs([memory.data_ptr() + slot * SLOT], SLOT).is_pinned for slot in range(4)])
+        seen.append([extents.runs(np.array([memory.data_ptr() + slot * SLOT]), SLOT)[0].is_pinned for slot in range(4)])
         worker.pump()
     assert seen == [[False] * 4, [True, True, False, False], [True] * 4]
 
@@ -68,7 +70,7 @@ def test_a_refusal_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert device.host.refused == 4
     (record,) = caplog.records
     assert "64 bytes of read-only shared memory: operation not supported (801)" in record.getMessage()
-    assert not extents.runs([memory.data_ptr()], SLOT).is_pinned
+    assert not extents.runs(np.array([memory.data_ptr()]), SLOT)[0].is_pinned
     assert extents.remove(memory.data_ptr(), 1.0)
 
 
@@ -127,7 +129,7 @@ def test_what_overlaps_is_refused() -> None:
     extents.add(memory.data_ptr() + 60, 40, memory, writable=True)
     for start in (10, 12, 90):  # two extents are not one, though they are neighbours
         with pytest.raises(ValueError, match="not wholly inside its extent"):
-            extents.runs([memory.data_ptr() + start], SLOT)
+            extents.runs(np.array([memory.data_ptr() + start]), SLOT)[0]
 
 
 def test_other_memory_is_the_callers_and_bounces() -> None:
@@ -137,19 +139,19 @@ def test_other_memory_is_the_callers_and_bounces() -> None:
     while worker.pump():
         pass
     slots = [memory.data_ptr(), other.data_ptr() + SLOT, other.data_ptr() + 2 * SLOT]
-    hold, runs = extents.hold(slots, SLOT), extents.runs(slots, SLOT)
-    assert [run.data_ptr() for run in runs.tensors] == slots and not runs.is_pinned
+    hold, runs = extents.hold(slots, SLOT), extents.runs(np.array(slots), SLOT)[0]
+    assert runs.addresses.tolist() == slots and not runs.is_pinned
     hold.release()
     assert extents.remove(memory.data_ptr(), 1.0)
 
 
 def test_a_thread_of_its_own_registers() -> None:
     device = ChaosDevice(Random(1))
-    worker = ThreadWorker("pin")
+    worker = Worker("pin")
     extents = PinnedExtents(device.host, worker, CHUNK)
     memory = torch.zeros(10 * SLOT, dtype=torch.uint8)
     extents.add(memory.data_ptr(), len(memory), memory, writable=True)
-    assert worker.wait(lambda: extents.runs([memory.data_ptr() + 9 * SLOT], SLOT).is_pinned, 30.0)
+    assert worker.wait(lambda: extents.runs(np.array([memory.data_ptr() + 9 * SLOT]), SLOT)[0].is_pinned, 30.0)
     assert extents.remove(memory.data_ptr(), 30.0)
     assert worker.close(30.0)
 
@@ -218,7 +220,7 @@ def test_the_same_address_may_come_again() -> None:
         extent = _new(extents)
         while worker.pump():
             pass
-        assert extents.runs([extent.address], 4096).is_pinned
+        assert extents.runs(np.array([extent.address]), 4096)[0].is_pinned
         assert address  # mostly the same one
 
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 
-from chaos import ChaosDevice, ChaosEvent
+from chaos import ChaosDevice, ChaosEvent, NoWait
 from happens_before import Clock, HazardError, Pageable, Race, merge
 from kv_kernels.device import Direction, Region, host_tensor
-from kv_kernels.transfer import Loader, Saver
-from kv_kernels.transfer_state import LayerSlice, Transfer, TransferOutcome, layer_slices
-from kv_kernels.worker import ThreadWorker
+from kv_kernels.transfer import LayerSlice, Loader, Saver, Transfer, TransferOutcome, layer_slices
+from kv_kernels.worker import Worker
 from small_engine import (
     FRAME_BYTES,
     HEADER_BYTES,
@@ -29,7 +29,6 @@ from small_engine import (
     SEGMENT_BYTES,
     Engine,
     Kernel,
-    NoWait,
 )
 
 SEEDS = range(60)
@@ -201,13 +200,10 @@ def test_every_legal_order_gives_the_right_bytes(refused: bool) -> None:
 
 
 HAZARDS = {
-    "a kernel reads a segment before the copy into it": ("load kernels", "load copies"),
-    "a segment is filled again while a kernel reads it": ("load copies", "load kernels"),
-    "pages are called loaded, and tables given up, before the kernels end": ("load worker", "load kernels"),
-    "pages are saved before the forward has written them": ("save kernels", "compute"),
-    "a segment is copied before the kernel has filled it": ("save copies", "save kernels"),
-    "a segment is filled again while it is copied": ("save kernels", "save copies"),
-    "a save is published before it has landed": ("save worker", "save copies"),
+    "pages are called loaded, and tables given up, before the kernels end": ("load worker", "load 0"),
+    "pages are called loaded before those of the other stream are": ("load worker", "load 1"),
+    "pages are saved before the forward has written them": ("save 0", "compute"),
+    "a save is published before it has landed": ("save worker", "save 1"),
 }
 
 
@@ -223,13 +219,13 @@ def test_a_load_over_pages_in_use_is_found(zeroed: float) -> None:
     def run(seed: int, no_wait: NoWait) -> None:
         Story(Engine(seed, no_wait), zeroed=zeroed).run(60)
 
-    _all_are_found("load", run, NoWait("load kernels", "compute"))
+    _all_are_found("load", run, NoWait("load 1", "compute"))
     assert _found(run, NoWait()) == 0
 
 
 @pytest.mark.parametrize("lane", ["load", "save"])
 def test_a_bounce_segment_that_is_used_too_early_is_found(lane: str) -> None:
-    no_wait = NoWait(f"{lane} worker", f"{lane} copies")
+    no_wait = NoWait(f"{lane} worker", f"{lane} 0")
     _all_are_found(lane, lambda seed, no_wait: Story(Engine(seed, no_wait, refused=True)).run(120), no_wait)
 
 
@@ -404,12 +400,12 @@ def test_a_worker_with_too_much_to_do_takes_no_more(monkeypatch: pytest.MonkeyPa
     engine.finish()
 
 
-def test_neighbouring_slots_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbouring_slots_are_one_copy() -> None:
     engine, _, _ = _ready()
     first, second = [memory.data_ptr() for memory in engine.memory]
     order = [first + slot * FRAME_BYTES for slot in (0, 1, 2, 4, 3)] + [second, second + FRAME_BYTES]
-    runs = engine.extents.runs(order, FRAME_BYTES)
-    assert [len(run) // FRAME_BYTES for run in runs.tensors] == [3, 1, 1, 2]
+    runs = engine.extents.runs(np.array(order), FRAME_BYTES)[0]
+    assert (runs.sizes // FRAME_BYTES).tolist() == [3, 1, 1, 2]
     assert runs.is_pinned
 
 
@@ -433,7 +429,7 @@ def test_memory_that_is_unregistered_under_a_copy_is_found() -> None:
             engine.finish()
 
 
-class Handing(ThreadWorker):
+class Handing(Worker):
     """A real thread, of which the chaos device knows what comes after what."""
 
     def __init__(self, chaos: ChaosDevice, name: str) -> None:
@@ -469,8 +465,8 @@ def test_real_threads_get_to_the_end(refused: bool) -> None:
     for seed in range(5):
         engine, slots, pages = _ready(seed, refused)
         workers = [Handing(engine.chaos, f"{lane} thread") for lane in ("load", "save")]
-        loader = Loader(engine.device, engine.extents, workers[0], SEGMENT_BYTES, 2)
-        saver = Saver(engine.device, engine.extents, workers[1], SEGMENT_BYTES, 2)
+        loader = Loader(engine.device, engine.extents, workers[0], SEGMENT_BYTES)
+        saver = Saver(engine.device, engine.extents, workers[1], SEGMENT_BYTES)
         kernel = Kernel(engine, Direction.LOAD, pages)
         slices = layer_slices(LAYERS, LAYER_BYTES, 1, HEADER_BYTES)
         loading = loader.load(slots, slices, kernel)

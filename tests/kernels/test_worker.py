@@ -9,11 +9,11 @@ import threading
 import pytest
 
 from kv_kernels import worker
-from kv_kernels.worker import ThreadWorker
+from kv_kernels.worker import Worker
 
 
 def test_jobs_run_in_order_on_one_thread_and_all_of_them_before_it_ends() -> None:
-    thread = ThreadWorker("a worker")
+    thread = Worker("a worker")
     seen: list[tuple[int, str]] = []
     for at in range(100):
         assert thread.submit(lambda at=at: seen.append((at, threading.current_thread().name)))
@@ -23,7 +23,7 @@ def test_jobs_run_in_order_on_one_thread_and_all_of_them_before_it_ends() -> Non
 
 
 def test_a_wait_ends_when_it_is_so_or_time_is_over() -> None:
-    thread = ThreadWorker("a worker")
+    thread = Worker("a worker")
     go, done = threading.Event(), []
     thread.submit(lambda: (go.wait(30.0), done.append(1)))
     assert not thread.wait(lambda: bool(done), 0.0)
@@ -35,7 +35,7 @@ def test_a_wait_ends_when_it_is_so_or_time_is_over() -> None:
 
 def test_no_more_than_so_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "MAX_JOBS", 3)
-    thread = ThreadWorker("a worker")
+    thread = Worker("a worker")
     go, begun = threading.Event(), threading.Event()
     thread.submit(lambda: (begun.set(), go.wait(30.0)))
     assert begun.wait(30.0)
@@ -46,7 +46,7 @@ def test_no_more_than_so_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_job_that_fails_is_logged_and_the_next_one_runs(caplog: pytest.LogCaptureFixture) -> None:
-    thread = ThreadWorker("a worker")
+    thread = Worker("a worker")
     seen: list[int] = []
     with caplog.at_level(logging.INFO, "kv_kernels"):
         thread.submit(lambda: 1 // 0)
@@ -57,7 +57,7 @@ def test_a_job_that_fails_is_logged_and_the_next_one_runs(caplog: pytest.LogCapt
 
 def test_it_runs_where_it_is_told() -> None:
     one = frozenset([min(os.sched_getaffinity(0))])
-    thread = ThreadWorker("a worker", one)
+    thread = Worker("a worker", one)
     seen: list[set[int]] = []
     thread.submit(lambda: seen.append(os.sched_getaffinity(0)))
     assert thread.close(30.0)
@@ -66,6 +66,6 @@ def test_it_runs_where_it_is_told() -> None:
 
 def test_cpus_that_are_not_there_are_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "kv_kernels"):
-        thread = ThreadWorker("a worker", frozenset([4095]))
+        thread = Worker("a worker", frozenset([4095]))
         assert thread.close(30.0)
     assert "the thread a worker stays on any CPU" in caplog.text
