@@ -67,7 +67,7 @@ class _Extent:
         self.end = self.address + self.memory.numel()
 
 
-class _Table(NamedTuple):
+class _ChunkTable(NamedTuple):
     """Of each extent: where it starts and ends, and the number of its first chunk; of each chunk: whether it is
     page-locked."""
 
@@ -85,7 +85,7 @@ class PinnedExtents:
         self._worker = worker
         self._chunk_bytes = chunk_bytes
         self._starts: list[int] = []
-        self._known: _Table | None = None  # until something changes
+        self._known: _ChunkTable | None = None  # until something changes
         self._extents: list[_Extent] = []
         self._lock = threading.RLock()  # reentrant: a finalizer may run while it is held
         self._was_refused = False
@@ -202,13 +202,13 @@ class PinnedExtents:
             raise ValueError(f"the slot at {slot:#x} of {size_bytes} bytes is not wholly inside its extent")
         return at
 
-    def _table(self) -> _Table:
+    def _table(self) -> _ChunkTable:
         """Of the extents as they are now, and at the end one of none. Under the lock."""
         if self._known is None:
             rows = [(extent.address, extent.end, len(extent.pinned)) for extent in self._extents]
             starts, ends, chunks = np.array([*rows, (0, 0, 0)], np.int64).T
             pinned = [is_pinned for extent in self._extents for is_pinned in extent.pinned]
-            self._known = _Table(starts, ends, np.cumsum(chunks) - chunks, np.array([*pinned, False]))
+            self._known = _ChunkTable(starts, ends, np.cumsum(chunks) - chunks, np.array([*pinned, False]))
         return self._known
 
     def _leaves(self, address: int, unmap: Callable[[], object]) -> None:

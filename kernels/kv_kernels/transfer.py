@@ -227,7 +227,7 @@ class _Mover:
         if transfer.is_direct:
             try:
                 put_in()
-            except BaseException:  # an interrupt; nobody gets this transfer, and its pages may be used next
+            except BaseException:  # an interrupt: the caller does not get this transfer, and may use its pages next
                 transfer.wait(None)
                 raise
         return transfer
