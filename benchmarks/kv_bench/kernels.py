@@ -372,10 +372,7 @@ class Transfers:
             extents = PinnedExtents(self._device.host, pin)
             extents.add(extent.address, extent.size_bytes, extent, writable=True)
             stack.callback(_give_back, extents, extent)
-            pin.wait(
-                lambda: extents.runs(np.array(self._slots), self._frame_bytes)[0].is_pinned,
-                WAIT_SECONDS,
-            )
+            pin.wait(lambda: extents.runs(np.array(self._slots), self._frame_bytes)[0].is_pinned, WAIT_SECONDS)
             self._slices = layer_slices(shape.layers, size // shape.layers, layers_at_once, HEADER_BYTES)
             room = max(options.segment_bytes, *(part.size_bytes for part in self._slices))
             segment = -(-room // 256) * 256

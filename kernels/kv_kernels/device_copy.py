@@ -498,14 +498,15 @@ class DeviceTransfers:
         plain = partial(reference.ReferenceRawCopy, planes, table, page_tokens, block_tokens)
         numbers = sum([plane.shape[2] * plane.shape[3] for plane in planes[0]])
         slice_bytes = numbers * block_tokens * planes[0][0].element_size()
-        return self._copy(planes, table, block_tokens, slice_bytes, None, plain)
+        return self._unless_refused(partial(DeviceCopy, self, planes, table, block_tokens, slice_bytes, None, plain))
 
     def int8_copy(
         self, form: SliceForm, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int], page_tokens: int
     ) -> BlockCopy | None:
         """planes: of the dtype that is quantized. None where these pages are not for this route."""
         plain = partial(int8_plain.PlainInt8Copy, form, planes, table, page_tokens)
-        return self._copy(planes, table, form.tokens, form.size_bytes, KC64, plain)
+        how = form.tokens, form.size_bytes, KC64
+        return self._unless_refused(partial(DeviceCopy, self, planes, table, *how, plain))
 
     def close(self, timeout_s: float) -> bool:
         """Take no more transfers, finish those under way, and end the threads; returns whether that was in time."""
@@ -513,17 +514,9 @@ class DeviceTransfers:
         have_ended = [workers.loads.close(timeout_s), workers.saves.close(timeout_s), self.extents.close(timeout_s)]
         return workers.pins.close(timeout_s) and all(have_ended)
 
-    def _copy(
-        self,
-        planes: Sequence[Sequence[torch.Tensor]],
-        table: Sequence[int],
-        block_tokens: int,
-        slice_bytes: int,
-        codec: str | None,
-        plain: Callable[[], BlockCopy],
-    ) -> BlockCopy | None:
+    def _unless_refused(self, copy: Callable[[], DeviceCopy]) -> DeviceCopy | None:
         try:
-            return DeviceCopy(self, planes, table, block_tokens, slice_bytes, codec, plain)
+            return copy()
         except ValueError as error:
             if str(error) not in self._refused:
                 self._refused.add(str(error))

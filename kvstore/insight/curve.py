@@ -76,7 +76,7 @@ FULLEST = 0.8
 
 TOKENS, SIZE = MEASURES = (0, 1)
 """Hits are counted in tokens and in units of the sizes."""
-_COLD, _HOT = (0, 1)
+_COLD = 0  # bins of names that are not hot
 _ASKED, _ASKED_COLD, _FIRST, _SAMPLED = range(4)  # what is counted
 
 

@@ -41,6 +41,7 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
     except subprocess.TimeoutExpired:
         pytest.skip(f"the registry of npm does not answer: {SAID}")
     if done.returncode:
+        assert "E404" not in done.stderr and "ERESOLVE" not in done.stderr, f"the packages are wrong: {done.stderr}"
         pytest.skip(f"{SAID} failed: {done.stderr.strip().splitlines()[-1:]}")
     return folder / "node_modules"
 
