@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
+from kvstore.block.errors import BadInput
 from kvstore.cli import main as command_line
 from kvstore.cli.bench import Check, judge, report, traffic_command
 from kvstore.cli.terminal import Json, Show, bench, option, path_option, print_result, shown_progress, typer
@@ -34,7 +35,10 @@ bench.registered_commands.clear()
 def _judged(find: Callable[[Show], Any], as_json: bool, check: bool) -> int:
     with shown_progress() as show:
         show("loading torch")
-        result = find(show)
+        try:
+            result = find(show)
+        except ModuleNotFoundError as error:
+            raise BadInput(f"this bench needs the package {error.name}; run it in a checkout after make env") from None
     return judge([result], as_json, check)
 
 
@@ -131,14 +135,14 @@ def _codec(show: Show, speed: bool = True, quality: bool = True, windows: int = 
 def bench_kernels(
     device: BenchDevice = None,
     stage: Annotated[
-        list[str] | None, option("NAME", "This alone: kernels, transfers or decode. May be given again.")
+        list[str] | None, option("NAME", "This alone: plan, kernels, transfers or decode. May be given again.")
     ] = None,
     laps: Laps = None,
     check: Check = False,
     as_json: Json = False,
 ) -> int:
-    """How fast KV goes off a GPU and back: the kernels beside a copy on the device, whole loads and saves beside a copy
-    of pinned memory, and what eight running streams notice of them.
+    """How fast KV goes off a GPU and back: what putting a load into the streams costs, the kernels beside a copy on the
+    device, whole loads and saves beside a copy of pinned memory, and what eight running streams notice of them.
 
     On a CPU it runs on small shapes, to show that it runs; its figures say nothing then.
     """

@@ -20,6 +20,7 @@ from functools import partial, wraps
 from hashlib import blake2b
 from typing import Any
 
+import msgspec
 import torch
 import vllm
 from vllm.config import VllmConfig
@@ -290,7 +291,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if overruled:
             logger.warning("kvstore: %s", overruled)
         if has_draft_layers(config) and self._settings.audit < 1:
-            self._settings = replace(self._settings, audit=0.0)
+            self._settings = msgspec.structs.replace(self._settings, audit=0.0)
         settings, session = self._settings, self._session
         self.half = PagedScheduler(
             settings, lambda: _open_store(settings.url, session), time.monotonic, random.Random().random, time.sleep

@@ -169,9 +169,8 @@ CLOSED_ROOMS = {
     # Kernels are reached through launchers; the rest of this room has to work where there is no triton.
     "kv_kernels": {
         "triton": (
-            "kernels/kv_kernels/triton_raw.py",
+            "kernels/kv_kernels/triton_pools.py",
             "kernels/kv_kernels/triton_digest.py",
-            "kernels/kv_kernels/triton_int8.py",
         )
     },
     # The sidecar's process has no web framework and no grpc: the edge is a process of its own.

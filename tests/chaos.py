@@ -22,14 +22,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import torch
 
-from happens_before import Clock, HazardError, Pageable, Shadow, merge
-from kv_kernels.device import LANES, Direction, Event, Region, Regions, Rows, host_tensor, region
+from happens_before import Clock, HazardError, Pageable, Region, Shadow, merge, region
+from kv_kernels.cuda import LANES, Direction, Rows, host_tensor
+from kv_kernels.transfer import LayerSlice
 
 POISON = 0xA5
 ENGINE = "engine"
+Touched = Callable[[Any, range, LayerSlice], tuple[Sequence[Region], Sequence[Region], Sequence[Region]]]
 
 
 @dataclass(slots=True)
@@ -69,7 +72,7 @@ class ChaosEvent:
         self.stream = stream
         self.clock: Clock | None = None
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         device = self.stream.device
         if not device.no_wait(device.actor, self.stream.name):
             device.drive(self)
@@ -90,8 +93,7 @@ class ChaosStream:
         self._put("records", event=event)
         return event
 
-    def wait(self, event: Event) -> None:
-        assert isinstance(event, ChaosEvent), "an event of this device"
+    def wait(self, event: ChaosEvent) -> None:
         if not self.device.no_wait(self.name, event.stream.name):
             self._put("waits", event=event, waits=True)
 
@@ -101,8 +103,9 @@ class ChaosStream:
             body = _copier(writes[0], reads[0])
             self._put("copies", reads=reads, writes=writes, is_copy=True, bodies=[body])
 
-    def launch(self, work: Callable[[], object], reads: Regions, writes: Regions) -> None:
-        """Where `work` fails, what it had launched until then runs all the same."""
+    def launch(self, work: Any) -> None:
+        """A page kernel bound to what it is called with. Where it fails, what it had launched runs all the same."""
+        staged, frames, layers = work.args
         bodies: list[Callable[[], object]] = []
         has_failed = True
         try:
@@ -111,7 +114,15 @@ class ChaosStream:
             has_failed = False
         finally:
             if bodies or not has_failed:
-                self._put("runs a kernel", reads=list(reads()), writes=list(writes()), bodies=bodies)
+                pages, tables, findings = self.device.touched(work.func, frames, layers)
+                sources, targets = [region(staged)], pages
+                if self.name.startswith(Direction.SAVE.value):
+                    sources, targets = targets, sources
+                self._put("runs a kernel", reads=[*sources, *tables], writes=[*targets, *findings], bodies=bodies)
+
+    def step(self, body: Callable[[], object], reads: Sequence[Region] = (), writes: Sequence[Region] = ()) -> None:
+        """Work of the engine's own, or of a test's."""
+        self._put("runs a kernel", reads=reads, writes=writes, bodies=[body])
 
     def release(self, regions: Iterable[Region]) -> None:
         """Memory that was used by this stream is given back in its order, as an engine does with pages and tensors."""
@@ -144,50 +155,6 @@ class ChaosStream:
             self.device.some()
 
 
-class ChaosHost:
-    """Host memory. refuse: says of a request to page-lock memory why not, or nothing."""
-
-    def __init__(self, device: ChaosDevice, refuse: Callable[[int, int, bool], str]) -> None:
-        self._device = device
-        self._refuse = refuse
-        self._registered: dict[int, int] = {}
-        self.refused = 0
-
-    def pinned(self, size_bytes: int) -> torch.Tensor:
-        memory = self._device.memory(size_bytes)
-        with self._device.lock:
-            self._registered[memory.data_ptr()] = size_bytes
-        return memory
-
-    def register(self, address: int, size_bytes: int, *, writable: bool) -> str:
-        refusal = self._refuse(address, size_bytes, writable)
-        with self._device.lock:
-            if refusal:
-                self.refused += 1
-            else:
-                assert address not in self._registered, "registered once"
-                self._registered[address] = size_bytes
-        return refusal
-
-    def unregister(self, address: int) -> None:
-        with self._device.lock:
-            size = self._registered.pop(address)
-            self._device.host_settle([Region(address, size)], "unregistering")
-
-    def copy(self, rows: Rows) -> None:
-        for target, source, size in rows.T.tolist():
-            self._device.host_read([Region(source, size)], "a copy by the host")
-            self._device.host_write([Region(target, size)], "a copy by the host")
-            ctypes.memmove(target, source, size)
-
-    def reaches(self, touched: Region) -> bool:
-        """Inside one piece of pinned memory."""
-        return any(
-            start <= touched.address and touched.address + touched.size_bytes <= start + size
-            for start, size in self._registered.items()
-        )
-
-
 class ChaosDevice:
     """Streams "compute", "load 0", "load 1", "save 0" and so on. random: decides every order; a seed repeats it."""
 
@@ -198,16 +165,21 @@ class ChaosDevice:
         eagerness: float | None = None,
         knows_host: bool = True,
         no_wait: NoWait | None = None,
+        touched: Touched = lambda kernel, frames, layers: kernel.touched(frames, layers),
     ) -> None:
         """eagerness: how likely it is, after each call, that something runs; 0 runs what is waited for only.
         knows_host: whether all that host code writes is said; if not, memory that is not the device's counts as
-        written. no_wait: a wait that is left out."""
+        written. no_wait: a wait that is left out. touched: what a launch of a kernel does, its pages, what else it
+        reads, and what else it writes; refuse: why not, if memory is not to be page-locked."""
         self.lock = threading.RLock()
         self.no_wait = no_wait or NoWait()
         self._random = random
         self._eagerness = random.choice([0.0, 0.3, 0.7, 1.0]) if eagerness is None else eagerness
         self._shadow = Shadow(is_defined=not knows_host)
-        self._host = ChaosHost(self, refuse)
+        self.touched = touched
+        self._refuse = refuse
+        self._registered: dict[int, int] = {}
+        self.refused = 0
         self._compute = ChaosStream(self, "compute")
         self._lanes = {
             direction: [ChaosStream(self, f"{direction.value} {number}") for number in range(LANES)]
@@ -219,10 +191,6 @@ class ChaosDevice:
         self._acting = threading.local()
         self._bodies: list[Callable[[], object]] | None = None
         self._found: HazardError | None = None
-
-    @property
-    def host(self) -> ChaosHost:
-        return self._host
 
     def lanes(self, direction: Direction) -> Sequence[ChaosStream]:
         return self._lanes[direction]
@@ -241,6 +209,42 @@ class ChaosDevice:
         """In a kernel's `work`: this is what it does when its turn comes."""
         assert self._bodies is not None, "inside of a launch"
         self._bodies.append(body)
+
+    # --- host memory
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        memory = self.memory(size_bytes)
+        with self.lock:
+            self._registered[memory.data_ptr()] = size_bytes
+        return memory
+
+    def register(self, address: int, size_bytes: int, *, writable: bool) -> str:
+        refusal = self._refuse(address, size_bytes, writable)
+        with self.lock:
+            if refusal:
+                self.refused += 1
+            else:
+                assert address not in self._registered, "registered once"
+                self._registered[address] = size_bytes
+        return refusal
+
+    def unregister(self, address: int) -> None:
+        with self.lock:
+            size = self._registered.pop(address)
+            self.host_settle([Region(address, size)], "unregistering")
+
+    def copy(self, rows: Rows) -> None:
+        for target, source, size in rows.T.tolist():
+            self.host_read([Region(source, size)], "a copy by the host")
+            self.host_write([Region(target, size)], "a copy by the host")
+            ctypes.memmove(target, source, size)
+
+    def reaches(self, touched: Region) -> bool:
+        """Inside one piece of pinned memory."""
+        return any(
+            start <= touched.address and touched.address + touched.size_bytes <= start + size
+            for start, size in self._registered.items()
+        )
 
     def finish(self) -> None:
         """Run all that is left. Raises the first hazard of all."""
@@ -348,7 +352,7 @@ class ChaosDevice:
                 memory.data_ptr() <= one.address and one.address + one.size_bytes <= memory.data_ptr() + len(memory)
                 for memory in self._memory
             )
-            if not known and not self._host.reaches(one):
+            if not known and not self.reaches(one):
                 raise Pageable(f"{operation.label} touches {one.size_bytes} bytes at {one.address:#x}, not pinned")
 
     def _ready(self) -> list[ChaosStream]:

@@ -12,16 +12,34 @@ import torch
 
 from chaos import ChaosDevice, NoWait
 from chaos_worker import ChaosWorker
-from kv_kernels import triton_raw
-from kv_kernels.device_copy import DeviceTransfers, Workers
+from happens_before import Region, region
+from kv_kernels import triton_pools
+from kv_kernels.device_copy import DeviceTransfers, MovingKernel, Workers
+from kv_kernels.transfer import LayerSlice
 from kv_kernels.worker import Worker
 
 SEGMENT_BYTES = 24 << 10
 
 needs_interpreter = pytest.mark.skipif(
-    not hasattr(triton_raw._gather, "rewrite"),
+    not hasattr(triton_pools._move, "rewrite"),
     reason="there is a GPU: compiled kernels cannot take pages of a CPU",
 )
+
+
+def touched(kernel: MovingKernel, frames: range, layers: LayerSlice) -> tuple[list[Region], list[Region], list[Region]]:
+    """Of a launch: its pages, what else it reads, and what else it writes."""
+    moving, rows = kernel.moving, kernel.rows(frames)
+    at = moving.copy.layers.index(layers)
+    named = sorted({page for page in moving.pages[rows].flatten().tolist() if page >= 0})
+    pages = [_page(plane, page) for planes in moving.pools[at].planes for plane in planes for page in named]
+    findings = [one for block in moving.status[rows, at : at + 1] for one in [region(block)]]
+    findings += [region(block) for block in moving.digests[rows, layers.first : layers.stop]]
+    return pages, [region(moving.table[rows])], findings
+
+
+def _page(plane: torch.Tensor, page: int) -> Region:
+    reach = sum([(size - 1) * stride for size, stride in zip(plane.shape[1:], plane.stride()[1:], strict=True)])
+    return Region(plane[page].data_ptr(), (reach + 1) * plane.element_size())
 
 
 class ChaosRoute:
@@ -40,7 +58,7 @@ class ChaosRoute:
         print(f"seed {seed}")
         self.has_threads = has_threads
         refuse = lambda *_: "not allowed" if refused else ""  # noqa: E731
-        self.device = self.chaos = ChaosDevice(Random(seed), refuse, eagerness, knows_host=False, no_wait=no_wait)
+        self.device = self.chaos = ChaosDevice(Random(seed), refuse, eagerness, False, no_wait, touched)
         names = [f"{name} worker" for name in ("pin", "load", "save")]
         self.workers = Workers(*[Worker(name) if has_threads else ChaosWorker(self.chaos, name) for name in names])
         self.transfers = DeviceTransfers(self.device, self.workers, segment_bytes)

@@ -23,7 +23,7 @@ class ChaosWorker(Worker):
         self._done: Clock = {}
         self._is_closed = False
 
-    def submit(self, job: Callable[[], object]) -> bool:
+    def submit(self, job: Callable[[], object], *, wakes: bool = True) -> bool:
         if self._is_closed:
             return False
         self._late.append((self._device.tick(), job))

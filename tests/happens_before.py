@@ -13,10 +13,24 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from kv_kernels.device import Region
+import torch
 
 Clock = dict[str, int]
+
+
+class Region(NamedTuple):
+    """Bytes of memory, the device's or the host's."""
+
+    address: int
+    size_bytes: int
+
+
+def region(tensor: torch.Tensor) -> Region:
+    """Of a contiguous tensor."""
+    assert tensor.is_contiguous(), "a region is one run of bytes"
+    return Region(tensor.data_ptr(), tensor.nbytes)
 
 
 class HazardError(AssertionError):

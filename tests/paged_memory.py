@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from kv_kernels import triton_raw
+from kv_kernels import triton_pools
 from kv_kernels.pools import PoolTable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.fixture
 def kernels_can_run() -> Iterator[None]:
     """On a GPU or in the interpreter; with torch on one thread, which for tensors this small is faster by far."""
-    if DEVICE == "cpu" and not hasattr(triton_raw._gather, "rewrite"):
+    if DEVICE == "cpu" and not hasattr(triton_pools._move, "rewrite"):
         pytest.skip("no GPU for torch, and TRITON_INTERPRET was not set before triton was imported")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -10,14 +10,15 @@ import weakref
 from collections.abc import Iterable, Sequence
 from random import Random
 
+import numpy as np
 import torch
 
 from chaos import ChaosDevice, NoWait
 from chaos_worker import ChaosWorker
-from happens_before import Clock, HazardError
-from kv_kernels.device import Direction, Region, Stream, host_tensor
+from happens_before import Clock, HazardError, Region
+from kv_kernels.cuda import Direction, host_tensor
 from kv_kernels.pinned import PinnedExtents
-from kv_kernels.transfer import LayerSlice, Loader, Saver, Transfer, layer_slices
+from kv_kernels.transfer import LayerSlice, PageMover, Transfer, layer_slices
 
 LAYERS, PAGES, PAGE_BYTES = 4, 2, 8
 LAYER_BYTES = PAGES * PAGE_BYTES
@@ -47,7 +48,7 @@ class Kernel:
         self._region = table.region
         self._loose = table
         self._engine = engine
-        self._direction = direction
+        self.direction = direction
         self._pages = pages
         if keeps:
             del self._loose
@@ -57,7 +58,7 @@ class Kernel:
         del self._loose
 
     def __call__(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
-        engine, direction, table = self._engine, self._direction, self._region
+        engine, direction, table = self._engine, self.direction, self._region
         address = staged.data_ptr()
 
         def body() -> None:
@@ -76,17 +77,11 @@ class Kernel:
 
         engine.chaos.run(body)
 
-    def pages(self, frames: range, layers: LayerSlice) -> Iterable[Region]:
+    def touched(self, frames: range, layers: LayerSlice) -> tuple[list[Region], list[Region], list[Region]]:
         pages = self._pages[frames.start * PAGES : frames.stop * PAGES]
-        return [self._engine.page_region(layer, page) for layer in range(layers.first, layers.stop) for page in pages]
+        return self._engine.regions(pages, range(layers.first, layers.stop)), [self._region], []
 
-    def tables(self) -> Iterable[Region]:
-        return [self._region]
-
-    def findings(self, frames: range, layers: LayerSlice) -> Iterable[Region]:
-        return []
-
-    def end(self, stream: Stream) -> None:
+    def end(self, stream: object) -> None:
         pass
 
 
@@ -105,11 +100,14 @@ class Engine:
         self.pin_worker = ChaosWorker(self.chaos, "pin worker")
         self.load_worker = ChaosWorker(self.chaos, "load worker")
         self.save_worker = ChaosWorker(self.chaos, "save worker")
-        self.extents = PinnedExtents(self.chaos.host, self.pin_worker, chunk_bytes=5 * FRAME_BYTES + 16)
+        self.extents = PinnedExtents(self.chaos, self.pin_worker, chunk_bytes=5 * FRAME_BYTES + 16)
         for memory in self.memory:
             self.extents.add(memory.data_ptr(), len(memory), memory, writable=True)
-        self.loader = Loader(self.device, self.extents, self.load_worker, SEGMENT_BYTES)
-        self.saver = Saver(self.device, self.extents, self.save_worker, SEGMENT_BYTES)
+        self.workers = {Direction.LOAD: self.load_worker, Direction.SAVE: self.save_worker}
+        self.movers = {
+            direction: PageMover(self.device, direction, self.extents, worker, SEGMENT_BYTES)
+            for direction, worker in self.workers.items()
+        }
         self.contents: dict[int, torch.Tensor] = {}
 
     # --- memory
@@ -153,10 +151,7 @@ class Engine:
         def body() -> None:
             self.pool[:, list(pages)] = torch.zeros((), dtype=torch.uint8) if values is None else values
 
-        def nothing() -> list[Region]:
-            return []
-
-        self.device.compute().launch(lambda: self.chaos.run(body), nothing, lambda: self.regions(pages))
+        self.device.compute().step(body, writes=self.regions(pages))
 
     def attend(self, pages: Sequence[int], layer: int, expected: torch.Tensor | None = None) -> None:
         """Read one layer of some pages. expected: [pages, PAGE_BYTES]."""
@@ -165,9 +160,7 @@ class Engine:
             if expected is not None and not torch.equal(self.pool[layer, list(pages)], expected):
                 self.wrong.append(f"layer {layer} of pages {pages}")
 
-        self.device.compute().launch(
-            lambda: self.chaos.run(body), lambda: self.regions(pages, [layer]), lambda: list[Region]()
-        )
+        self.device.compute().step(body, reads=self.regions(pages, [layer]))
 
     def values(self, pages: int) -> torch.Tensor:
         numbers = list(self.random.randbytes(LAYERS * pages * PAGE_BYTES))
@@ -186,18 +179,20 @@ class Engine:
             return [LayerSlice(0, LAYERS, 0, FRAME_BYTES)]
         return layer_slices(LAYERS, LAYER_BYTES, self.random.choice([1, 2, 3, LAYERS]), HEADER_BYTES)
 
+    def start(self, slots: Sequence[int], slices: Sequence[LayerSlice], kernel: Kernel) -> Transfer | None:
+        mover = self.movers[kernel.direction]
+        return mover.start(np.array(slots, np.int64), slices, kernel, self.device.compute().record())
+
     def load(self, slots: Sequence[int], pages: Sequence[int], keeps: bool = True) -> Transfer:
         kernel = Kernel(self, Direction.LOAD, pages, keeps)
-        loading = self.loader.load(slots, self.slices(), kernel)
+        loading = self.start(slots, self.slices(), kernel)
         assert loading is not None
         if not keeps:
             kernel.lose_table()
         return loading
 
     def save(self, slots: Sequence[int], pages: Sequence[int]) -> Transfer:
-        after = self.device.compute().record()
-        kernel = Kernel(self, Direction.SAVE, pages)
-        saving = self.saver.save(slots, self.slices(), kernel, after)
+        saving = self.start(slots, self.slices(), Kernel(self, Direction.SAVE, pages))
         assert saving is not None
         return saving
 

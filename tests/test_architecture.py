@@ -83,7 +83,7 @@ BROKEN: tuple[tuple[str, str, str], ...] = (
     ("closed-room", "tiering/nvme/tier.py", "from torch.cuda import Stream"),
     ("closed-room", "tiering/nvme/tier.py", "def f():\n    import torch"),
     ("closed-room", "kernels/kv_kernels/__init__.py", "import triton"),
-    ("closed-room", "kernels/kv_kernels/reference.py", "def f():\n    from triton import language"),
+    ("closed-room", "kernels/kv_kernels/plain.py", "def f():\n    from triton import language"),
     ("closed-room", "kvstore/block/codec.py", "import triton"),
     ("closed-room", "engine_adapter/hf_cache.py", "import triton.language as tl"),
     # Engines.
@@ -94,8 +94,8 @@ BROKEN: tuple[tuple[str, str, str], ...] = (
     ("engine", "engine_adapter/lmcache_backend.py", "import vllm"),
     ("engine", "kvstore/insight/planner.py", "def f():\n    from transformers import AutoConfig"),
     ("engine", "kvstore/demo/passes.py", "import vllm"),
-    ("engine", "kernels/kv_kernels/triton_raw.py", "import sglang.srt"),
-    ("foreign-folder", "kvstore/core/store.py", "from kernels.kv_kernels import triton_raw"),
+    ("engine", "kernels/kv_kernels/triton_pools.py", "import sglang.srt"),
+    ("foreign-folder", "kvstore/core/store.py", "from kernels.kv_kernels import triton_pools"),
     ("foreign-folder", "tiering/dram/tier.py", "import tests.fakes"),
     ("foreign-folder", "kvstore/cli/bench.py", "def f():\n    from kv_bench import restart"),
     ("foreign-folder", "kernels/kv_kernels/transfer.py", "from chaos import ChaosDevice"),
@@ -178,7 +178,7 @@ BROKEN: tuple[tuple[str, str, str], ...] = (
     ("environment", "kvstore/config.py", "import os\nos.environ.get('X')"),
     ("environment", "kvstore/node.py", "import os\nos.getenv('X')"),
     ("environment", "kvstore/demo/passes.py", "from os import environ"),
-    ("environment", "kernels/kv_kernels/triton_raw.py", "import os\nos.environ"),
+    ("environment", "kernels/kv_kernels/triton_pools.py", "import os\nos.environ"),
     ("environment", "engine_adapter/adapter.py", "import os\nos.getenv('X')"),
     # Code from data.
     ("unsafe", "kvstore/events.py", "import pickle"),
@@ -189,7 +189,7 @@ BROKEN: tuple[tuple[str, str, str], ...] = (
     ("unsafe", "kvstore/traffic/row.py", "import numpy\nnumpy.load('x', allow_pickle=True)"),
     ("unsafe", "kvstore/config.py", "eval('1')"),
     ("unsafe", "kvstore/demo/passes.py", "exec('1')"),
-    ("unsafe", "kernels/kv_kernels/triton_raw.py", "import builtins\nbuiltins.exec('1')"),
+    ("unsafe", "kernels/kv_kernels/triton_pools.py", "import builtins\nbuiltins.exec('1')"),
     ("unsafe", "kvstore/config.py", "import yaml\nyaml.load('x', Loader=yaml.SafeLoader)"),
     # Names.
     ("vague-name", "kvstore/utils.py", ""),
@@ -246,8 +246,7 @@ KEPT: tuple[tuple[str, str], ...] = (
     ("kvstore/__main__.py", "from kvstore.cli.main import main"),
     ("kvstore/__init__.py", "def open(url):\n    from kvstore.service import client"),
     ("kvstore/core/store.py", "def f():\n    import lmdb"),
-    ("kernels/kv_kernels/triton_raw.py", "import triton\nimport triton.language as tl"),
-    ("kernels/kv_kernels/triton_int8.py", "import triton"),
+    ("kernels/kv_kernels/triton_pools.py", "import triton\nimport triton.language as tl"),
     # Types and pure members of the modules whose acts are handed in.
     ("tiering/policies/lru.py", "import random\ndef f(rng: random.Random): return rng.random()"),
     (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -21,44 +21,39 @@ from transformers import DynamicCache
 
 from kv_bench.llamas import ONE_B, TINY, TTFT_SHAPES, build
 from kv_bench.measure import Say, against, quantile, rate_row, timed
-from kv_bench.on_device import DeviceTimer, describe, device_named, give_memory_back, transfer_device
+from kv_bench.on_device import CountingDevice, DeviceTimer, describe, device_named, give_memory_back, transfer_device
 from kv_bench.rig import BlockShape
 from kv_bench.script import one_of
-from kv_kernels import reference
-from kv_kernels.device import Region, Stream, host_tensor
-from kv_kernels.device_copy import SEGMENT_BYTES
-from kv_kernels.int8 import KC64
+from kv_kernels import plain, triton_digest, triton_pools
+from kv_kernels.cuda import CudaStream, Direction, host_tensor
+from kv_kernels.device_copy import SEGMENT_BYTES, DeviceCopy, DeviceTransfers, Moving, Workers
+from kv_kernels.int8_form import KC64, SliceForm
 from kv_kernels.pinned import PinnedExtents
 from kv_kernels.pools import PoolTable
-from kv_kernels.transfer import LayerSlice, Loader, Saver, Transfer, TransferOutcome, layer_slices
+from kv_kernels.transfer import LayerSlice, PageMover, Transfer, TransferOutcome, layer_slices
 from kv_kernels.worker import Worker
 from kvstore.block.codec import codec_named
-from kvstore.block.errors import BadInput
+from kvstore.block.payload import int8_form
 from kvstore.config import format_size
 from kvstore.traffic.row import MS, BenchResult, Row, Section, Target
 from tiering.dram.extents import Extent
 from tiering.frame import HEADER_BYTES, digest, frame_bytes
-
-try:
-    from kv_kernels import triton_digest, triton_int8, triton_raw
-except ImportError:
-    _HAS_TRITON = False
-    _COMPILER_ERRORS: tuple[type[Exception], ...] = ()
-else:
-    _HAS_TRITON = True
-    _COMPILER_ERRORS = (triton_raw.triton.TritonError,)
+from tiering.tier import FrameSpan
 
 RAW = "raw"
 CODECS = (RAW, KC64)
 TRITON, TWINS = ROUTES = ("triton", "twins")
-FAILURES: tuple[type[Exception], ...] = (RuntimeError, OSError, ValueError, *_COMPILER_ERRORS)
+FAILURES: tuple[type[Exception], ...] = (RuntimeError, OSError, ValueError, triton_pools.triton.TritonError)
 """What work on a device can raise: by torch and CUDA (out of memory included), the system, triton."""
-KERNELS, TRANSFERS, DECODE = STAGES = ("kernels", "transfers", "decode")
+PLAN, KERNELS, TRANSFERS, DECODE = STAGES = ("plan", "kernels", "transfers", "decode")
 KERNEL_TARGETS = {"gather_quantize": 0.70, "dequantize_scatter": 0.70}
 """Share of the copy's byte rate, on a GPU, from `TARGETED_BYTES` of KV on."""
 TRANSFER_TARGET = 0.90
 """Share of the plain copy's rate, on a GPU, from `TARGETED_BYTES` on the wire on."""
 TARGETED_BYTES = 256 << 20
+PLAN_SHAPE = BlockShape(32, 64, kv_heads=2)
+MOST_PLAN_US, MOST_CALLS, MOST_CALLS_A_LAYER = 200, 24, 3
+"""Of a load of 512 such blocks, which are a GiB: on the engine's thread, until all of it is in the streams."""
 MOST_SLOWDOWN = 1.05
 """Of the median step beside loads, on a GPU."""
 LOAD, SAVE, BOTH = DIRECTIONS = ("load", "save", "both")
@@ -66,6 +61,7 @@ ALONE = "nothing"
 UNDER_WAY = 2
 """Transfers in each direction beside steps."""
 WAIT_SECONDS, CLOSE_SECONDS = 60.0, 10.0
+PLANS = 200
 LEFT_OUT = ("bytes moved", "gb per second", "copy gb per second", "limit gb per second", "steps", "step ms p50")
 """What other columns have as well."""
 _KEPT: list[Extent] = []
@@ -128,7 +124,7 @@ def run(options: KernelsOptions, say: Say, device: str | None = None, stages: Se
     for stage in stages:
         one_of("stage", stage, STAGES)
     bench, rows = DeviceBench(options, chosen), {stage: list[Row]() for stage in STAGES}
-    measured = {KERNELS: kernel_rows, TRANSFERS: transfer_rows, DECODE: decode_rows}
+    measured = {PLAN: plan_rows, KERNELS: kernel_rows, TRANSFERS: transfer_rows, DECODE: decode_rows}
     for stage in STAGES:
         if stages and stage not in stages:
             continue
@@ -140,6 +136,7 @@ def run(options: KernelsOptions, say: Say, device: str | None = None, stages: Se
             bench.faults.append(f"the stage {stage} ended early: {told(error)}")
     facts = describe(chosen)
     titles = {KERNELS: f"on {facts['name']}, kernels: {bench.route.name}", TRANSFERS: "loads and saves, over the wire"}
+    titles[PLAN] = "what a load costs the engine's thread, without triton's launches"
     titles[DECODE] = f"steps of a random {options.model} Llama"
     sections = [Section(rows[stage], titles[stage], name=stage, left_out=LEFT_OUT) for stage in STAGES]
     return BenchResult("kernels", options, sections, {"device": facts, "route": bench.route.name}, bench.faults)
@@ -150,42 +147,21 @@ def run(options: KernelsOptions, say: Say, device: str | None = None, stages: Se
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The kernels, called as those of `kv_kernels`; digest_keys: last argument of `digest`."""
+    """The kernels, called as those of `kv_kernels`."""
 
     name: str
-    gather: Callable[..., None]
-    scatter: Callable[..., None]
-    gather_quantize: Callable[..., None]
-    dequantize_scatter: Callable[..., None]
+    save: Callable[..., None]
+    load: Callable[..., None]
     digest: Callable[..., None]
-    digest_keys: Callable[[torch.device], torch.Tensor]
-
-    def saver(
-        self, pools: PoolTable, codec: str, table: torch.Tensor, payloads: torch.Tensor, at: int, status: torch.Tensor
-    ) -> Callable[[], None]:
-        """Pages into payloads, and each block's status, int32: a call that only launches."""
-        if codec == RAW:
-            return lambda: self.gather(pools, table, payloads, at)
-        return lambda: self.gather_quantize(pools, codec, table, payloads, status, at)
-
-    def loader(
-        self, pools: PoolTable, codec: str, table: torch.Tensor, payloads: torch.Tensor, at: int
-    ) -> Callable[[], None]:
-        if codec == RAW:
-            return lambda: self.scatter(pools, table, payloads, at)
-        return lambda: self.dequantize_scatter(pools, codec, table, payloads, at)
 
 
 def route_named(given: str | None, device: torch.device) -> Route:
-    """None: triton on a GPU, the twins on a CPU. Raises `BadInput` if triton is missing."""
+    """None: triton on a GPU, the twins on a CPU. Raises `BadInput` for another name."""
     name = given or (TRITON if device.type == "cuda" else TWINS)
     one_of("route", name, ROUTES)
     if name == TWINS:
-        return _TWINS
-    if not _HAS_TRITON:
-        raise BadInput("the kernels need the package triton; run in a checkout: pip install '.[gpu]'")
-    moves = triton_raw.gather, triton_raw.scatter, triton_int8.gather_quantize, triton_int8.dequantize_scatter
-    return Route(TRITON, *moves, triton_digest.digest_slices, triton_digest.digest_keys)
+        return Route(name, plain.save, plain.load, _digest)
+    return Route(name, triton_pools.save, triton_pools.load, triton_digest.digest_slices)
 
 
 def told(error: BaseException) -> str:
@@ -193,16 +169,11 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no more is known'}"
 
 
-def _digest(payload: torch.Tensor, payload_at: int, slice_bytes: int, into: torch.Tensor, keys: torch.Tensor) -> None:
-    for row, digests in zip(payload.cpu().numpy(), into, strict=True):
+def _digest(payloads: torch.Tensor, slice_bytes: int, into: torch.Tensor, keys: torch.Tensor) -> None:
+    for row, digests in zip(payloads.cpu().numpy(), into, strict=True):
         for number in range(into.shape[1]):
-            at = payload_at + number * slice_bytes
-            high, low = struct.unpack(">qq", digest(row[at : at + slice_bytes]))
+            high, low = struct.unpack(">qq", digest(row[number * slice_bytes : (number + 1) * slice_bytes]))
             digests[number, 0], digests[number, 1] = low, high
-
-
-_MOVES = reference.gather, reference.scatter, reference.gather_quantize, reference.dequantize_scatter
-_TWINS = Route(TWINS, *_MOVES, _digest, lambda device: torch.empty(0, dtype=torch.int64, device=device))
 
 
 class PagedPool:
@@ -223,44 +194,40 @@ class PagedPool:
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(seed))
         self.table = order.view(blocks, -1).to(device)
 
-    def is_saved(self, codec: str, row: torch.Tensor, at: int) -> bool:
+    def is_saved(self, form: SliceForm | None, row: torch.Tensor) -> bool:
         """Whether a payload, uint8 [1, bytes], equals the twin's of the first block."""
-        before, status = row.clone(), torch.zeros(1, dtype=torch.int32, device=row.device)
-        _TWINS.saver(self.pools, codec, self.table[:1], row, at, status)()
+        before, status = row.clone(), torch.zeros(1, dtype=torch.int64, device=row.device)
+        plain.save(self.pools, form, self.table[:1], row, status)
         return torch.equal(before, row)
 
-    def is_loaded(self, codec: str, row: torch.Tensor, at: int) -> bool:
-        before = self._first_block()
-        _TWINS.loader(self.pools, codec, self.table[:1], row, at)()
-        return torch.equal(before, self._first_block())
+    def is_loaded(self, form: SliceForm | None, row: torch.Tensor) -> bool:
+        def first_block() -> torch.Tensor:
+            return torch.cat([plane[self.table[0]].view(torch.int16) for layer in self.planes for plane in layer])
 
-    def _first_block(self) -> torch.Tensor:
-        rows = [plane[self.table[0]].view(torch.int16).flatten() for layer in self.planes for plane in layer]
-        return torch.cat(rows)
+        before = first_block()
+        plain.load(self.pools, form, self.table[:1], row)
+        return torch.equal(before, first_block())
 
 
 def payload_bytes(shape: BlockShape, codec: str) -> int:
-    (part,) = shape.layout.parts
-    return codec_named(codec).payload_bytes(part)
+    return codec_named(codec).payload_bytes(*shape.layout.parts)
 
 
-def new_payloads(shape: BlockShape, codec: str, blocks: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(blocks, frame_bytes(payload_bytes(shape, codec)), dtype=torch.uint8, device=device)
+def form_of(shape: BlockShape, codec: str) -> SliceForm | None:
+    return None if codec == RAW else int8_form(codec, *shape.layout.parts)
 
 
 def are_digests(row: torch.Tensor, slice_bytes: int, found: torch.Tensor) -> bool:
-    """Whether `found`, int64 [1, slices, 2], are the digests of a frame's payload, uint8 [1, bytes]."""
+    """Whether `found`, int64 [1, slices, 2], are the digests of a payload, uint8 [1, bytes]."""
     want = torch.zeros(found.shape, dtype=torch.int64)
-    _digest(row, HEADER_BYTES, slice_bytes, want, want)
+    _digest(row, slice_bytes, want, want)
     return torch.equal(found.cpu(), want)
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
+class Kernel(NamedTuple):
     """launch: one call. bytes_moved: per call. check: whether it wrote what the twin writes."""
 
     name: str
-    codec: str
     launch: Callable[[], None]
     bytes_moved: int
     check: Callable[[], bool]
@@ -304,23 +271,70 @@ def kernel_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
 
 def _kernels(shape: BlockShape, codec: str, pool: PagedPool, target: PagedPool, route: Route) -> Iterator[Kernel]:
     table, blocks, device = pool.table, len(pool.table), pool.table.device
-    payloads = new_payloads(shape, codec, blocks, device)
-    raw, small = blocks * shape.payload_bytes, blocks * payload_bytes(shape, codec)
-    status = torch.zeros(blocks, dtype=torch.int32, device=device)
+    size, form = payload_bytes(shape, codec), form_of(shape, codec)
+    payloads = torch.zeros(blocks, frame_bytes(size), dtype=torch.uint8, device=device)[:, HEADER_BYTES:]
+    raw, small = blocks * shape.payload_bytes, blocks * size
+    status = torch.zeros(blocks, dtype=torch.int64, device=device)
     names = ("gather", "scatter") if codec == RAW else ("gather_quantize", "dequantize_scatter")
-    save = route.saver(pool.pools, codec, table, payloads, HEADER_BYTES, status)
-    yield Kernel(names[0], codec, save, raw + small, lambda: pool.is_saved(codec, payloads[:1], HEADER_BYTES))
-    load = route.loader(target.pools, codec, target.table, payloads, HEADER_BYTES)
-    yield Kernel(names[1], codec, load, raw + small, lambda: target.is_loaded(codec, payloads[:1], HEADER_BYTES))
-    keys, slice_bytes = route.digest_keys(device), payload_bytes(shape, codec) // shape.layers
+    save = partial(route.save, pool.pools, form, table, payloads, status)
+    yield Kernel(names[0], save, raw + small, lambda: pool.is_saved(form, payloads[:1]))
+    load = partial(route.load, target.pools, form, target.table, payloads)
+    yield Kernel(names[1], load, raw + small, lambda: target.is_loaded(form, payloads[:1]))
+    keys, slice_bytes = triton_digest.digest_keys(device), size // shape.layers
     into = torch.zeros(blocks, shape.layers, 2, dtype=torch.int64, device=device)
-    yield Kernel(
-        "digest_slices",
-        codec,
-        lambda: route.digest(payloads, HEADER_BYTES, slice_bytes, into, keys),
-        small + into.nbytes,
-        lambda: are_digests(payloads[:1], slice_bytes, into[:1]),
-    )
+    digests = partial(route.digest, payloads, slice_bytes, into, keys)
+    right = partial(are_digests, payloads[:1], slice_bytes, into[:1])
+    yield Kernel("digest_slices", digests, small + into.nbytes, right)
+
+
+# --- plan ------------------------------------------------------------------------------------------------------------
+
+
+def plan_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
+    """Loads of 1 and 4 GiB in whole blocks, and of 1 GiB layer by layer, put into streams that do nothing and count."""
+    for codec in CODECS:
+        for load, blocks, layers_at_once in (("whole", 512, 0), ("whole", 2048, 0), ("by layers", 512, 1)):
+            say(f"the plan of {blocks} blocks of {codec}, {load}")
+            seconds, calls = _planned(codec, blocks, bench.options.page_tokens, layers_at_once)
+            most = MOST_CALLS_A_LAYER * PLAN_SHAPE.layers if layers_at_once else MOST_CALLS
+            found, is_targeted, ends = median(seconds), blocks == 512, (1e6 * min(seconds), 1e6 * max(seconds))
+            if is_targeted and calls > most:
+                bench.faults.append(f"a load of {codec}, {load}, is {calls} calls; at most {most} are wanted")
+            target = Target(MOST_PLAN_US, is_least=False, of="value") if is_targeted and not layers_at_once else None
+            details = {"calls": calls, "ns_a_piece": 1e9 * found / blocks / PLAN_SHAPE.layers}
+            what = {"load": load, "codec": codec, "blocks": blocks}
+            yield Row(what, 1e6 * found, "us", PLANS, *ends, target=target, details=details)
+
+
+def _planned(codec: str, blocks: int, page_tokens: int, layers_at_once: int) -> tuple[list[float], int]:
+    """Seconds of each load until all of it is in the streams, and the calls of one. layers_at_once: 0 for all."""
+    shape, device = PLAN_SHAPE, CountingDevice()
+    other: Any = None  # there is no other route
+    size, pages = frame_bytes(payload_bytes(shape, codec)), blocks * shape.block_tokens // page_tokens
+    workers = Workers(*map(Worker, Workers._fields))
+    ways = DeviceTransfers(cast(Any, device), workers)
+    plane = torch.empty(pages, page_tokens, shape.kv_heads, shape.head_dim, dtype=torch.bfloat16)
+    planes, form = [[plane, plane]] * shape.layers, form_of(shape, codec)
+    copy = DeviceCopy(ways, form, planes, range(pages), shape.block_tokens, other)
+    if layers_at_once:
+        copy.layers = layer_slices(shape.layers, copy.slice_bytes, layers_at_once)
+    order = np.random.default_rng(1).permutation(blocks)
+    extent = torch.empty(blocks * size, dtype=torch.uint8)  # touched by nobody
+    ways.extents.add(extent.data_ptr(), len(extent), extent, writable=True)
+    spans = [FrameSpan(at, memoryview(b"")) for at in (extent.data_ptr() + size * order + HEADER_BYTES).tolist()]
+    tokens, seconds, calls = (shape.block_tokens * order).tolist(), list[float](), 0
+    workers.pins.wait(lambda: ways.extents.runs(copy.addresses_of(spans), 1).are_pinned[0], WAIT_SECONDS)
+    for _ in range(PLANS):
+        start, calls = perf_counter(), device.calls
+        moving = Moving(copy, copy.page_table(tokens, 0), Direction.LOAD)
+        transfer = moving.start(range(blocks), copy.addresses_of(spans))
+        seconds.append(perf_counter() - start)
+        assert transfer is not None and transfer.is_direct
+        with moving:
+            finish(transfer)
+        calls = device.calls - calls
+    assert ways.close(CLOSE_SECONDS)
+    return seconds, calls
 
 
 # --- transfers -------------------------------------------------------------------------------------------------------
@@ -329,27 +343,23 @@ def _kernels(shape: BlockShape, codec: str, pool: PagedPool, target: PagedPool, 
 class PagedKernel:
     """`transfer.PageKernel` over a pool, in one direction: a route's kernels with their own page table."""
 
-    def __init__(self, pool: PagedPool, slices: Sequence[LayerSlice], route: Route, codec: str, is_load: bool) -> None:
+    def __init__(
+        self, pool: PagedPool, slices: Sequence[LayerSlice], route: Route, form: SliceForm | None, direction: Direction
+    ) -> None:
         self._pools = {part.first: PoolTable.of(pool.planes[part.first : part.stop]) for part in slices}
         self._table = pool.table
-        self._status = torch.zeros(len(pool.table), dtype=torch.int32, device=pool.table.device)
-        self._route, self._codec, self._is_load = route, codec, is_load
+        self._status = torch.zeros(len(pool.table), dtype=torch.int64, device=pool.table.device)
+        self._route, self._form, self._direction = route, form, direction
 
     def __call__(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
-        pools, table = self._pools[layers.first], self._table[frames.start : frames.stop]
-        if self._is_load:
-            self._route.loader(pools, self._codec, table, staged, 0)()
+        rows = slice(frames.start, frames.stop)
+        moved = self._pools[layers.first], self._form, self._table[rows], staged
+        if self._direction is Direction.LOAD:
+            self._route.load(*moved)
         else:
-            status = self._status[frames.start : frames.stop]
-            self._route.saver(pools, self._codec, table, staged, 0, status)()
+            self._route.save(*moved, self._status[rows])
 
-    def _regions(self, *_: object) -> list[Region]:
-        """For a device that checks accesses."""
-        return []
-
-    pages = tables = findings = _regions
-
-    def end(self, stream: Stream) -> None:
+    def end(self, stream: CudaStream) -> None:
         """Statuses stay on the device."""
 
 
@@ -359,7 +369,7 @@ class Transfers:
     def __init__(self, bench: DeviceBench, codec: str, layers_at_once: int) -> None:
         options, device, shape = bench.options, bench.device, bench.options.shape
         blocks, size = options.transfer_bytes // shape.payload_bytes, payload_bytes(shape, codec)
-        self.codec, self.kv_bytes, self.wire_bytes = codec, blocks * shape.payload_bytes, blocks * size
+        self.form, self.kv_bytes, self.wire_bytes = form_of(shape, codec), blocks * shape.payload_bytes, blocks * size
         self.pool, self.target = (PagedPool(shape, blocks, options.page_tokens, device, seed) for seed in (1, 2))
         self._device, near = transfer_device(device)
         self._frame_bytes = frame_bytes(size)
@@ -368,18 +378,18 @@ class Transfers:
             for worker in (pin, load, save):
                 stack.callback(worker.close, CLOSE_SECONDS)
             extent = Extent(blocks * self._frame_bytes)
-            self._slots = [extent.address + block * self._frame_bytes for block in range(blocks)]
-            extents = PinnedExtents(self._device.host, pin)
+            self._slots = extent.address + self._frame_bytes * np.arange(blocks)
+            extents = PinnedExtents(self._device, pin)
             extents.add(extent.address, extent.size_bytes, extent, writable=True)
             stack.callback(_give_back, extents, extent)
-            pin.wait(lambda: extents.runs(np.array(self._slots), self._frame_bytes)[0].is_pinned, WAIT_SECONDS)
+            pin.wait(lambda: extents.runs(self._slots, self._frame_bytes).are_pinned[0], WAIT_SECONDS)
             self._slices = layer_slices(shape.layers, size // shape.layers, layers_at_once, HEADER_BYTES)
             room = max(options.segment_bytes, *(part.size_bytes for part in self._slices))
             segment = -(-room // 256) * 256
-            self._loader = Loader(self._device, extents, load, segment)
-            self._saver = Saver(self._device, extents, save, segment)
-            self._into_pages = PagedKernel(self.target, self._slices, bench.route, codec, True)
-            self._from_pages = PagedKernel(self.pool, self._slices, bench.route, codec, False)
+            self._movers = {}
+            for direction, pool, worker in ((Direction.LOAD, self.target, load), (Direction.SAVE, self.pool, save)):
+                kernel = PagedKernel(pool, self._slices, bench.route, self.form, direction)
+                self._movers[direction.value] = PageMover(self._device, direction, extents, worker, segment), kernel
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Transfers:
@@ -391,11 +401,9 @@ class Transfers:
     def start(self, direction: str) -> list[Transfer]:
         """Start a load, a save, or one of each. Raises RuntimeError if refused."""
         started: list[Transfer | None] = []
-        if direction in (LOAD, BOTH):
-            started.append(self._loader.load(self._slots, self._slices, self._into_pages))
-        if direction in (SAVE, BOTH):
-            after = self._device.compute().record()
-            started.append(self._saver.save(self._slots, self._slices, self._from_pages, after))
+        for one, (mover, kernel) in self._movers.items():
+            if direction in (one, BOTH):
+                started.append(mover.start(self._slots, self._slices, kernel, self._device.compute().record()))
         if None in started:
             raise RuntimeError(f"a {direction} was refused: its worker has too much to do, or the device has failed")
         return [transfer for transfer in started if transfer is not None]
@@ -408,15 +416,14 @@ class Transfers:
         return transfers
 
     def check(self) -> bool:
-        payload = host_tensor(self._slots[0] + HEADER_BYTES, self._frame_bytes - HEADER_BYTES).clone()
+        payload = host_tensor(int(self._slots[0]) + HEADER_BYTES, self._frame_bytes - HEADER_BYTES).clone()
         row = payload.to(self.pool.table.device)[None]
-        return self.target.is_loaded(self.codec, row.clone(), 0) and self.pool.is_saved(self.codec, row, 0)
+        return self.target.is_loaded(self.form, row.clone()) and self.pool.is_saved(self.form, row)
 
 
 def finish(transfer: Transfer) -> None:
     """Wait for the end. Raises RuntimeError on failure or timeout."""
-    if not transfer.wait(WAIT_SECONDS):
-        raise RuntimeError(f"a transfer took longer than {WAIT_SECONDS:.0f} seconds")
+    transfer.wait(WAIT_SECONDS)
     if transfer.outcome is not TransferOutcome.DONE:
         raise RuntimeError(f"a transfer ended as {transfer.outcome.value}: {transfer.error}")
 

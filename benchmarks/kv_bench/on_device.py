@@ -12,13 +12,13 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
+from typing import Any
 
 import torch
 
 from kv_bench.measure import Cost, timed
 from kv_bench.script import one_of
-from kv_kernels.cuda import CudaDevice, local_cpus
-from kv_kernels.device import LANES, Device, Direction, Event, Regions, Rows
+from kv_kernels.cuda import LANES, CudaDevice, Direction, local_cpus
 from kvstore.block.errors import BadInput
 
 CUDA, CPU = DEVICES = ("cuda", "cpu")
@@ -41,7 +41,7 @@ def device_named(given: str | None) -> torch.device:
     return torch.device(given, 0) if given == CUDA else torch.device(given)
 
 
-def transfer_device(device: torch.device) -> tuple[Device, frozenset[int]]:
+def transfer_device(device: torch.device) -> tuple[Any, frozenset[int]]:
     """The device, and the CPUs near it; none named for all."""
     number = device.index or 0
     return (CudaDevice(number), local_cpus(number)) if device.type == CUDA else (AtOnceDevice(), frozenset())
@@ -112,32 +112,32 @@ class TimedWork:
 
 
 class AtOnceDevice:
-    """A device of the CPU, with its host, stream and event in one, so that transfers run where there is no GPU.
+    """A device of the CPU, with its stream and event in one, so that transfers run where there is no GPU.
 
-    It obeys the contract of `kv_kernels.device` in the strictest order that is legal: an operation is done when the
-    call that puts it in returns. It is for running a bench's code, not for its numbers.
+    It has the methods of `kv_kernels.cuda`, in the strictest order that is legal: an operation is done when the call
+    that puts it in returns. It is for running a bench's code, not for its numbers.
     """
 
-    @property
-    def host(self) -> AtOnceDevice:
-        return self
-
-    def compute(self) -> AtOnceDevice:
+    def compute(self) -> Any:
         return self
 
     record = compute
 
-    def lanes(self, direction: Direction) -> Sequence[AtOnceDevice]:
+    def lanes(self, direction: Direction) -> Sequence[Any]:
         return [self] * LANES
 
-    def wait(self, event: Event | None = None) -> None: ...
+    def wait(self, event: Any) -> None: ...
 
-    def copy(self, rows: Rows) -> None:
+    def synchronize(self) -> None: ...
+
+    def copy(self, rows: Any) -> None:
         for target, source, size in rows.T.tolist():
             ctypes.memmove(target, source, size)
 
-    def launch(self, work: Callable[[], object], reads: Regions, writes: Regions) -> None:
+    def launch(self, work: Any) -> None:
         work()
+
+    run = launch
 
     def memory(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8)
@@ -149,8 +149,39 @@ class AtOnceDevice:
 
     def unregister(self, address: int) -> None: ...
 
-    def run(self, body: Callable[[], object]) -> None:
-        body()
+
+class CountingStream:
+    """Does nothing, and counts what is put into it."""
+
+    calls = 0
+
+    def record(self) -> CountingStream:
+        self.calls += 1
+        return self
+
+    def wait(self, what: Any) -> None:
+        self.calls += 1
+
+    copy = launch = wait
+
+    def synchronize(self) -> None: ...
+
+
+class CountingDevice(AtOnceDevice):
+    """Knows the calls of its streams, which do nothing."""
+
+    def __init__(self) -> None:
+        self.engine, self.streams = CountingStream(), [CountingStream() for _ in range(LANES)]
+
+    @property
+    def calls(self) -> int:
+        return sum([stream.calls for stream in (self.engine, *self.streams)])
+
+    def compute(self) -> Any:
+        return self.engine
+
+    def lanes(self, direction: Direction) -> Sequence[Any]:
+        return self.streams
 
 
 if __name__ == "__main__":

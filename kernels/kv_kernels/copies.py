@@ -12,10 +12,10 @@ from typing import Protocol
 
 
 class Flaw(Enum):
-    """Why an encoder cannot write a block. Loops and kernels return the value, or 0."""
+    """Why an encoder cannot write a block. Loops and kernels return the value, or 0; a higher one is worse."""
 
-    NONFINITE = 1  # a NaN or an infinity
-    OUT_OF_RANGE = 2  # numbers too far apart for a scale in fp16
+    OUT_OF_RANGE = 1  # numbers too far apart for a scale in fp16
+    NONFINITE = 2  # a NaN or an infinity
 
 
 Digest = Callable[..., bytes]

@@ -1,97 +1,76 @@
-"""The transfer's device on CUDA, by way of torch.
+"""Streams, copies and page-locked memory of one GPU, by way of torch and the CUDA driver.
 
-Streams and events are torch's; all copies of a call go into the stream by one call of the driver (`CopyBatch`);
-extents are page-locked in place. Must never be used while the engine captures a graph, and never copies from or to host
-memory that is not page-locked: such a copy would block the thread without saying so.
+The words are CUDA's: a stream runs its work in order; streams are ordered among each other, and with the host, by
+events only. Nothing here blocks but `Event.synchronize`, and `memory`. All copies of a call go into a stream by one
+call of the driver (`CopyBatch`).
+
+`CudaDevice` and `CudaStream` are the one seam of transfers: the tests have another device of the same methods, which
+runs on a CPU in any order that is legal and finds missing waits. Must never be used while the engine captures a graph,
+and never copies from or to host memory that is not page-locked: such a copy would block the thread without saying so.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from kv_kernels.device import LANES, Direction, Event, Regions, Rows, Stream
-
+Rows = np.ndarray[Any, np.dtype[np.int64]]
+"""Copies: int64 [3, copies], of each the target's address, the source's, and the bytes."""
+Event = torch.cuda.Event
+LANES = 2
+"""Streams of a direction."""
 _REGISTER_DEFAULT, _REGISTER_READ_ONLY = 0, 8
 _HIGH = -1  # lower numbers go first
 WITH_FAILED_INDEX, WITHOUT = 12_080, 13_000
 """Versions of the driver from which on a batch has one form, and the other."""
-_IN_STREAM_ORDER, _BESIDE_KERNELS = (
-    1,
-    1,
-)  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_BESIDE_KERNELS = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 
 
-class CudaEvent:
-    """A point in a CUDA stream. Waiting sleeps instead of spinning."""
+class Direction(Enum):
+    """Of bytes, as the engine sees it."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
-
-    def wait(self) -> None:
-        self.event.synchronize()
+    LOAD = "load"
+    SAVE = "save"
 
 
 class CudaStream:
+    """Work that is done in order. Its methods put work in and return; they may be called from any thread."""
+
     def __init__(self, stream: torch.cuda.Stream, copies: CopyBatch) -> None:
         self._stream = stream
         self._copies = copies
 
-    def record(self) -> CudaEvent:
-        event = torch.cuda.Event(blocking=True)
+    def record(self) -> Event:
+        """A new event at the end of what is in the stream now. Waiting for it sleeps instead of spinning."""
+        event = Event(blocking=True)
         event.record(self._stream)
-        return CudaEvent(event)
+        return event
 
     def wait(self, event: Event) -> None:
-        assert isinstance(event, CudaEvent), "an event of this device"
-        self._stream.wait_event(event.event)
+        """What is put in from here on waits for the event. The host does not."""
+        self._stream.wait_event(event)
 
     def copy(self, rows: Rows) -> None:
+        """Of each row one side may be host memory that is page-locked. Read before this returns."""
         with torch.cuda.stream(self._stream):
             self._copies(rows, self._stream.cuda_stream)
 
-    def launch(self, work: Callable[[], object], reads: Regions, writes: Regions) -> None:
+    def launch(self, work: Callable[[], object]) -> None:
+        """Call `work`, whose kernels go into this stream."""
         with torch.cuda.stream(self._stream):
             work()
 
 
-class CudaHost:
-    """Host memory as the CUDA driver knows it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def pinned(self, size_bytes: int) -> torch.Tensor:
-        with torch.cuda.device(self._device):
-            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def register(self, address: int, size_bytes: int, *, writable: bool) -> str:
-        """Read-only mappings need a flag that not every GPU and driver supports; then they are refused."""
-        with torch.cuda.device(self._device):
-            runtime = torch.cuda.cudart()
-            result = runtime.cudaHostRegister(
-                address, size_bytes, _REGISTER_DEFAULT if writable else _REGISTER_READ_ONLY
-            )
-            if int(result) == 0:
-                return ""
-            return f"{runtime.cudaGetErrorString(result)} ({int(result)})"
-
-    def unregister(self, address: int) -> None:
-        with torch.cuda.device(self._device):
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
-
-    def copy(self, rows: Rows) -> None:
-        for target, source, size in rows.T.tolist():
-            ctypes.memmove(target, source, size)
-
-
 class CudaDevice:
-    """One GPU."""
+    """One GPU, and host memory as its driver knows it."""
 
     def __init__(self, index: int) -> None:
         """Raises RuntimeError if there is no such GPU."""
@@ -102,27 +81,59 @@ class CudaDevice:
                 "for CUDA, or keep the pages in host memory and use kv_kernels.host"
             )
         self._device = torch.device("cuda", index)
-        self.host = CudaHost(self._device)
         self._copies = CopyBatch(ctypes.CDLL("libcuda.so.1"))
         self._lanes = {
             direction: [CudaStream(torch.cuda.Stream(self._device, priority=_HIGH), self._copies) for _ in range(LANES)]
             for direction in Direction
         }
 
-    def lanes(self, direction: Direction) -> Sequence[Stream]:
+    def lanes(self, direction: Direction) -> Sequence[CudaStream]:
+        """`LANES` streams of high priority, the same each time."""
         return self._lanes[direction]
 
-    def compute(self) -> Stream:
+    def compute(self) -> CudaStream:
+        """The stream into which the engine puts work now, as the calling thread sees it."""
         return CudaStream(torch.cuda.current_stream(self._device), self._copies)
 
     def memory(self, size_bytes: int) -> torch.Tensor:
-        """Waits for the whole device: the memory's last user may still be running on the compute stream."""
+        """New memory of the device, flat uint8, which any of its streams may use at once. Waits for the whole device:
+        the memory's last user may still be running on the compute stream."""
         memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
         torch.cuda.synchronize(self._device)
         return memory
 
     def run(self, body: Callable[[], object]) -> None:
+        """Inside of a launch's work: start kernels, in the launch's stream."""
         body()
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        """New page-locked memory, flat uint8. Raises RuntimeError if there is none."""
+        with torch.cuda.device(self._device):
+            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def register(self, address: int, size_bytes: int, *, writable: bool) -> str:
+        """Page-lock existing memory; returns nothing, or why it was refused. Read-only mappings need a flag that not
+        every GPU and driver supports; then they are refused."""
+        with torch.cuda.device(self._device):
+            runtime = torch.cuda.cudart()
+            flags = _REGISTER_DEFAULT if writable else _REGISTER_READ_ONLY
+            result = runtime.cudaHostRegister(address, size_bytes, flags)
+            return f"{runtime.cudaGetErrorString(result)} ({int(result)})" if int(result) else ""
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`; no copy may be under way that touches the memory."""
+        with torch.cuda.device(self._device):
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
+
+    def copy(self, rows: Rows) -> None:
+        """Copy between host memories, now, on the calling thread."""
+        for target, source, size in rows.T.tolist():
+            ctypes.memmove(target, source, size)
+
+
+def host_tensor(address: int, size_bytes: int) -> torch.Tensor:
+    """Memory of this process as flat uint8. Keeps nothing alive; not to be written where the mapping is read-only."""
+    return torch.frombuffer((ctypes.c_uint8 * size_bytes).from_address(address), dtype=torch.uint8)
 
 
 def local_cpus(index: int) -> frozenset[int]:
@@ -184,7 +195,7 @@ class CopyBatch:
     def __call__(self, rows: Rows, stream: int) -> None:
         """Raises RuntimeError where the driver refuses; some of the copies may be in the stream then."""
         assert stream, "no batch goes into the legacy stream"
-        assert rows.flags.c_contiguous and rows.dtype == "int64" and len(rows) == 3
+        assert rows.strides[1] == rows.itemsize == 8 and len(rows) == 3
         if self._batch is None:
             for row in rows.T.tolist():
                 _checked("cuMemcpyAsync", self._single(*row, stream))

@@ -11,7 +11,7 @@ about 64 KiB, and a copy never writes a header. Must never say that a block is g
 waited for it; pages of a block that is not good hold garbage.
 
 What all copies of one device share is made once, by the store's codecs, when pages on that device are first seen:
-streams, segments, tables' memory, page-locked extents and the threads behind them; 512 MiB of the device's memory.
+streams, segments, tables' memory, page-locked extents and the threads behind them; 640 MiB of the device's memory.
 Must never be made when a module is imported.
 """
 
@@ -19,35 +19,36 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate, chain
 from math import gcd
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from kv_kernels import int8_plain, reference, triton_int8, triton_raw
+from kv_kernels import plain, triton_pools
+from kv_kernels.compiled import compiled
 from kv_kernels.copies import BlockCopy, Digest, Encoded, Flaw
-from kv_kernels.cuda import CudaDevice, local_cpus
-from kv_kernels.device import Device, Direction, Event, Region, Stream, region, rows_of
-from kv_kernels.int8 import ALIGN_BYTES, GROUP, KC64, SliceForm
+from kv_kernels.cuda import CudaDevice, CudaStream, Direction, Rows, local_cpus
+from kv_kernels.int8_form import ALIGN_BYTES, GROUP, SliceForm
 from kv_kernels.pinned import PinnedExtents
 from kv_kernels.pools import RAW_BYTES, PoolTable
-from kv_kernels.transfer import LayerSlice, Loader, Saver, Transfer, TransferOutcome, layer_slices
+from kv_kernels.transfer import LayerSlice, PageMover, Transfer, TransferOutcome, layer_slices
 from kv_kernels.triton_digest import SHORTEST_BYTES, digest_keys, digest_slices
 from kv_kernels.worker import Worker
 
-_Rows = np.ndarray[Any, Any]
-SEGMENT_BYTES = 128 << 20
-"""Of each stream. The engine's thread takes 0.3 ms for a segment, which PCIe 5 moves in 2.4 ms; with segments of 32
-MiB a GiB takes that thread two to four times as long (measured beside an H100)."""
+SEGMENT_BYTES = 160 << 20
+"""Of each stream; a GiB is seven of them, which take 24 calls. With segments of 32 MiB it takes the engine's thread two
+to four times as long as with 128 (measured beside an H100)."""
 SHORT_ROW = 128
 """Numbers: what a program moves at a time."""
 DIGEST_BYTES = 16
-_LEAST_TABLES_BYTES, _TABLE_ALIGN_BYTES = 1 << 18, 64
+_LEAST_TABLES_BYTES, _ALIGN_NUMBERS = 1 << 18, 8
 
+_address_of, _memory_of = attrgetter("address"), attrgetter("memory")
 _log = logging.getLogger(__name__)
 
 
@@ -57,69 +58,62 @@ class DeviceCopy:
     def __init__(
         self,
         ways: DeviceTransfers,
+        form: SliceForm | None,
         planes: Sequence[Sequence[torch.Tensor]],
         table: Sequence[int],
         block_tokens: int,
-        slice_bytes: int,
-        codec: str | None,
-        plain: Callable[[], BlockCopy],
+        other: Callable[[], BlockCopy],
     ) -> None:
-        """planes: per layer slice, per plane, [pages, page_tokens, heads, width] on the device; table: physical pages.
-        codec: `int8.KC64`, None for bytes as they are. plain: another route, for when this one takes no
-        more. Raises `ValueError` with the reason where these pages are not for this route."""
+        """form: of a layer slice in 8 bits; None for bytes as they are. planes: per layer slice, per plane, [pages,
+        page_tokens, heads, width] on the device; table: physical pages. other: another route, for when this one takes
+        no more. Raises ValueError with the reason where these pages are not for this route."""
+        self.slice_bytes = plain.slice_bytes(planes[0], block_tokens, form)
         self._page_tokens = planes[0][0].shape[1]
-        if codec is None and self._page_tokens == block_tokens:
+        if form is None and self._page_tokens == block_tokens:
             planes = _in_rows(planes)
-        self._pools = PoolTable.of(planes, torch.empty(len(planes), len(planes[0]), dtype=torch.int64, device="meta"))
-        if codec is None and self._pools.dtype.itemsize not in RAW_BYTES:
-            raise ValueError(f"numbers of {self._pools.dtype.itemsize} bytes")
-        if slice_bytes % 16 or (codec is not None and block_tokens % GROUP):
-            raise ValueError(f"blocks of {block_tokens} tokens, layer slices of {slice_bytes} bytes")
-        if not SHORTEST_BYTES <= slice_bytes <= ways.segment_bytes:
-            raise ValueError(
-                f"layer slices of {slice_bytes} bytes, where {SHORTEST_BYTES} to {ways.segment_bytes} are possible"
-            )
-        self._ways = ways
-        self._codec = codec
-        self._plain = plain
+        self.pools = PoolTable.of(planes, torch.empty(len(planes), len(planes[0]), dtype=torch.int64, device="meta"))
+        if form is None and self.pools.dtype.itemsize not in RAW_BYTES:
+            raise ValueError(f"numbers of {self.pools.dtype.itemsize} bytes")
+        if self.slice_bytes % ALIGN_BYTES or (form is not None and block_tokens % GROUP):
+            raise ValueError(f"blocks of {block_tokens} tokens, layer slices of {self.slice_bytes} bytes")
+        if not SHORTEST_BYTES <= self.slice_bytes <= ways.segment_bytes:
+            room = f"{SHORTEST_BYTES} to {ways.segment_bytes} are possible"
+            raise ValueError(f"layer slices of {self.slice_bytes} bytes, where {room}")
+        self.ways = ways
+        self.form = form
+        self._other = other
         self._table = np.array(table, np.int64)
-        self._addresses = np.array([[plane.data_ptr() for plane in layer] for layer in planes], np.int64).reshape(-1)
+        self.addresses = np.array([[plane.data_ptr() for plane in layer] for layer in planes], np.int64)
         self._block_pages = block_tokens // self._page_tokens
-        self._slice_bytes = slice_bytes
-        self._block_digests_bytes = DIGEST_BYTES * len(planes)
-        at_once = min(len(planes), ways.segment_bytes // slice_bytes)
-        self._layers = layer_slices(len(planes), slice_bytes, at_once)
-        self._blocks_at_once = max(1, ways.segment_bytes // (slice_bytes * len(planes)))
+        at_once = min(len(planes), ways.segment_bytes // self.slice_bytes)
+        self.layers = layer_slices(len(planes), self.slice_bytes, at_once)
+        self._blocks_at_once = max(1, ways.segment_bytes // (self.slice_bytes * len(planes)))
 
     def encode(self, tokens: Sequence[int], into: Sequence[Any], digest: Digest) -> Encoded:
         """As `BlockCopy.encode`. digest: XXH3-128, which the device takes by itself."""
-        count = len(tokens)
+        count, put_in = len(tokens), 0
         if not count:
             return
-        runs = [
-            range(first, min(first + self._blocks_at_once, count)) for first in range(0, count, self._blocks_at_once)
-        ]
-        self._adopt(into)
-        after = self._ways.device.compute().record()
-        with self._told(tokens, 0, Direction.SAVE) as (tables, uploaded, rows, pools, started):
-            savings: list[tuple[range, _Gather, Transfer]] = []
-            for run in runs:
-                kernel = _Gather(self._move_of(tables, rows, pools, run))
-                addresses = [payload.address for payload in into[run.start : run.stop]]
-                saving = self._ways.saver.save(addresses, self._layers, kernel, after, uploaded)
-                if saving is None:
+        addresses = self.addresses_of(into)
+        with Moving(self, self.page_table(tokens, 0), Direction.SAVE) as moving:
+            transfers: list[tuple[range, Transfer]] = []
+            while put_in < count:
+                blocks = range(put_in, min(put_in + self._blocks_at_once, count))
+                transfer = moving.start(blocks, addresses[blocks.start : blocks.stop])
+                if transfer is None:
                     break
-                started.append(saving)
-                savings.append((run, kernel, saving))
-            for _, kernel, saving in savings:
-                _wait(saving)
-                for encoded in self._encoded(*tables.found(kernel.move.findings)):
-                    yield encoded
-                    if isinstance(encoded, Flaw):
+                transfers.append((blocks, transfer))
+                put_in = blocks.stop
+            for blocks, transfer in transfers:
+                statuses, digests = moving.found(blocks, transfer)
+                size = DIGEST_BYTES * self.pools.layers
+                for start, status in zip(range(0, len(digests), size), statuses, strict=True):
+                    if status:
+                        yield Flaw(status)
                         return
-        put_in = savings[-1][0].stop if savings else 0
+                    yield [digests[at : at + DIGEST_BYTES] for at in range(start, start + size, DIGEST_BYTES)]
         if put_in < count:
-            yield from self._plain().encode(tokens[put_in:], into[put_in:], digest)
+            yield from self._other().encode(tokens[put_in:], into[put_in:], digest)
 
     def decode(
         self,
@@ -132,145 +126,162 @@ class DeviceCopy:
         """As `BlockCopy.decode`. digest: XXH3-128, which the device takes by itself."""
         if not tokens:
             return 0
-        self._adopt(payloads)
-        with self._told(tokens, skip, Direction.LOAD) as (tables, uploaded, rows, pools, started):
-            kernel = _Scatter(self._move_of(tables, rows, pools, range(len(tokens))))
-            addresses = [payload.address for payload in payloads]
-            loading = self._ways.loader.load(addresses, self._layers, kernel, uploaded)
-            if loading is not None:
-                started.append(loading)
-                _wait(loading)
-                _, found = tables.found(kernel.move.findings)
-                return _good(found, expected, self._block_digests_bytes)
-        return self._plain().decode(payloads, tokens, skip, expected, digest)
+        addresses, blocks = self.addresses_of(payloads), range(len(tokens))
+        with Moving(self, self.page_table(tokens, skip), Direction.LOAD) as moving:
+            transfer = moving.start(blocks, addresses)
+            if transfer is not None:
+                wanted = b"".join(chain.from_iterable(expected))  # while the device is at work
+                _, found = moving.found(blocks, transfer)
+                if found == wanted:
+                    return len(blocks)
+                size = DIGEST_BYTES * self.pools.layers
+                cuts = range(0, len(found), size)
+                return next(at for at, cut in enumerate(cuts) if found[cut : cut + size] != wanted[cut : cut + size])
+        return self._other().decode(payloads, tokens, skip, expected, digest)
 
-    def _adopt(self, payloads: Sequence[Any]) -> None:
-        """Have the payloads' memory page-locked soon; these blocks may still go through the bounce ring."""
-        for memory in {payload.memory for payload in payloads}:
+    def addresses_of(self, payloads: Sequence[Any]) -> Rows:
+        """int64 [payloads]. Their memory is page-locked soon; these blocks may still go through the bounce ring."""
+        for memory in set(map(_memory_of, payloads)):
             if memory is not None:
-                self._ways.extents.adopt(
-                    memory.address, memory.size_bytes, memory.before_unmap, writable=memory.writable
-                )
+                place = memory.address, memory.size_bytes, memory.before_unmap
+                self.ways.extents.adopt(*place, writable=memory.writable)
+        return np.fromiter(map(_address_of, payloads), np.int64, len(payloads))
 
-    @contextmanager
-    def _told(
-        self, tokens: Sequence[int], skip: int, direction: Direction
-    ) -> Iterator[tuple[Tables, Event, _Rows, list[PoolTable], list[Transfer]]]:
-        """The tables, when they are uploaded, the page table on the host, the pools of each run of layers, and a list
-        for the transfers started with them; these have ended when the context ends."""
-        table = self._rows(tokens, skip)
-        slices = tuple([part.stop - part.first for part in self._layers])
-        shape = TableShape(len(self._addresses), len(table), self._block_pages, slices)
-        tables = Tables(self._ways.device, self._ways.tables, shape)
-        started: list[Transfer] = []
-        try:
-            uploaded = tables.upload(self._addresses, table, self._ways.device.lanes(direction)[0])
-            addresses = tables.addresses.view(self._pools.layers, -1)
-            pools = [self._pools.part(part.first, part.stop, addresses) for part in self._layers]
-            yield tables, uploaded, table, pools, started
-        finally:
-            for transfer in started:
-                transfer.cancel()
-            for transfer in started:
-                transfer.wait(None)
-            if not any([transfer.is_stranded for transfer in started]):
-                tables.close()
-
-    def _move_of(self, tables: Tables, rows: _Rows, pools: Sequence[PoolTable], blocks: range) -> _Move:
-        here, there = rows[blocks.start : blocks.stop], tables.table[blocks.start : blocks.stop]
-        form = self._ways.device, self._codec, self._slice_bytes, self._ways.keys
-        return _Move(*form, pools, self._layers, here, there, tables, tables.findings(blocks))
-
-    def _rows(self, tokens: Sequence[int], skip: int) -> _Rows:
-        """The page table: int64 [blocks, pages of a block], -1 for those that are left out."""
-        first, rest = np.divmod(np.array(tokens, np.int64), self._page_tokens)
-        at = first[:, None] + np.arange(self._block_pages)
-        left_out = skip // self._page_tokens
-        at[0, :left_out] = len(self._table) - 1
-        is_inside = not rest.any() and at.min() >= 0 and at.max() < len(self._table)
+    def page_table(self, tokens: Sequence[int], skip: int) -> Rows:
+        """int64 [blocks, pages of a block], -1 for those that are left out."""
+        rows = np.empty((len(tokens), self._block_pages), np.int64)
+        is_inside = _pages_of(
+            np.array(tokens, np.int64), self._page_tokens, skip // self._page_tokens, self._table, rows
+        )
         assert is_inside and not skip % self._page_tokens, "the block is not inside the pages"
-        rows: _Rows = self._table[at]
-        rows[0, :left_out] = -1
         return rows
 
-    def _encoded(self, status: Sequence[int], digests: bytes) -> Iterator[list[bytes] | Flaw]:
-        size = self._block_digests_bytes
-        for block, found in enumerate(status):
-            if found:
-                yield Flaw(found)
-                continue
-            ends = range(block * size, (block + 1) * size, DIGEST_BYTES)
-            yield [digests[at : at + DIGEST_BYTES] for at in ends]
+
+@compiled
+def _pages_of(tokens: Any, page_tokens: int, left_out: int, table: Any, rows: Any) -> bool:
+    for block in range(len(tokens)):
+        first = tokens[block] // page_tokens
+        if tokens[block] % page_tokens or first + rows.shape[1] > len(table):
+            return False
+        for page in range(rows.shape[1]):
+            if block == 0 and page < left_out:
+                rows[block, page] = -1
+            elif first + page < 0:
+                return False
+            else:
+                rows[block, page] = table[first + page]
+    return True
 
 
-class _Move(NamedTuple):
-    """A run of blocks: what their kernels are told. pools: of each run of layers. rows: the page table on the host."""
+class Moving:
+    """Blocks on their way in one direction: what their kernels are told and find, and the transfers under way, which
+    have ended when the context ends.
 
-    device: Device
-    codec: str | None
-    slice_bytes: int
-    keys: torch.Tensor
-    pools: Sequence[PoolTable]
-    layers: Sequence[LayerSlice]
-    rows: _Rows
-    table: torch.Tensor
-    tables: Tables
-    findings: Findings
+        up      addresses of the pools | page table | status, zeroed     one copy, before the first launch
+        down    status and digests of some blocks                        one call, after their last launch
+
+    All of it lies in one piece of the device's memory and in one of page-locked host memory, laid out alike, and later
+    ones reuse them: a launch has their addresses only. Must never be given back before the host has waited for all
+    that was put in with them.
+    """
+
+    def __init__(self, copy: DeviceCopy, rows: Rows, direction: Direction) -> None:
+        """rows: the page table. Raises RuntimeError if there is no memory, or the device has failed."""
+        self.copy, self.pages, self.direction = copy, rows, direction
+        blocks, pools = len(rows), copy.pools
+        device, layers = copy.ways.device, pools.layers
+        shapes = copy.addresses.shape, rows.shape, (blocks, len(copy.layers)), (blocks, 2 * layers)
+        starts = [0, *accumulate([-(-high * wide // _ALIGN_NUMBERS) * _ALIGN_NUMBERS for high, wide in shapes])]
+        self._memory = copy.ways.tables.take(starts[4])
+        self._transfers: list[Transfer] = []
+        addresses, self.table, self.status, digests = (
+            self._memory.device.as_strided(shape, (shape[1], 1), start)
+            for start, shape in zip(starts[:4], shapes, strict=True)
+        )
+        self.digests = digests.view(blocks, layers, 2)
+        told = np.empty(starts[3], np.int64)
+        told[: pools.layers * len(pools.widths)] = copy.addresses.reshape(-1)
+        told[starts[1] : starts[1] + rows.size] = rows.reshape(-1)
+        told[starts[2] :] = 0
+        here, there = self._memory.host_at, self._memory.device_at
+        device.copy(np.array([[here], [told.ctypes.data], [told.nbytes]]))
+        self.pools = [pools.part(part.first, part.stop, addresses) for part in copy.layers]
+        stream = device.lanes(direction)[0]
+        stream.wait(device.compute().record())
+        stream.copy(np.array([[there], [here], [told.nbytes]]))
+        self._uploaded = stream.record()
+        self._found = [(8 * start, 8 * shape[1]) for start, shape in zip(starts[2:4], shapes[2:], strict=True)]
+
+    def __enter__(self) -> Moving:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for transfer in self._transfers:
+            transfer.cancel()
+        for transfer in self._transfers:
+            transfer.wait(None)
+        if not any([transfer.is_stranded for transfer in self._transfers]):
+            self._uploaded.synchronize()
+            self.copy.ways.tables.give_back(self._memory)
+
+    def start(self, blocks: range, addresses: Rows) -> Transfer | None:
+        """addresses: of these blocks' payloads. None as `PageMover.start`."""
+        mover = self.copy.ways.movers[self.direction]
+        transfer = mover.start(addresses, self.copy.layers, MovingKernel(self, blocks), self._uploaded)
+        if transfer is not None:
+            self._transfers.append(transfer)
+        return transfer
+
+    def found(self, blocks: range, transfer: Transfer) -> tuple[list[int], bytes]:
+        """Once the transfer is done, of each of its blocks: the status, and the digests of all its layer slices."""
+        transfer.wait(None)
+        if transfer.outcome is not TransferOutcome.DONE:
+            raise transfer.error or RuntimeError(f"a transfer ended as {transfer.outcome.value}")
+        status = np.empty((len(blocks), len(self.copy.layers)), np.int64)
+        digests = np.empty((len(blocks), self.copy.pools.layers, 2), np.int64)
+        self.copy.ways.device.copy(
+            self._found_rows([array.ctypes.data for array in (status, digests)], self._memory.host_at, blocks)
+        )
+        halves = digests[..., ::-1].astype(">i8")  # as frames have them: the high one first
+        return status.max(1).tolist(), halves.tobytes()
+
+    def bring(self, blocks: range, stream: CudaStream) -> None:
+        """What the kernels found of these blocks, to the host."""
+        memory = self._memory
+        targets = [memory.host_at + start + row_bytes * blocks.start for start, row_bytes in self._found]
+        stream.copy(self._found_rows(targets, memory.device_at, blocks))
+
+    def _found_rows(self, targets: Sequence[int], base: int, blocks: range) -> Rows:
+        rows = [(base + start + row_bytes * blocks.start, row_bytes * len(blocks)) for start, row_bytes in self._found]
+        return np.array([(target, *row) for target, row in zip(targets, rows, strict=True)], np.int64).T.copy()
 
 
-class _Kernel:
-    """`PageKernel`: one run of blocks. The tables stay until the transfer is waited for."""
+class MovingKernel:
+    """`PageKernel` of some blocks. Holds the tables until the transfer is waited for."""
 
-    def __init__(self, move: _Move) -> None:
-        self.move = move
+    def __init__(self, moving: Moving, blocks: range) -> None:
+        self.moving = moving
+        self.blocks = blocks
 
     def __call__(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
-        at = self.move.layers.index(layers)
-        self.move.device.run(partial(self._launch, staged, frames, at))
+        self.moving.copy.ways.device.run(partial(self._launch, staged, self.rows(frames), layers))
 
-    def _launch(self, staged: torch.Tensor, frames: range, at: int) -> None:
-        raise NotImplementedError
+    def rows(self, frames: range) -> slice:
+        """Of the tables."""
+        return slice(self.blocks.start + frames.start, self.blocks.start + frames.stop)
 
-    def _digest(self, staged: torch.Tensor, frames: range, at: int) -> None:
-        digests = self.move.findings.digests[at][frames.start : frames.stop]
-        digest_slices(staged, 0, self.move.slice_bytes, digests, self.move.keys)
+    def _launch(self, staged: torch.Tensor, rows: slice, layers: LayerSlice) -> None:
+        moving, copy = self.moving, self.moving.copy
+        at, table = copy.layers.index(layers), moving.table[rows]
+        if moving.direction is Direction.SAVE:
+            triton_pools.save(moving.pools[at], copy.form, table, staged, moving.status[rows, at])
+        digests = moving.digests[rows, layers.first : layers.stop]
+        digest_slices(staged, copy.slice_bytes, digests, copy.ways.keys)
+        if moving.direction is Direction.LOAD:
+            triton_pools.load(moving.pools[at], copy.form, table, staged)
 
-    def pages(self, frames: range, layers: LayerSlice) -> Iterable[Region]:
-        pools = self.move.pools[self.move.layers.index(layers)]
-        named = {page for page in self.move.rows[frames.start : frames.stop].flatten().tolist() if page >= 0}
-        return [_page(plane, page) for planes in pools.planes for plane in planes for page in sorted(named)]
-
-    def tables(self) -> Iterable[Region]:
-        return self.move.tables.regions()
-
-    def findings(self, frames: range, layers: LayerSlice) -> Iterable[Region]:
-        return self.move.findings.regions(self.move.layers.index(layers), frames)
-
-    def end(self, stream: Stream) -> None:
-        self.move.findings.bring(stream)
-
-
-class _Gather(_Kernel):
-    def _launch(self, staged: torch.Tensor, frames: range, at: int) -> None:
-        move = self.move
-        table = move.table[frames.start : frames.stop]
-        if move.codec is None:
-            triton_raw.gather(move.pools[at], table, staged)
-        else:
-            status = move.findings.status[at][frames.start : frames.stop]
-            triton_int8.gather_quantize(move.pools[at], move.codec, table, staged, status)
-        self._digest(staged, frames, at)
-
-
-class _Scatter(_Kernel):
-    def _launch(self, staged: torch.Tensor, frames: range, at: int) -> None:
-        move = self.move
-        table = move.table[frames.start : frames.stop]
-        self._digest(staged, frames, at)
-        if move.codec is None:
-            triton_raw.scatter(move.pools[at], table, staged)
-        else:
-            triton_int8.dequantize_scatter(move.pools[at], move.codec, table, staged)
+    def end(self, stream: CudaStream) -> None:
+        self.moving.bring(self.blocks, stream)
 
 
 def _in_rows(planes: Sequence[Sequence[torch.Tensor]]) -> Sequence[Sequence[torch.Tensor]]:
@@ -297,171 +308,38 @@ def _in_rows(planes: Sequence[Sequence[torch.Tensor]]) -> Sequence[Sequence[torc
     ]
 
 
-def _page(plane: torch.Tensor, page: int) -> Region:
-    reach = sum([(size - 1) * stride for size, stride in zip(plane.shape[1:], plane.stride()[1:], strict=True)])
-    size = plane.element_size()
-    return Region(plane.data_ptr() + page * plane.stride(0) * size, (reach + 1) * size)
-
-
-def _wait(transfer: Transfer) -> None:
-    transfer.wait(None)
-    if transfer.outcome is not TransferOutcome.DONE:
-        raise transfer.error or RuntimeError(f"a transfer ended as {transfer.outcome.value}")
-
-
-def _good(found: bytes, expected: Sequence[Sequence[bytes]], block_bytes: int) -> int:
-    if found == b"".join([one for digests in expected for one in digests]):
-        return len(expected)
-    wanted = [b"".join(digests) for digests in expected]
-    return next(
-        (at for at, want in enumerate(wanted) if found[at * block_bytes : (at + 1) * block_bytes] != want), len(wanted)
-    )
-
-
-# Tables: what a transfer passes to its kernels and gets from them, besides slots and pages ----------------------------
-#
-#    up      addresses of the pools | page table | status, zeroed       one copy, before the first launch
-#    down    status of a run of blocks | digests of their layer slices  one copy, after its last launch
-#
-# Both lie in one piece of the device's memory and in one of page-locked host memory, laid out alike, and later
-# transfers reuse them: a launch has their addresses only. Must never be reused, or given back, before the host has
-# waited for all that was put in with them.
-
-
 class Memory(NamedTuple):
-    """flat uint8, of equal size"""
+    """Of equal size: flat int64 on the device, flat bytes of the host; and where they begin."""
 
     device: torch.Tensor
     host: torch.Tensor
+    device_at: int
+    host_at: int
 
 
 class TableMemory:
     """Memory for tables, taken at first use. Any thread may call."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: CudaDevice) -> None:
         self._device = device
         self._lock = threading.Lock()
         self._free: list[Memory] = []
 
-    def take(self, size_bytes: int) -> Memory:
-        """At least so much. New memory waits for the whole device, so it is allocated large. Raises RuntimeError."""
+    def take(self, numbers: int) -> Memory:
+        """At least so many. New memory waits for the whole device, so it is allocated large. Raises RuntimeError."""
         with self._lock:
             for at, memory in enumerate(self._free):
-                if len(memory.host) >= size_bytes:
+                if len(memory.device) >= numbers:
                     return self._free.pop(at)
             if self._free:  # too small for what is done now
                 self._free.pop(0)
-        size = max(_LEAST_TABLES_BYTES, 1 << (size_bytes - 1).bit_length())
-        return Memory(self._device.memory(size), self._device.host.pinned(size))
+        size = max(_LEAST_TABLES_BYTES, 8 << (numbers - 1).bit_length())
+        device, host = self._device.memory(size), self._device.pinned(size)
+        return Memory(device.view(torch.int64), host, device.data_ptr(), host.data_ptr())
 
     def give_back(self, memory: Memory) -> None:
         with self._lock:
             self._free.append(memory)
-
-
-class TableShape(NamedTuple):
-    """addresses: of pools. rows, pages: of the page table, one row for each block. slices: layer slices of a block, in
-    the runs of layers in which they are moved."""
-
-    addresses: int
-    rows: int
-    pages: int
-    slices: tuple[int, ...]
-
-
-class Findings(NamedTuple):
-    """Of a run of blocks, on the device, for each run of layers: status int32 [blocks] and digests int64 [blocks,
-    slices, 2]; and all of it as bytes, there and on the host."""
-
-    status: list[torch.Tensor]
-    digests: list[torch.Tensor]
-    there: tuple[torch.Tensor, torch.Tensor]
-    here: tuple[torch.Tensor, torch.Tensor]
-
-    def regions(self, layers: int, frames: range) -> list[Region]:
-        """Of some of the blocks, for one run of layers."""
-        parts = self.status[layers], self.digests[layers]
-        return [region(part[frames.start : frames.stop]) for part in parts]
-
-    def bring(self, stream: Stream) -> None:
-        """Copy them to the host, in that stream's order."""
-        stream.copy(rows_of(self.here, self.there))
-
-
-class Tables:
-    """Of one transfer, or of several that are put in together."""
-
-    def __init__(self, device: Device, memory: TableMemory, shape: TableShape) -> None:
-        """Raises RuntimeError if there is no memory."""
-        self._device = device
-        self._shape = shape
-        self._table_at = _aligned(8 * shape.addresses)
-        self._status_at = self._table_at + _aligned(8 * shape.rows * shape.pages)
-        self._digests_at = self._status_at + _aligned(4 * shape.rows * len(shape.slices))
-        self._row_bytes = DIGEST_BYTES * sum(shape.slices)
-        self._memory = memory.take(self._digests_at + self._row_bytes * shape.rows)
-        self._pool = memory
-        self._uploaded: Event | None = None
-        self.addresses = self._memory.device[: 8 * shape.addresses].view(torch.int64)
-        stop = self._table_at + 8 * shape.rows * shape.pages
-        self.table = self._memory.device[self._table_at : stop].view(torch.int64).view(shape.rows, shape.pages)
-
-    def upload(self, addresses: np.ndarray[Any, Any], table: np.ndarray[Any, Any], stream: Stream) -> Event:
-        """addresses: int64 [addresses]; table: int64 [rows, pages]. In that stream's order."""
-        told = np.zeros(self._digests_at, np.uint8)
-        told[: addresses.nbytes] = addresses.view(np.uint8)
-        told[self._table_at : self._table_at + table.nbytes] = table.reshape(-1).view(np.uint8)
-        there, here = (memory[: self._digests_at] for memory in self._memory)
-        self._device.host.copy(rows_of([here], [torch.from_numpy(told)]))
-        stream.copy(rows_of([there], [here]))
-        self._uploaded = stream.record()
-        return self._uploaded
-
-    def regions(self) -> list[Region]:
-        """What every launch reads."""
-        return [region(self._memory.device[: self._status_at])]
-
-    def findings(self, blocks: range) -> Findings:
-        """Where these blocks' are."""
-        count, runs = len(blocks), len(self._shape.slices)
-        at = self._status_at + 4 * runs * blocks.start
-        status = slice(at, at + 4 * runs * count)
-        start = self._digests_at + self._row_bytes * blocks.start
-        digests = slice(start, start + self._row_bytes * count)
-        pieces = []
-        for slices in self._shape.slices:
-            stop = start + DIGEST_BYTES * slices * count
-            pieces.append(self._memory.device[start:stop].view(torch.int64).view(count, slices, 2))
-            start = stop
-        there, here = [(memory[status], memory[digests]) for memory in self._memory]
-        return Findings(list(there[0].view(torch.int32).view(runs, count)), pieces, there, here)
-
-    def found(self, findings: Findings) -> tuple[list[int], bytes]:
-        """On the host, once copied: of each block the status, and the digests of all its layer slices."""
-        status, raw = [torch.empty_like(part) for part in findings.here]
-        self._device.host.copy(rows_of([status, raw], findings.here))
-        words, at, runs = raw.numpy().view(np.int64), 0, []
-        for piece in findings.digests:
-            runs.append(words[at : at + piece.numel()].reshape(piece.shape))
-            at += piece.numel()
-        of_runs = status.numpy().view(np.int32).reshape(len(runs), -1)
-        return of_runs.max(0).tolist(), canonical(runs)
-
-    def close(self) -> None:
-        """Once all transfers that use it are done."""
-        if self._uploaded is not None:
-            self._uploaded.wait()
-        self._pool.give_back(self._memory)
-
-
-def canonical(runs: Sequence[np.ndarray[Any, Any]]) -> bytes:
-    """Digests of blocks, as frames have them. runs: int64 [blocks, slices, 2], the low and the high half."""
-    words = np.concatenate(runs, axis=1) if len(runs) > 1 else runs[0]
-    return words[..., ::-1].astype(">i8").tobytes()
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _TABLE_ALIGN_BYTES) * _TABLE_ALIGN_BYTES
 
 
 # What the copies of a device share ------------------------------------------------------------------------------------
@@ -478,53 +356,48 @@ class Workers(NamedTuple):
 class DeviceTransfers:
     """The route of one device, with threads and memory of its own. Any thread may call."""
 
-    def __init__(self, device: Device, workers: Workers, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(self, device: CudaDevice, workers: Workers, segment_bytes: int = SEGMENT_BYTES) -> None:
         """Raises RuntimeError where the device has no memory for it. segment_bytes: a multiple of 16."""
         assert segment_bytes % ALIGN_BYTES == 0, "rows of a segment are aligned"
         self.device = device
         self.segment_bytes = segment_bytes
-        self.extents = PinnedExtents(device.host, workers.pins)
-        self.loader = Loader(device, self.extents, workers.loads, segment_bytes)
-        self.saver = Saver(device, self.extents, workers.saves, segment_bytes)
+        self.extents = PinnedExtents(device, workers.pins)
+        self.movers = {
+            direction: PageMover(device, direction, self.extents, worker, segment_bytes)
+            for direction, worker in ((Direction.LOAD, workers.loads), (Direction.SAVE, workers.saves))
+        }
         self.tables = TableMemory(device)
         self.keys = digest_keys(device.memory(ALIGN_BYTES).device)
+        none = np.zeros(1, np.int64)
+        self.extents.runs(none, 1), _pages_of(none, 1, 0, none, none[None])  # compiled now, not by the first load
         self._workers = workers
         self._refused: set[str] = set()
 
-    def raw_copy(
-        self, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int], page_tokens: int, block_tokens: int
+    def bind(
+        self,
+        form: SliceForm | None,
+        planes: Sequence[Sequence[torch.Tensor]],
+        table: Sequence[int],
+        page_tokens: int,
+        block_tokens: int,
     ) -> BlockCopy | None:
-        """Bit for bit; None where these pages are not for this route."""
-        plain = partial(reference.ReferenceRawCopy, planes, table, page_tokens, block_tokens)
-        numbers = sum([plane.shape[2] * plane.shape[3] for plane in planes[0]])
-        slice_bytes = numbers * block_tokens * planes[0][0].element_size()
-        return self._unless_refused(partial(DeviceCopy, self, planes, table, block_tokens, slice_bytes, None, plain))
-
-    def int8_copy(
-        self, form: SliceForm, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int], page_tokens: int
-    ) -> BlockCopy | None:
-        """planes: of the dtype that is quantized. None where these pages are not for this route."""
-        plain = partial(int8_plain.PlainInt8Copy, form, planes, table, page_tokens)
-        how = form.tokens, form.size_bytes, KC64
-        return self._unless_refused(partial(DeviceCopy, self, planes, table, *how, plain))
+        """form: of a layer slice in 8 bits, where planes are of the dtype that is quantized; None for bytes as they
+        are. None where these pages are not for this route."""
+        other = partial(plain.PlainCopy, form, planes, table, page_tokens, block_tokens)
+        try:
+            return DeviceCopy(self, form, planes, table, block_tokens, other)
+        except ValueError as error:
+            reason = " ".join(str(error).split())
+        if reason not in self._refused:
+            self._refused.add(reason)
+            _log.warning("pages go block by block through plain torch, which is slow: %s (said once)", reason)
+        return None
 
     def close(self, timeout_s: float) -> bool:
         """Take no more transfers, finish those under way, and end the threads; returns whether that was in time."""
         workers = self._workers
         have_ended = [workers.loads.close(timeout_s), workers.saves.close(timeout_s), self.extents.close(timeout_s)]
         return workers.pins.close(timeout_s) and all(have_ended)
-
-    def _unless_refused(self, copy: Callable[[], DeviceCopy]) -> DeviceCopy | None:
-        try:
-            return copy()
-        except ValueError as error:
-            if str(error) not in self._refused:
-                self._refused.add(str(error))
-                _log.warning(
-                    "pages go block by block through plain torch, which is slow: %s (said once)",
-                    " ".join(str(error).split()),
-                )
-            return None
 
 
 def on_cuda(index: int) -> DeviceTransfers:

@@ -10,23 +10,18 @@ Everything is an address. A caller must have checked shapes, bounds and alignmen
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from logging import getLogger
 from typing import Any
 
 import numpy as np
-from numba import carray, config, float32, int8, int16, int32, int64, njit, types, uint32, uint64
+from numba import carray, float32, int8, int16, int32, int64, njit, types, uint32, uint64
 from numba.extending import intrinsic, overload
 
+from kv_kernels.compiled import OPTIONS, compiled
 from kv_kernels.copies import Flaw
 from kv_kernels.int8_host import Field, Int8Loops
 
 _log = getLogger(__name__)
-
-
-def is_usable() -> bool:
-    """Whether numba compiles here: it can be told not to (NUMBA_DISABLE_JIT)."""
-    return not config.DISABLE_JIT
 
 
 def prepare(dtype: str) -> Int8Loops:
@@ -42,7 +37,7 @@ def prepare(dtype: str) -> Int8Loops:
             type(error).__name__,
             error,
         )
-        loops = _LOOPS[dtype] = Int8Loops(*[njit(**_OPTIONS)(loop.py_func) for loop in loops])  # type: ignore[attr-defined]
+        loops = _LOOPS[dtype] = Int8Loops(*[njit(**OPTIONS)(loop.py_func) for loop in loops])  # type: ignore[attr-defined]
         _compile(loops)
     return loops
 
@@ -60,7 +55,7 @@ BFLOAT16, FLOAT16, FLOAT32 = types.int8, types.int16, types.int32
 """Kinds of numbers. `kind` is an argument whose type says which, so that the choice is made while compiling."""
 
 _ADDRESS, _PAGE, _TOKEN, _HEAD, _NUMBER, _WIDTH, _AXIS, _CODES_AT, _SCALES_AT, _ZEROS_AT = (int(f) for f in Field)
-_FINE, _NONFINITE, _OUT_OF_RANGE = 0, Flaw.NONFINITE.value, Flaw.OUT_OF_RANGE.value
+_FINE, _OUT_OF_RANGE, _NONFINITE = 0, Flaw.OUT_OF_RANGE.value, Flaw.NONFINITE.value
 _LARGEST_HALF = np.float32(65504.0)
 _UP_112 = 112 << 23  # from fp16's exponent to float32's
 _STEPS_HALF = np.float32(2.0**24)  # of fp16's smallest number in 1
@@ -89,17 +84,9 @@ def _as_float(_typing: Any, _bits: Any) -> Any:
     return types.float32(types.uint32), _bitcast
 
 
-_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": False, "boundscheck": False}
-_INLINED = {"forceinline": True, **_OPTIONS}
+_INLINED = {"forceinline": True, **OPTIONS}
 _inlined = njit(**_INLINED)
-_function = njit(**_OPTIONS)
-
-
-def _compiled(function: Callable[..., Any]) -> Any:
-    try:
-        return njit(cache=True, **_OPTIONS)(function)
-    except RuntimeError:  # no such place: each process compiles for itself
-        return njit(**_OPTIONS)(function)
+_function = njit(**OPTIONS)
 
 
 @_inlined
@@ -548,32 +535,32 @@ def _decode(kind, planes, pages, page_tokens, heads, tokens, skip, source):
                         _spread(kind, _row(kind, rows[token], width), place, step, width)
 
 
-@_compiled
+@compiled
 def _encode_bfloat16(planes, pages, page_tokens, heads, tokens, out):
     return _encode(int8(0), planes, pages, page_tokens, heads, tokens, out)
 
 
-@_compiled
+@compiled
 def _decode_bfloat16(planes, pages, page_tokens, heads, tokens, source, skip):
     _decode(int8(0), planes, pages, page_tokens, heads, tokens, skip, source)
 
 
-@_compiled
+@compiled
 def _encode_float16(planes, pages, page_tokens, heads, tokens, out):
     return _encode(int16(0), planes, pages, page_tokens, heads, tokens, out)
 
 
-@_compiled
+@compiled
 def _decode_float16(planes, pages, page_tokens, heads, tokens, source, skip):
     _decode(int16(0), planes, pages, page_tokens, heads, tokens, skip, source)
 
 
-@_compiled
+@compiled
 def _encode_float32(planes, pages, page_tokens, heads, tokens, out):
     return _encode(int32(0), planes, pages, page_tokens, heads, tokens, out)
 
 
-@_compiled
+@compiled
 def _decode_float32(planes, pages, page_tokens, heads, tokens, source, skip):
     _decode(int32(0), planes, pages, page_tokens, heads, tokens, skip, source)
 

@@ -25,13 +25,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from kv_kernels.device import Host, host_tensor
+from kv_kernels.compiled import compiled
+from kv_kernels.cuda import CudaDevice, host_tensor
 from kv_kernels.worker import Worker
 
 CHUNK_BYTES = 1 << 30
@@ -45,11 +45,12 @@ _log = logging.getLogger(__name__)
 
 
 class Runs(NamedTuple):
-    """Slots as few runs in the order of the slots: addresses and sizes, int64 [runs]. is_pinned: all of them."""
+    """Slots in their order as few runs. rows: int64 [3, runs], of each where it lies in its batch, its address, and its
+    bytes. Batch i has the runs cuts[i] to cuts[i + 1]; are_pinned: of each batch, whether all of it is."""
 
-    addresses: Addresses
-    sizes: Addresses
-    is_pinned: bool
+    rows: np.ndarray[Any, np.dtype[np.int64]]
+    cuts: list[int]
+    are_pinned: list[bool]
 
 
 @dataclass(eq=False)
@@ -80,10 +81,10 @@ class _ChunkTable(NamedTuple):
 class PinnedExtents:
     """The extents of one process, for one device. Any thread may call; `worker` is its own."""
 
-    def __init__(self, host: Host, worker: Worker, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self._host = host
+    def __init__(self, device: CudaDevice, worker: Worker, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._device = device
         self._worker = worker
-        self._chunk_bytes = chunk_bytes
+        self.chunk_bytes = chunk_bytes
         self._starts: list[int] = []
         self._known: _ChunkTable | None = None  # until something changes
         self._extents: list[_Extent] = []
@@ -144,45 +145,27 @@ class PinnedExtents:
             return False
         return self._worker.wait(gone.is_set, timeout_s)
 
-    def hold(self, addresses: Sequence[int], size_bytes: int) -> Hold:
+    def hold(self, slots: Addresses, size_bytes: int) -> Hold:
         """Keep these slots' memory in place. The caller keeps memory that is in no extent. Raises ValueError if a slot
         is in an extent that is being removed, or only partly in one."""
-        slots = np.array(addresses, np.int64)
         with self._lock:
-            extents = [self._extents[at] for at in np.unique(self._places_of(slots, size_bytes)).tolist() if at >= 0]
+            table, places = self._table(), np.empty(len(slots), np.int64)
+            cut = _find(slots, size_bytes, table.starts, table.ends, places)
+            if cut >= 0:
+                raise ValueError(f"the slot at {slots[cut]:#x} of {size_bytes} bytes is not wholly inside its extent")
+            extents = [self._extents[at] for at in set(places.tolist()) if at >= 0]
             for extent in extents:
                 if extent.is_going:
                     raise ValueError(f"slots are in the extent at {extent.address:#x}, which is being removed")
             for extent in extents:
                 extent.holds += 1
-        return Hold(self, extents)
+        return Hold(self, extents, slots, places, table)
 
-    def runs(self, addresses: Addresses, size_bytes: int, at_once: int = 1 << 62) -> list[Runs]:
-        """These slots, of equal size, for each `at_once` of them neighbours as one run. They must be held. Memory in no
-        extent is not pinned."""
-        with self._lock:
-            at, table = self._places_of(addresses, size_bytes), self._table()
-        slots, lows, highs = np.arange(len(addresses)), addresses, addresses + size_bytes
-        starts, are_known = table.starts[at], at >= 0
-        first, last = ((there - starts) // self._chunk_bytes for there in (lows, highs - 1))
-        pieces = np.where(are_known, last - first + 1, 1)
-        if pieces.max() > 1:  # cut where a chunk ends
-            slots = np.repeat(slots, pieces)
-            first = first[slots] + np.arange(len(slots)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-            at, are_known, lows, highs = at[slots], are_known[slots], lows[slots], highs[slots]
-            chunk_at = starts[slots] + first * self._chunk_bytes
-            lows = np.where(are_known, np.maximum(lows, chunk_at), lows)
-            highs = np.where(are_known, np.minimum(highs, chunk_at + self._chunk_bytes), highs)
-        chunks, batch = np.where(are_known, table.chunks[at] + first, -1), slots // at_once
-        are_pinned = are_known & table.pinned[chunks]
-        goes_on = (lows[1:] == highs[:-1]) & (np.diff(chunks) == 0) & (chunks[1:] >= 0) & (np.diff(batch) == 0)
-        begins = np.flatnonzero(np.append(True, ~goes_on))
-        sizes = np.add.reduceat(highs - lows, begins)
-        cuts = np.searchsorted(batch[begins], np.arange(batch[-1] + 2))
-        return [
-            Runs(lows[begins[low:high]], sizes[low:high], bool(are_pinned[begins[low:high]].all()))
-            for low, high in pairwise(cuts.tolist())
-        ]
+    def runs(self, slots: Addresses, size_bytes: int) -> Runs:
+        """As they are now."""
+        hold = self.hold(slots, size_bytes)
+        hold.release()
+        return hold.runs(0, size_bytes)
 
     def let_go(self, extents: Sequence[_Extent]) -> None:
         with self._lock:
@@ -191,24 +174,13 @@ class PinnedExtents:
                 extent.holds -= 1
         self._worker.notify()
 
-    def _places_of(self, addresses: Addresses, size_bytes: int) -> Addresses:
-        """The number of each slot's extent; -1 for one in none."""
-        table = self._table()
-        at = np.searchsorted(table.starts[:-1], addresses + (size_bytes - 1), "right") - 1
-        at[table.ends[at] <= addresses] = -1
-        are_cut = (at >= 0) & ((addresses < table.starts[at]) | (table.ends[at] < addresses + size_bytes))
-        if are_cut.any():
-            slot = int(addresses[are_cut][0])
-            raise ValueError(f"the slot at {slot:#x} of {size_bytes} bytes is not wholly inside its extent")
-        return at
-
     def _table(self) -> _ChunkTable:
-        """Of the extents as they are now, and at the end one of none. Under the lock."""
+        """Of the extents as they are now. Under the lock."""
         if self._known is None:
             rows = [(extent.address, extent.end, len(extent.pinned)) for extent in self._extents]
-            starts, ends, chunks = np.array([*rows, (0, 0, 0)], np.int64).T
-            pinned = [is_pinned for extent in self._extents for is_pinned in extent.pinned]
-            self._known = _ChunkTable(starts, ends, np.cumsum(chunks) - chunks, np.array([*pinned, False]))
+            starts, ends, chunks = np.array(rows, np.int64).reshape(-1, 3).T.copy()
+            pinned = np.array([is_pinned for extent in self._extents for is_pinned in extent.pinned], np.bool_)
+            self._known = _ChunkTable(starts, ends, np.cumsum(chunks) - chunks, pinned)
         return self._known
 
     def _leaves(self, address: int, unmap: Callable[[], object]) -> None:
@@ -232,7 +204,7 @@ class PinnedExtents:
         unmap()
 
     def _insert(self, address: int, size_bytes: int, keep: object, writable: bool) -> bool:
-        chunks = -(-size_bytes // self._chunk_bytes)
+        chunks = -(-size_bytes // self.chunk_bytes)
         extent = _Extent(address, host_tensor(address, size_bytes), keep, writable, [False] * chunks)
         with self._lock:
             at = bisect_right(self._starts, address)
@@ -263,9 +235,9 @@ class PinnedExtents:
         self._go_on()
 
     def _register(self, extent: _Extent, chunk: int) -> None:
-        start = chunk * self._chunk_bytes
-        size = min(self._chunk_bytes, extent.memory.numel() - start)
-        refusal = self._host.register(extent.address + start, size, writable=extent.writable)
+        start = chunk * self.chunk_bytes
+        size = min(self.chunk_bytes, extent.memory.numel() - start)
+        refusal = self._device.register(extent.address + start, size, writable=extent.writable)
         if not refusal:
             self._note_pinned(extent, chunk, True)
         elif not self._was_refused:
@@ -289,7 +261,7 @@ class PinnedExtents:
             return
         for chunk, is_pinned in enumerate(extent.pinned):
             if is_pinned:
-                self._host.unregister(extent.address + chunk * self._chunk_bytes)
+                self._device.unregister(extent.address + chunk * self.chunk_bytes)
                 self._note_pinned(extent, chunk, False)  # where the next one fails, another call does the rest
         with self._lock:
             at = self._extents.index(extent)
@@ -300,12 +272,80 @@ class PinnedExtents:
 
 
 class Hold:
-    """Extents that stay where they are until `release`, which may be called again."""
+    """Slots whose extents stay where they are until `release`, which may be called again."""
 
-    def __init__(self, extents: PinnedExtents, held: Sequence[_Extent]) -> None:
-        self._extents = extents
-        self._held = held
+    def __init__(
+        self, extents: PinnedExtents, held: Sequence[_Extent], slots: Addresses, places: Addresses, table: _ChunkTable
+    ) -> None:
+        """places: of each slot the number of its extent in the table, -1 for memory in none."""
+        self._extents, self._held = extents, held
+        self._slots, self._places, self._table = slots, places, table
+
+    def runs(self, offset_bytes: int, size_bytes: int, at_once: int = 1 << 40) -> Runs:
+        """So much of each slot, in batches of `at_once` slots, of each neighbours as one run. Memory in no extent is
+        not page-locked, nor what became so since it is held."""
+        count, chunk_bytes = len(self._slots), self._extents.chunk_bytes
+        rows = np.empty((3, count * (2 + size_bytes // chunk_bytes)), np.int64)
+        batches = -(-count // at_once)
+        cuts, are_pinned = np.empty(batches + 1, np.int64), np.ones(batches, np.bool_)
+        slots = self._slots + offset_bytes
+        _put_together(slots, size_bytes, at_once, self._places, *self._table, chunk_bytes, rows, cuts, are_pinned)
+        return Runs(rows[:, : cuts[-1]], cuts.tolist(), are_pinned.tolist())
 
     def release(self) -> None:
         held, self._held = self._held, ()
         self._extents.let_go(held)
+
+
+@compiled
+def _find(slots: Any, size: int, starts: Any, ends: Any, places: Any) -> int:
+    """Of each slot the number of its extent, or -1; returns the first slot that is only partly in one, or -1."""
+    at = -1
+    for number in range(len(slots)):
+        low, high = slots[number], slots[number] + size
+        if at < 0 or low < starts[at] or high > ends[at]:  # not in that of the slot before
+            at = np.searchsorted(starts, high - 1, side="right") - 1
+            if at >= 0 and ends[at] <= low:
+                at = -1
+            if at >= 0 and (low < starts[at] or ends[at] < high):
+                return number
+        places[number] = at
+    return -1
+
+
+@compiled
+def _put_together(
+    slots: Any,
+    size: int,
+    at_once: int,
+    extents: Any,
+    starts: Any,
+    ends: Any,
+    first_chunks: Any,
+    pinned: Any,
+    chunk_bytes: int,
+    rows: Any,
+    cuts: Any,
+    are_pinned: Any,
+) -> None:
+    """See `Runs`. A run ends where a chunk does."""
+    runs, place, end, last = 0, 0, -1, -1
+    for number in range(len(slots)):
+        batch, low, at = number // at_once, slots[number], extents[number]
+        high = low + size
+        if number % at_once == 0:
+            cuts[batch], place, end = runs, 0, -1
+        while low < high:
+            chunk, stop, is_pinned = -1, high, False
+            if at >= 0:
+                own = (low - starts[at]) // chunk_bytes
+                chunk, stop = first_chunks[at] + own, min(high, starts[at] + (own + 1) * chunk_bytes)
+                is_pinned = pinned[chunk]
+            if low == end and chunk == last and chunk >= 0:
+                rows[2, runs - 1] += stop - low
+            else:
+                rows[0, runs], rows[1, runs], rows[2, runs] = place, low, stop - low
+                runs += 1
+            are_pinned[batch] &= is_pinned
+            place, end, last, low = place + stop - low, stop, chunk, stop
+    cuts[-1] = runs

@@ -4,7 +4,7 @@
                               8 bits loops compiled by numba (`int8_host`); plain torch where there is no numba
     pages on one GPU          streams and kernels (`device_copy`), if the store was opened with a route to that GPU that
                               takes the pages
-    anything else             plain torch (`reference`, `int8_plain`): no triton, planes on different devices
+    anything else             plain torch (`plain`): no triton, planes on different devices
 
 All routes of a codec write the same bytes.
 """
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kv_kernels import host, int8_host, int8_plain, reference
+from kv_kernels import host, int8_host, plain
 from kv_kernels.copies import BlockCopy
 from kv_kernels.int8 import SliceForm
 
@@ -30,14 +30,14 @@ _log = getLogger(__name__)
 
 
 class OnDevice(Protocol):
-    """The route of one device: `device_copy.DeviceTransfers`. A copy is None if the pages are not for it."""
+    """The route of one device: `device_copy.DeviceTransfers`, which a process without triton cannot import."""
 
-    def raw_copy(
-        self, planes: Planes, table: Sequence[int], page_tokens: int, block_tokens: int
-    ) -> BlockCopy | None: ...
-    def int8_copy(
-        self, form: SliceForm, planes: Planes, table: Sequence[int], page_tokens: int
-    ) -> BlockCopy | None: ...
+    def bind(
+        self, form: SliceForm | None, planes: Planes, table: Sequence[int], page_tokens: int, block_tokens: int
+    ) -> BlockCopy | None:
+        """None if the pages are not for it."""
+        ...
+
     def close(self, timeout_s: float) -> bool: ...
 
 
@@ -50,12 +50,12 @@ def raw_copy(
 ) -> BlockCopy:
     """Bit for bit."""
     way = _way(planes, devices)
-    copy = way.raw_copy(planes, table, page_tokens, block_tokens) if way is not None else None
+    copy = way.bind(None, planes, table, page_tokens, block_tokens) if way is not None else None
     if copy is not None:
         return copy
     if _is_on_host(planes):
         return host.RawCopy(planes, table, page_tokens, block_tokens)
-    return reference.ReferenceRawCopy(planes, table, page_tokens, block_tokens)
+    return plain.PlainCopy(None, planes, table, page_tokens, block_tokens)
 
 
 def prepare_int8(dtypes: Iterable[str]) -> None:
@@ -84,8 +84,9 @@ def int8_copy(
         return int8_host.Int8Copy(prepare(dtype), form, planes, table, page_tokens)
     kind = getattr(torch, dtype)
     tensors = [[_as_torch(plane, kind) for plane in layer] for layer in planes]
-    copy = way.int8_copy(form, tensors, table, page_tokens) if way is not None else None
-    return copy or int8_plain.PlainInt8Copy(form, tensors, table, page_tokens, writable=host.are_writable(planes))
+    how = form, tensors, table, page_tokens, form.tokens
+    copy = way.bind(*how) if way is not None else None
+    return copy or plain.PlainCopy(*how, writable=host.are_writable(planes))
 
 
 @cache
@@ -95,11 +96,13 @@ def compiler() -> Callable[[str], int8_host.Int8Loops] | None:
     Imported when 8 bits are first asked for, and not with this file: it takes 0.2 s, and vLLM 0.31 and 0.32 cannot make
     a worker for a CPU in a process where llvmlite is loaded.
     """
-    try:
-        from kv_kernels import int8_loops
-    except (ImportError, OSError):  # numba is an extra; OSError: its llvmlite does not find its library
+    from kv_kernels import compiled
+
+    if not compiled.IS_USABLE:
         return None
-    return int8_loops.prepare if int8_loops.is_usable() else None
+    from kv_kernels import int8_loops
+
+    return int8_loops.prepare
 
 
 @cache

@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from enum import Enum
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -31,8 +30,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from kv_kernels.device import Device, Direction, Event, Host, Region, Regions, Rows, Stream, region
-from kv_kernels.pinned import Hold, PinnedExtents, Runs
+from kv_kernels.cuda import CudaDevice, CudaStream, Direction, Event, Rows
+from kv_kernels.pinned import Addresses, Hold, PinnedExtents
 from kv_kernels.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -73,13 +72,13 @@ class Transfer:
     The exception is a FAILED one that `is_stranded`: the device may still be running it.
     """
 
-    def __init__(self, worker: Worker, kernel: object, hold: Hold, is_direct: bool) -> None:
+    def __init__(self, worker: Worker, kernel: PageKernel, hold: Hold, is_direct: bool) -> None:
         self.is_direct = is_direct
         self.is_stranded = False
         self.error: BaseException | None = None
         self.outcome = TransferOutcome.PENDING
         self._worker = worker
-        self._kernel: object | None = kernel
+        self._kernel: PageKernel | None = kernel
         self._hold = hold
         self.is_cancelled = False
         self.is_put_in = False
@@ -106,26 +105,22 @@ class Transfer:
 
     def settle(self) -> None:
         """On the worker, once all of it is in the streams: wait for the ends."""
-        if all([self._landed(end) for end in self._ends]):
+        try:
+            for event in self._ends:
+                if event is None:
+                    raise RuntimeError("the device took no event")
+                event.synchronize()
             self._hold.release()
             self._kernel = None
+        except Exception as error:  # the end cannot be learnt
+            self.failed(error)
+            self.is_stranded = True
         outcome = TransferOutcome.CANCELLED if self.is_cancelled else TransferOutcome.DONE
         if self.error is not None:
             outcome = TransferOutcome.FAILED
             _log.warning("a transfer failed: %s: %s", type(self.error).__name__, self.error)
         self.outcome = outcome
         self._worker.notify()
-
-    def _landed(self, event: Event | None) -> bool:
-        """Wait for the end of a stream's part; False if it cannot be learnt."""
-        try:
-            if event is None:
-                raise RuntimeError("the device took no event")
-            event.wait()
-        except RuntimeError as error:
-            self.failed(error)
-            self.is_stranded = True
-        return not self.is_stranded
 
 
 class PageKernel(Protocol):
@@ -135,45 +130,39 @@ class PageKernel(Protocol):
         """Launch into the current stream. staged: uint8 [frames, size_bytes]; frames: which of the transfer's."""
         ...
 
-    def pages(self, frames: range, layers: LayerSlice) -> Iterable[Region]:
-        """What it reads (save) or writes (load) of the pools. Asked for by a device that checks accesses."""
-        ...
-
-    def tables(self) -> Iterable[Region]:
-        """What else it reads. Asked for by a device that checks accesses."""
-        ...
-
-    def findings(self, frames: range, layers: LayerSlice) -> Iterable[Region]:
-        """What else it writes. Asked for by a device that checks accesses."""
-        ...
-
-    def end(self, stream: Stream) -> None:
+    def end(self, stream: CudaStream) -> None:
         """After the last launch: copy to the host what must be there when the transfer is done."""
         ...
 
 
 class _Batch(NamedTuple):
+    """What goes through a segment at once. rows: its copies, to or from byte 0 of the segment."""
+
     layers: LayerSlice
     frames: range
-    runs: Runs
+    rows: Rows
+    is_pinned: bool
 
 
-class _Mover:
-    """One direction of one device: its lanes, its bounce ring, and the worker that waits for ends."""
-
-    direction: Direction
+class PageMover:
+    """The transfers of one direction of one device: its lanes, its bounce ring, and the worker that waits for ends."""
 
     def __init__(
-        self, device: Device, extents: PinnedExtents, worker: Worker, segment_bytes: int, bounce_segments: int = 2
+        self,
+        device: CudaDevice,
+        direction: Direction,
+        extents: PinnedExtents,
+        worker: Worker,
+        segment_bytes: int,
+        bounce_segments: int = 2,
     ) -> None:
         """worker: of this direction alone. segment_bytes: of each lane's segment, and of each of the bounce segments,
         which are taken in pinned host memory once a slot is not page-locked."""
-        if segment_bytes < 1:
-            raise ValueError(f"staging segments of {segment_bytes} bytes; give room for a layer slice of a frame")
         self._device = device
+        self._loads = direction is Direction.LOAD
         self._extents = extents
         self._worker = worker
-        streams = device.lanes(self.direction)
+        streams = device.lanes(direction)
         memory = device.memory(segment_bytes * len(streams)).split(segment_bytes)
         self._lanes = [(*lane, threading.Lock()) for lane in zip(streams, memory, strict=True)]
         self._segment_bytes = segment_bytes
@@ -181,36 +170,22 @@ class _Mover:
         self._bounce = BounceRing(device, segment_bytes, bounce_segments)
         self._stranded: list[Transfer] = []  # with their kernels and tables, which the device may still read
 
-    def _check(self, addresses: Sequence[int], slices: Sequence[LayerSlice]) -> None:
-        if not addresses or not slices:
-            raise ValueError(f"{len(addresses)} slots and {len(slices)} layer slices are nothing to transfer")
-        largest, room = max(part.size_bytes for part in slices), self._segment_bytes
-        if largest > room or min(part.size_bytes for part in slices) < 1:
-            raise ValueError(
-                f"a layer slice of {largest} bytes does not go into a staging segment of {room}: give slices of fewer "
-                "layers, or larger segments"
-            )
-        first = min(part.offset_bytes for part in slices)
-        if first < 0:
-            raise ValueError(f"a layer slice at byte {first} of its frame; give offsets of 0 or more")
-
-    def _batches(self, addresses: Sequence[int], slices: Sequence[LayerSlice]) -> list[_Batch]:
-        slots, batches = np.array(addresses, np.int64), []
-        for part in slices:
-            count = self._segment_bytes // part.size_bytes
-            for number, runs in enumerate(self._extents.runs(slots + part.offset_bytes, part.size_bytes, count)):
-                frames = range(number * count, min((number + 1) * count, len(slots)))
-                batches.append(_Batch(part, frames, runs))
-        return batches
-
-    def _begin(
-        self, addresses: Sequence[int], slices: Sequence[LayerSlice], kernel: PageKernel, after: Sequence[Event]
+    def start(
+        self, addresses: Addresses, slices: Sequence[LayerSlice], kernel: PageKernel, *after: Event
     ) -> Transfer | None:
-        self._check(addresses, slices)
+        """Move frames between slots and pages, the slices in their order. Pages and slots are the transfer's until the
+        outcome. addresses: int64, of the slots, in the order in which the kernel counts frames. after: when the
+        kernel's tables are there, and the pages are the transfer's; never while the engine captures a graph.
+
+        None where the worker has too much to do, or the device has failed; raises ValueError where a slot is not wholly
+        inside its extent. Nothing is begun in either case.
+        """
+        sizes = [part.size_bytes for part in slices]
+        assert len(addresses) and min(sizes) > 0 and max(sizes) <= self._segment_bytes, "a slice goes into a segment"
         hold = self._extents.hold(addresses, max(part.offset_bytes + part.size_bytes for part in slices))
-        batches = self._batches(addresses, slices)
-        transfer = Transfer(self._worker, kernel, hold, all(batch.runs.is_pinned for batch in batches))
-        put_in = partial(self._put_in_all, transfer, kernel, after, batches)
+        batches = self._batches(hold, len(addresses), slices)
+        transfer = Transfer(self._worker, kernel, hold, all([batch.is_pinned for batch in batches]))
+        put_in = partial(self._put_in, transfer, kernel, after, batches)
 
         def later() -> None:
             if transfer.is_direct:
@@ -221,7 +196,7 @@ class _Mover:
             if transfer.is_stranded:
                 self._stranded.append(transfer)
 
-        if self._stranded or not self._worker.submit(later):
+        if self._stranded or not self._worker.submit(later, wakes=not transfer.is_direct):
             hold.release()
             return None
         if transfer.is_direct:
@@ -232,163 +207,101 @@ class _Mover:
                 raise
         return transfer
 
-    def _put_in_all(
+    def _batches(self, hold: Hold, count: int, slices: Sequence[LayerSlice]) -> list[_Batch]:
+        batches = []
+        for part in slices:
+            at_once = self._segment_bytes // part.size_bytes
+            rows, cuts, are_pinned = hold.runs(part.offset_bytes, part.size_bytes, at_once)
+            if not self._loads:  # out of the segment, into slots
+                rows = rows[[1, 0, 2]]
+            for number, is_pinned in enumerate(are_pinned):
+                frames = range(number * at_once, min((number + 1) * at_once, count))
+                batches.append(_Batch(part, frames, rows[:, cuts[number] : cuts[number + 1]], is_pinned))
+        return batches
+
+    def _put_in(
         self, transfer: Transfer, kernel: PageKernel, after: Sequence[Event], batches: Sequence[_Batch]
     ) -> None:
         """If this fails half-way, or the caller's thread is interrupted, the work that is in the streams by then is
-        done, and is waited for."""
-        used: list[Stream] = []
+        done, and is waited for by the worker, as by all later transfers behind it."""
+        used: list[CudaStream] = []
+        ends: list[Event | None] = [None]
         try:
-            self._put_in(transfer, kernel, after, batches, used)
+            self._fill(transfer, kernel, after, batches, used)
         except Exception as error:
             transfer.failed(error)
         except BaseException:
             transfer.cancel()
             raise
         finally:
-            self._end(transfer, used)
+            try:
+                ends = [stream.record() for stream in used]
+            except RuntimeError as error:  # the device has failed
+                transfer.failed(error)
+            finally:
+                transfer.put_in(ends)
 
-    def _put_in(
+    def _fill(
         self,
         transfer: Transfer,
         kernel: PageKernel,
         after: Sequence[Event],
         batches: Sequence[_Batch],
-        used: list[Stream],
+        used: list[CudaStream],
     ) -> None:
         """used: gets the streams that have work of it, the last one last."""
-        loads, host = self.direction is Direction.LOAD, self._device.host
+        packed = 0 if self._loads else 1  # the row of addresses in a segment
         landed: list[tuple[Event, Rows]] = []  # in the bounce ring, to be copied on by the host
-        for batch in batches:
+        for layers, frames, rows, is_pinned in batches:
             if transfer.is_cancelled:
                 break
-            reachable, room = batch.runs, 0
-            if not batch.runs.is_pinned:
+            room = 0
+            if not is_pinned:
                 if len(landed) == self._bounce.segments:
-                    _copy_on(host, *landed.pop(0))
-                room = self._bounce.take()
-                reachable = Runs(np.array([room]), batch.runs.sizes.sum(keepdims=True), True)
-                if loads:
-                    host.copy(_rows(room, batch.runs, loads))
-            with self._lane() as (stream, segment):
+                    self._copy_on(*landed.pop(0))
+                room, size = self._bounce.take(), len(frames) * layers.size_bytes
+                rows[packed] += room
+                bounced, rows = rows, np.array([[0], [room], [size]] if self._loads else [[room], [0], [size]])
+                if self._loads:
+                    self._device.copy(bounced)
+            self._turn += 1  # two threads may get the same one
+            stream, segment, lock = self._lanes[self._turn % len(self._lanes)]
+            with lock:  # one thread at a time fills and empties a segment
                 if stream in used:
                     used.remove(stream)
                 else:
                     for event in after:
                         stream.wait(event)
                 used.append(stream)
-                copies = _rows(segment.data_ptr(), reachable, loads)
-                launch = _launch(kernel, segment, batch, self.direction)
-                if loads:
-                    stream.copy(copies)
+                rows[packed] += segment.data_ptr()
+                staged = segment.as_strided((len(frames), layers.size_bytes), (layers.size_bytes, 1))
+                launch = partial(kernel, staged, frames, layers)
+                if self._loads:
+                    stream.copy(rows)
                     if room:
                         self._bounce.used_until(stream.record())
-                    stream.launch(*launch)
+                    stream.launch(launch)
                 else:
-                    stream.launch(*launch)
-                    stream.copy(copies)
+                    stream.launch(launch)
+                    stream.copy(rows)
                     if room:
-                        landed.append((stream.record(), _rows(room, batch.runs, loads)))
+                        landed.append((stream.record(), bounced))
         if not transfer.is_cancelled:
-            for stream in used[:-1]:
-                used[-1].wait(stream.record())
+            while len(used) > 1:
+                used[-1].wait(used.pop(0).record())
             kernel.end(used[-1])
         for one in landed:
-            _copy_on(host, *one)
+            self._copy_on(*one)
 
-    @contextmanager
-    def _lane(self) -> Iterator[tuple[Stream, torch.Tensor]]:
-        """A stream and its segment, which one thread at a time fills and empties."""
-        self._turn += 1  # two threads may get the same one
-        stream, segment, lock = self._lanes[self._turn % len(self._lanes)]
-        with lock:
-            yield stream, segment
-
-    def _end(self, transfer: Transfer, used: Sequence[Stream]) -> None:
-        """The worker waits for this, and all later transfers behind it."""
-        ends: list[Event | None] = [None]
-        try:
-            ends = [stream.record() for stream in used]
-        except RuntimeError as error:  # the device has failed
-            transfer.failed(error)
-        finally:
-            transfer.put_in(ends)
-
-
-class Loader(_Mover):
-    """Loads into one device's pages."""
-
-    direction = Direction.LOAD
-
-    def load(
-        self, addresses: Sequence[int], slices: Sequence[LayerSlice], kernel: PageKernel, *after: Event
-    ) -> Transfer | None:
-        """Load frames from slots, the slices in their order. The slots must stay as they are until the outcome.
-
-        addresses: of the slots, in the order in which the kernel counts frames. after: when its tables are there.
-        Called from the engine's thread, whose compute stream the pages belong to now; not while it captures a graph.
-        None where the worker has too much to do, or the device has failed; raises ValueError where the slots or the
-        slices do not fit. Nothing is begun in either case.
-        """
-        try:
-            began = self._device.compute().record()
-        except RuntimeError as error:
-            _log.warning("no load is begun, the device has failed: %s", error)
-            return None
-        return self._begin(addresses, slices, kernel, (began, *after))
-
-
-class Saver(_Mover):
-    """Saves one device's pages."""
-
-    direction = Direction.SAVE
-
-    def save(
-        self, addresses: Sequence[int], slices: Sequence[LayerSlice], kernel: PageKernel, *after: Event
-    ) -> Transfer | None:
-        """Save pages into slots that were reserved. Pages and slots are the transfer's until the outcome.
-
-        after: when the pages are valid, and the kernel's tables there. None where the worker has too much to do, or the
-        device has failed; raises ValueError where the slots or the slices do not fit. Nothing is begun in either case.
-        """
-        return self._begin(addresses, slices, kernel, after)
-
-
-def _rows(start: int, runs: Runs, gathers: bool) -> Rows:
-    """Copies between these runs and memory at `start`, where they lie one after another. gathers: into it."""
-    packed = start + np.cumsum(runs.sizes) - runs.sizes
-    return np.stack([packed, runs.addresses, runs.sizes] if gathers else [runs.addresses, packed, runs.sizes])
-
-
-def _copy_on(host: Host, copied: Event, rows: Rows) -> None:
-    copied.wait()
-    host.copy(rows)
-
-
-def _launch(
-    kernel: PageKernel, segment: torch.Tensor, batch: _Batch, direction: Direction
-) -> tuple[Callable[[], object], Regions, Regions]:
-    count, size = len(batch.frames), batch.layers.size_bytes
-    staged = segment[: count * size].view(count, size)
-
-    def bytes_of_segment() -> Iterable[Region]:
-        return [region(staged)]
-
-    def pages() -> Iterable[Region]:
-        return kernel.pages(batch.frames, batch.layers)
-
-    sources, targets = (bytes_of_segment, pages) if direction is Direction.LOAD else (pages, bytes_of_segment)
-    return (
-        lambda: kernel(staged, batch.frames, batch.layers),
-        lambda: [*sources(), *kernel.tables()],
-        lambda: [*targets(), *kernel.findings(batch.frames, batch.layers)],
-    )
+    def _copy_on(self, copied: Event, rows: Rows) -> None:
+        copied.synchronize()
+        self._device.copy(rows)
 
 
 class BounceRing:
     """Pinned host memory, taken at first use, by the one thread that uses it."""
 
-    def __init__(self, device: Device, segment_bytes: int, segments: int) -> None:
+    def __init__(self, device: CudaDevice, segment_bytes: int, segments: int) -> None:
         self.segments = segments
         self._device = device
         self._segment_bytes = segment_bytes
@@ -399,11 +312,11 @@ class BounceRing:
     def take(self) -> int:
         """The next segment's address; waits until no copy touches it any more. Raises RuntimeError."""
         if self._memory is None:
-            self._memory = self._device.host.pinned(self._segment_bytes * self.segments)
+            self._memory = self._device.pinned(self._segment_bytes * self.segments)
         index = (self._taken + 1) % self.segments
         used = self._used[index]
         if used is not None:
-            used.wait()
+            used.synchronize()
         self._taken = index
         return self._memory.data_ptr() + index * self._segment_bytes
 

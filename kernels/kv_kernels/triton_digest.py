@@ -17,11 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kv_kernels.triton_raw import on_device
+from kv_kernels.triton_pools import on_device
 
 SHORTEST_BYTES = 241
 """Shorter inputs have other forms in XXH3."""
-DIGEST_WORDS = 2
 
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221b8084674f743248e"
@@ -41,8 +40,6 @@ _START = (
     _PRIME32[2], _PRIME64[0], _PRIME64[1], _PRIME64[2], _PRIME64[3], _PRIME32[1], _PRIME64[4], _PRIME32[0],
 )  # fmt: skip
 
-_KEYS = 56
-
 
 def digest_keys(device: torch.device) -> torch.Tensor:
     """What the kernel multiplies with: int64 [56]. The secret's words, those of the last stripe, of both halves of the
@@ -57,35 +54,21 @@ def digest_keys(device: torch.device) -> torch.Tensor:
     return torch.tensor(keys, dtype=torch.int64, device=device)
 
 
-def digest_slices(
-    payload: torch.Tensor, payload_at: int, slice_bytes: int, into: torch.Tensor, keys: torch.Tensor
-) -> None:
+def digest_slices(payloads: torch.Tensor, slice_bytes: int, into: torch.Tensor, keys: torch.Tensor) -> None:
     """Digest every layer slice of every block.
 
-    payload: uint8 [blocks, row bytes], rows and `payload_at` multiples of 8, 8-byte aligned. into: int64 [blocks,
-    slices, 2], C order: of each slice the low and the high half of its XXH3-128. keys: `digest_keys` of the device.
-    Launched on the current stream; allocates nothing. Raises `ValueError`.
+    payloads: uint8 [blocks, row bytes], one slice after another; addresses and sizes are multiples of 8, slices longer
+    than 240 bytes. into: int64 [blocks, slices, 2], rows at any stride: of each slice the low and the high half of its
+    XXH3-128. keys: `digest_keys` of the device. Launched on the current stream; allocates nothing.
     """
-    blocks, row_bytes = payload.shape
-    slices = into.shape[1]
-    if slice_bytes < SHORTEST_BYTES or slice_bytes % 8:
-        raise ValueError(f"slices of {slice_bytes} bytes; give a multiple of 8, above 240")
-    if payload.dtype != torch.uint8 or payload.stride(1) != 1 or payload.stride(0) % 8 or payload.data_ptr() % 8:
-        raise ValueError(f"payload of {payload.dtype} with strides {payload.stride()}; give aligned rows of uint8")
-    if payload_at < 0 or payload_at % 8 or payload_at + slices * slice_bytes > row_bytes:
-        raise ValueError(f"{slices} slices of {slice_bytes} bytes from {payload_at} on do not lie in {row_bytes} bytes")
-    if into.dtype != torch.int64 or into.shape != (blocks, slices, DIGEST_WORDS) or not into.is_contiguous():
-        raise ValueError(f"digests of {into.dtype} {tuple(into.shape)}; give int64 {(blocks, slices, DIGEST_WORDS)}")
-    if keys.dtype != torch.int64 or keys.shape != (_KEYS,) or not keys.is_contiguous():
-        raise ValueError(f"keys of {keys.dtype} {tuple(keys.shape)}; give what `digest_keys` made")
-    if not payload.device == into.device == keys.device:
-        given = f"payload on {payload.device}, digests on {into.device}, keys on {keys.device}"
-        raise ValueError(f"{given}; all of them belong on one device")
+    blocks, slices, _ = into.shape
+    assert slice_bytes >= SHORTEST_BYTES and slice_bytes % 8 == 0 and slices * slice_bytes <= payloads.shape[1]
+    assert payloads.shape[0] == blocks and not payloads.data_ptr() % 8 and (blocks < 2 or not payloads.stride(0) % 8)
     if blocks and slices:
-        with on_device(payload.device):
+        with on_device(payloads.device):
             # A grid may be long along its first axis only.
             _digest_slice[(blocks, slices)](
-                payload, payload.stride(0), payload_at, into, keys, SLICE_BYTES=slice_bytes, num_warps=1
+                payloads, payloads.stride(0), into, into.stride(0), keys, SLICE_BYTES=slice_bytes, num_warps=1
             )
 
 
@@ -119,9 +102,9 @@ def _product(word, key):
 
 
 @triton.jit
-def _digest_slice(payload, row_bytes, payload_at, into, keys, SLICE_BYTES: tl.constexpr):
+def _digest_slice(payload, row_bytes, into, into_row, keys, SLICE_BYTES: tl.constexpr):
     block, number = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    start = payload + block * row_bytes + payload_at + number * SLICE_BYTES
+    start = payload + block * row_bytes + number * SLICE_BYTES
     words = start.to(tl.pointer_type(tl.int64))
     stripe, pair = tl.arange(0, 16)[:, None], tl.arange(0, 4)
     lane = 2 * pair[:, None] + tl.arange(0, 2)[None, :]
@@ -151,6 +134,6 @@ def _digest_slice(payload, row_bytes, payload_at, into, keys, SLICE_BYTES: tl.co
     length = tl.full((), SLICE_BYTES, tl.uint64)
     low = _avalanche(length * 0x9E3779B185EBCA87 + _mixed(even, odd, keys, 32))
     high = _avalanche((length * 0xC2B2AE3D27D4EB4F ^ 0xFFFFFFFFFFFFFFFF) + _mixed(even, odd, keys, 40))
-    place = into + (block * tl.num_programs(1) + number) * 2
+    place = into + block * into_row + number * 2
     tl.store(place, low.to(tl.int64, bitcast=True))
     tl.store(place + 1, high.to(tl.int64, bitcast=True))

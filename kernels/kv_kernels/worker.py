@@ -28,13 +28,17 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[], object]) -> bool:
-        """Run it later, after all earlier ones; False if too many wait, or after `close`. A job never raises."""
+    def submit(self, job: Callable[[], object], *, wakes: bool = True) -> bool:
+        """Run it later, after all earlier ones; False if too many wait, or after `close`. A job never raises.
+
+        wakes: if not, it may begin with the next `notify` only, and the thread does not disturb the caller until then.
+        """
         with self._changed:
             if self._is_closed or len(self._jobs) >= MAX_JOBS:
                 return False
             self._jobs.append(job)
-            self._changed.notify_all()
+            if wakes:
+                self._changed.notify_all()
         return True
 
     def wait(self, is_ready: Callable[[], bool], timeout_s: float | None) -> bool:

@@ -19,7 +19,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kv_kernels import triton_digest, triton_int8, triton_raw
+from kv_kernels import triton_digest, triton_pools
+from kv_kernels.int8_form import KC64, slice_form
 from kv_kernels.pools import PoolTable
 
 TARGETS = {
@@ -80,27 +81,26 @@ def _argument(value: Any, path: tuple[int, ...], constants: dict[Any, Any], attr
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
-def kept(name: str, codec: str | None, pools: PoolTable) -> Kept:
-    """The kernel of a launcher, with the arguments of a launch over two blocks of 128 tokens."""
-    module = triton_raw if codec is None else triton_int8
+def kept(is_save: bool, codec: str, pools: PoolTable) -> Kept:
+    """The kernel, with the arguments of a launch over two blocks of 128 tokens."""
     table = torch.zeros(2, 128 // pools.page_tokens, dtype=torch.int64)
-    payloads = torch.zeros(2, 4096 + pools.layers * 128 * pools.heads * sum(pools.widths) * 5, dtype=torch.uint8)
-    stand_in = Kept(getattr(module, f"_{name}"))
-    setattr(module, f"_{name}", stand_in)
-    arguments = [pools] if codec is None else [pools, codec]
-    status = [torch.zeros(2, dtype=torch.int32)] if name == "gather_quantize" else []
-    getattr(module, name)(*arguments, table, payloads, *status, 4096)
-    setattr(module, f"_{name}", stand_in.kernel)
+    payloads = torch.zeros(2, pools.layers * 128 * pools.heads * sum(pools.widths) * 5, dtype=torch.uint8)
+    form = None if codec == "raw" else slice_form(codec, pools.heads, 128, pools.widths, pools.dtype.itemsize)
+    stand_in = triton_pools._move = Kept(triton_pools._move)
+    if is_save:
+        triton_pools.save(pools, form, table, payloads, torch.zeros(2, dtype=torch.int64))
+    else:
+        triton_pools.load(pools, form, table, payloads)
+    triton_pools._move = stand_in.kernel
     return stand_in
 
 
 def kept_digest() -> Kept:
     """The digest kernel, with the arguments of a launch over two blocks of four slices."""
-    stand_in = Kept(triton_digest._digest_slice)
-    triton_digest._digest_slice = stand_in
-    payload = torch.zeros(2, 4096 + 4 * 139264, dtype=torch.uint8)
+    stand_in = triton_digest._digest_slice = Kept(triton_digest._digest_slice)
+    payload = torch.zeros(2, 4 * 139264, dtype=torch.uint8)
     keys = triton_digest.digest_keys(payload.device)
-    triton_digest.digest_slices(payload, 4096, 139264, torch.zeros(2, 4, 2, dtype=torch.int64), keys)
+    triton_digest.digest_slices(payload, 139264, torch.zeros(2, 4, 2, dtype=torch.int64), keys)
     triton_digest._digest_slice = stand_in.kernel
     return stand_in
 
@@ -144,30 +144,20 @@ def pools_of(dtype: torch.dtype, layout: str = "token-major") -> PoolTable:
 def main() -> None:
     everywhere, here = list(TARGETS), ["sm_90"]
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    wanted: list[tuple[str, str | None, torch.dtype, str, list[str]]] = []
-    for name, codecs in (
-        ("gather", [None]),
-        ("scatter", [None]),
-        ("gather_quantize", ["int8-kc64"]),
-        ("dequantize_scatter", ["int8-kc64"]),
-    ):
-        for codec in codecs:
-            wanted.append((name, codec, bf16, "token-major", everywhere))
-        wanted.append((name, codecs[0], bf16, "transposed", here))
-        wanted.append((name, codecs[0], bf16, "latent", here))
-        wanted += [(name, codecs[0], dtype, "token-major", ["sm_90", "gfx942"]) for dtype in (fp16, fp32)]
     jobs: list[tuple[str, Kept, str, dict[str, Any]]] = []
-    for name, codec, dtype, layout, targets in wanted:
-        kernel = kept(name, codec, pools_of(dtype, layout))
-        label = f"{name} {codec or 'raw'} {str(dtype).removeprefix('torch.')} {layout}"
-        jobs += [(label, kernel, target, {}) for target in targets]
+    for is_save in (True, False):
+        for codec in ("raw", KC64):
+            name = f"{'save' if is_save else 'load'} {codec}"
+            wanted = [(bf16, "token-major", everywhere), (bf16, "transposed", here), (bf16, "latent", here)]
+            wanted += [(dtype, "token-major", ["sm_90", "gfx942"]) for dtype in (fp16, fp32)]
+            for dtype, layout, targets in wanted:
+                kernel = kept(is_save, codec, pools_of(dtype, layout))
+                label = f"{name} {str(dtype).removeprefix('torch.')} {layout}"
+                jobs += [(label, kernel, target, {}) for target in targets]
+            if codec == KC64:  # what would be fused if it were allowed
+                kernel, allowed = kept(is_save, codec, pools_of(bf16)), {"enable_fp_fusion": True}
+                jobs += [(f"{name} allowed", kernel, target, allowed) for target in ("sm_90", "sm_100", "gfx942")]
     jobs += [("digest_slices", kept_digest(), target, {}) for target in everywhere]
-    # What would be fused if it were allowed.
-    for name, codecs in (("gather_quantize", ["int8-kc64"]), ("dequantize_scatter", ["int8-kc64"])):
-        for codec in codecs:
-            kernel = kept(name, codec, pools_of(bf16))
-            for target in ("sm_90", "sm_100", "gfx942"):
-                jobs.append((f"{name} {codec} allowed", kernel, target, {"enable_fp_fusion": True}))
     found: dict[str, dict[str, Any]] = {}
     for (label, _, target, _), one in zip(jobs, made_by_two(jobs), strict=True):
         found.setdefault(label, {})[target] = one

@@ -43,7 +43,7 @@ def kernels(found: dict[str, dict[str, Any]]) -> list[tuple[str, str, dict[str, 
 
 
 def test_each_is_there_for_each_target(found: dict[str, dict[str, Any]]) -> None:
-    for name in ("gather raw", "scatter raw", "gather_quantize int8-kc64", "dequantize_scatter int8-kc64"):
+    for name in ("save raw", "load raw", "save int8-kc64", "load int8-kc64"):
         assert set(found[f"{name} bfloat16 token-major"]) == {"sm_80", "sm_90", "sm_100", "gfx942"}
     assert set(found["digest_slices"]) == {"sm_80", "sm_90", "sm_100", "gfx942"}
     for label, target, one in kernels(found):
@@ -53,21 +53,21 @@ def test_each_is_there_for_each_target(found: dict[str, dict[str, Any]]) -> None
 
 def test_nothing_is_fused_and_division_is_exact(found: dict[str, dict[str, Any]]) -> None:
     for label, target, one in kernels(found):
-        assert (one["divisions"] > 0) == label.startswith("gather_quantize"), (label, target)
+        assert (one["divisions"] > 0) == label.startswith("save int8"), (label, target)
         expected = FUSED_PER_DIVISION * one["divisions"] if target == "gfx942" else 0
         assert one["fused"] == expected, (label, target)
         assert one["keeps_subnormals"], (label, target)
 
 
 def test_quantizing_holds_nothing_that_could_be_fused(found: dict[str, dict[str, Any]]) -> None:
-    for target, allowed in found["gather_quantize int8-kc64 allowed"].items():
-        not_allowed = found["gather_quantize int8-kc64 bfloat16 token-major"][target]
+    for target, allowed in found["save int8-kc64 allowed"].items():
+        not_allowed = found["save int8-kc64 bfloat16 token-major"][target]
         assert allowed["fused"] == not_allowed["fused"], target
 
 
 def test_dequantizing_may_be_fused(found: dict[str, dict[str, Any]]) -> None:
     """It is, where it is allowed, which also shows that the count sees it. The product is exact, so nothing changes."""
-    assert all(one["fused"] > 0 for one in found["dequantize_scatter int8-kc64 allowed"].values())
+    assert all(one["fused"] > 0 for one in found["load int8-kc64 allowed"].values())
     scales = np.arange(0x7C00, dtype=np.uint16).view(np.float16)
     for code in range(256):
         product = np.float32(code) * scales.astype(np.float32)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos import ChaosDevice, ChaosStream
-from happens_before import HazardError, Race, Shadow
-from kv_kernels.device import Direction, Region
+from happens_before import HazardError, Race, Region, Shadow
+from kv_kernels.cuda import Direction
 
 SEEDS = range(40)
 
@@ -21,22 +20,18 @@ def streams(device: ChaosDevice) -> tuple[ChaosStream, ChaosStream]:
     return copies, kernels
 
 
-def put(stream: ChaosStream, body: Callable[[], object], reads: list[Region], writes: list[Region]) -> None:
-    stream.launch(lambda: stream.device.run(body), lambda: reads, lambda: writes)
-
-
 def test_every_order_that_is_legal_comes_up_and_no_other() -> None:
     seen = set()
     for seed in range(400):
         device = ChaosDevice(Random(seed))
         first, second = streams(device)
         order: list[str] = []
-        put(first, lambda order=order: order.append("a"), [], [])
+        first.step(lambda order=order: order.append("a"))
         event = first.record()
-        put(first, lambda order=order: order.append("b"), [], [])
-        put(second, lambda order=order: order.append("x"), [], [])
+        first.step(lambda order=order: order.append("b"))
+        second.step(lambda order=order: order.append("x"))
         second.wait(event)
-        put(second, lambda order=order: order.append("y"), [], [])
+        second.step(lambda order=order: order.append("y"))
         device.finish()
         seen.add("".join(order))
     assert seen == {"abxy", "axby", "axyb", "xaby", "xayb"}
@@ -46,12 +41,12 @@ def test_a_lazy_device_runs_what_is_waited_for_and_no_more() -> None:
     device = ChaosDevice(Random(1), eagerness=0.0)
     first, second = streams(device)
     order: list[str] = []
-    put(first, lambda: order.append("a"), [], [])
+    first.step(lambda: order.append("a"))
     event = first.record()
-    put(second, lambda: order.append("x"), [], [])
-    put(first, lambda: order.append("b"), [], [])
+    second.step(lambda: order.append("x"))
+    first.step(lambda: order.append("b"))
     assert order == []
-    event.wait()
+    event.synchronize()
     assert order == ["a"]
     device.finish()
     assert sorted(order) == ["a", "b", "x"]
@@ -60,7 +55,7 @@ def test_a_lazy_device_runs_what_is_waited_for_and_no_more() -> None:
 def test_an_eager_device_runs_all_at_once() -> None:
     device = ChaosDevice(Random(1), eagerness=1.0)
     order: list[str] = []
-    put(device.compute(), lambda: order.append("a"), [], [])
+    device.compute().step(lambda: order.append("a"))
     assert order == ["a"]
 
 
@@ -68,7 +63,7 @@ def test_a_seed_repeats_an_order() -> None:
     def order(seed: int) -> list[int]:
         device, seen = ChaosDevice(Random(seed)), list[int]()
         for at in range(30):
-            put(streams(device)[at % 2], lambda at=at: seen.append(at), [], [])
+            streams(device)[at % 2].step(lambda at=at: seen.append(at))
         device.finish()
         return seen
 

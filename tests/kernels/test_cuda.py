@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from kv_kernels.cuda import CopyBatch, CudaDevice, CudaHost, cpu_list, local_cpus
-from kv_kernels.device import Direction, Region, Stream, rows_of
+from kv_kernels.cuda import CopyBatch, CudaDevice, Direction, cpu_list, local_cpus
 from kv_kernels.pinned import PinnedExtents
-from kv_kernels.transfer import LayerSlice, Loader, Saver, TransferOutcome, layer_slices
+from kv_kernels.transfer import LayerSlice, PageMover, TransferOutcome, layer_slices
 from kv_kernels.worker import Worker
 
 LAYERS, FRAMES, LAYER_BYTES = 8, 24, 1 << 16
@@ -36,13 +35,6 @@ def test_the_list_of_cpus_is_the_kernels() -> None:
             cpu_list(text)
 
 
-def test_a_copy_by_the_host_moves_every_run() -> None:
-    source, target = torch.arange(200, dtype=torch.uint8), torch.zeros(200, dtype=torch.uint8)
-    sizes = [3, 90, 107]
-    CudaHost(torch.device("cpu")).copy(rows_of(target.split(sizes), source.split(sizes)))
-    assert torch.equal(target, source)
-
-
 class TorchKernel:
     """Frames to rows of a pool [frame, layer, bytes] and back."""
 
@@ -56,16 +48,7 @@ class TorchKernel:
         target, source = (pages, held) if self._direction is Direction.LOAD else (held, pages)
         target.copy_(source)
 
-    def pages(self, frames: range, layers: LayerSlice) -> list[Region]:
-        return []
-
-    def tables(self) -> list[Region]:
-        return []
-
-    def findings(self, frames: range, layers: LayerSlice) -> list[Region]:
-        return []
-
-    def end(self, stream: Stream) -> None:
+    def end(self, stream: object) -> None:
         pass
 
 
@@ -74,34 +57,33 @@ class TorchKernel:
 def test_what_is_saved_is_loaded(is_registered: bool) -> None:
     device = CudaDevice(0)
     threads = [Worker(name, local_cpus(0)) for name in ("pin", "load", "save")]
-    extents = PinnedExtents(device.host if is_registered else _Refusing(torch.device("cuda", 0)), threads[0])
+    extents = PinnedExtents(device if is_registered else _Refusing(0), threads[0])
     size = -(-FRAMES * FRAME_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
     extent = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
     extents.add(extent.data_ptr(), size, extent, writable=True)
-    slots = [extent.data_ptr() + frame * FRAME_BYTES for frame in range(FRAMES)]
+    slots = extent.data_ptr() + FRAME_BYTES * np.arange(FRAMES)
     if is_registered:
-        assert threads[0].wait(lambda: extents.runs(np.array(slots), FRAME_BYTES)[0].is_pinned, 60.0)
-    loader = Loader(device, extents, threads[1], 5 * LAYER_BYTES)
-    saver = Saver(device, extents, threads[2], 5 * LAYER_BYTES)
+        assert threads[0].wait(lambda: extents.runs(slots, FRAME_BYTES).are_pinned[0], 60.0)
+    loads, saves = (
+        PageMover(device, *it, 5 * LAYER_BYTES) for it in zip(Direction, [extents] * 2, threads[1:], strict=True)
+    )
     slices = layer_slices(LAYERS, LAYER_BYTES, 3, 4096)
     made = torch.randint(0, 256, (FRAMES, LAYERS, LAYER_BYTES), dtype=torch.uint8, device="cuda")
-    after = device.compute().record()
-    kernel = TorchKernel(made, Direction.SAVE)
-    saving = saver.save(slots, slices, kernel, after)
+    saving = saves.start(slots, slices, TorchKernel(made, Direction.SAVE), device.compute().record())
     assert saving is not None and saving.wait(60.0)
     expected = made.clone()
     made.zero_()
     assert saving.outcome is TransferOutcome.DONE and saving.is_direct is is_registered
     assert torch.equal(extent.view(-1)[4096:FRAME_BYTES], expected[0].cpu().view(-1))
     pool = torch.zeros_like(made)
-    loading = loader.load(slots, slices, TorchKernel(pool, Direction.LOAD))
+    loading = loads.start(slots, slices, TorchKernel(pool, Direction.LOAD), device.compute().record())
     assert loading is not None and loading.wait(60.0) and loading.outcome is TransferOutcome.DONE
     assert torch.equal(pool, expected)
     assert extents.remove(extent.data_ptr(), 60.0)
     assert all(thread.close(60.0) for thread in threads)
 
 
-class _Refusing(CudaHost):
+class _Refusing(CudaDevice):
     """Registers nothing."""
 
     def register(self, address: int, size_bytes: int, *, writable: bool) -> str:
@@ -144,7 +126,8 @@ def test_copies_are_one_call_in_the_form_that_the_driver_has(
     copies = CopyBatch(driver)
     source, target = torch.arange(200, dtype=torch.uint8), torch.zeros(200, dtype=torch.uint8)
     sizes = [3, 90, 107]
-    copies(rows_of(target.split(sizes), source.split(sizes)), STREAM)
+    places = np.cumsum([0, *sizes[:-1]])
+    copies(np.stack([target.data_ptr() + places, source.data_ptr() + places, np.array(sizes)]), STREAM)
     assert torch.equal(target, source)
     assert (of(driver, "batches"), of(driver, "singles")) == (batches, singles)
     assert of(driver, "stream_of_last", ctypes.c_uint64) == STREAM

@@ -18,11 +18,11 @@ import torch
 
 from chaos import ChaosEvent, ChaosStream, NoWait
 from chaos_route import ChaosRoute, needs_interpreter
-from happens_before import HazardError
-from kv_kernels import int8, int8_plain, reference
+from happens_before import HazardError, Region
+from kv_kernels import int8
 from kv_kernels.copies import BlockCopy, Flaw
-from kv_kernels.device import Region
 from kv_kernels.device_copy import DeviceCopy
+from kv_kernels.plain import PlainCopy
 from kv_kernels.routes import int8_copy, raw_copy
 from paged_memory import kernels_can_run
 from tiering.frame import digest
@@ -65,9 +65,7 @@ def copy_of(codec: str, planes: Sequence[Sequence[torch.Tensor]], table: Sequenc
 
 
 def plain_of(codec: str, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int]) -> BlockCopy:
-    if codec == "raw":
-        return reference.ReferenceRawCopy(planes, table, PAGE_TOKENS, TOKENS)
-    return int8_plain.PlainInt8Copy(FORMS[codec], planes, table, PAGE_TOKENS)
+    return PlainCopy(FORMS.get(codec), planes, table, PAGE_TOKENS, TOKENS)
 
 
 def same(one: Sequence[Sequence[torch.Tensor]], other: Sequence[Sequence[torch.Tensor]]) -> bool:
@@ -119,14 +117,7 @@ class Story:
                 if writes:
                     target.copy_(source)
 
-        def some() -> list[Region]:
-            return regions
-
-        def none() -> list[Region]:
-            return []
-
-        compute = self.route.device.compute()
-        compute.launch(lambda: self.route.chaos.run(body), none if writes else some, some if writes else none)
+        self.route.device.compute().step(body, **{"writes" if writes else "reads": regions})
 
     def run(self, rounds: int = 2) -> None:
         chaos = self.route.chaos
@@ -177,7 +168,7 @@ def test_payloads_that_are_larger_than_a_segment_go_by_layers(codec: str) -> Non
 
 
 HAZARDS = {
-    "pages are written while a step reads them": ("load 1", "compute"),
+    "pages are written while a step reads them": ("load 0", "compute"),
     "kernels read tables before they are uploaded": ("load 1", "load 0"),
     "digests are read, and pages called loaded, before the kernels end": ("load worker", "load 1"),
     "pages are stored before the forward has written them": ("save 0", "compute"),
@@ -263,11 +254,11 @@ def test_blocks_of_any_number_of_rows(
     source, slots, wanted = planes(1), spans(), spans()
     tokens = [0, rows]
     digests = good(raw_copy(source, table, rows, rows, route).encode(tokens, slots, digest))
-    assert digests == good(reference.ReferenceRawCopy(source, table, rows, rows).encode(tokens, wanted, digest))
+    assert digests == good(PlainCopy(None, source, table, rows, rows).encode(tokens, wanted, digest))
     assert [bytes(one.view) for one in slots] == [bytes(one.view) for one in wanted]
     mine, theirs = planes(2), planes(2)
     assert raw_copy(mine, table, rows, rows, route).decode(slots, tokens, 0, digests, digest) == 2
-    assert reference.ReferenceRawCopy(theirs, table, rows, rows).decode(slots, tokens, 0, digests, digest) == 2
+    assert PlainCopy(None, theirs, table, rows, rows).decode(slots, tokens, 0, digests, digest) == 2
     assert all(map(torch.equal, _bits(mine), _bits(theirs)))
     assert not caplog.records, "none of it took the plain route"
     route.close()
@@ -366,14 +357,14 @@ def test_a_device_that_fails_is_told_and_keeps_what_it_may_still_use(monkeypatch
     memory = story.route.transfers.tables
     assert len(memory._free) == 1
 
-    wait = ChaosEvent.wait
+    wait = ChaosEvent.synchronize
 
     def broken(self: ChaosEvent) -> None:
         if self.stream.device.actor.endswith("worker"):
             raise RuntimeError("an illegal memory access was encountered")
         wait(self)
 
-    monkeypatch.setattr(ChaosEvent, "wait", broken)
+    monkeypatch.setattr(ChaosEvent, "synchronize", broken)
     with pytest.raises(RuntimeError, match="an illegal memory access"):
         copy.decode(story.slots, story.tokens, 0, digests, digest)
     with pytest.raises(RuntimeError, match="an illegal memory access"):
@@ -420,7 +411,7 @@ def test_pages_that_are_not_for_it_take_the_plain_route(
     with caplog.at_level(logging.WARNING, "kv_kernels"):
         for _ in range(2):
             # Not the route of host memory: what is not for this one is on a device.
-            assert route.transfers.raw_copy(planes, [0, 1, 2], 64, 64) is None
+            assert route.transfers.bind(None, planes, [0, 1, 2], 64, 64) is None
     (record,) = caplog.records
     assert reason in record.getMessage() and "slow" in record.getMessage()
     assert "\n" not in record.getMessage()
@@ -429,7 +420,7 @@ def test_pages_that_are_not_for_it_take_the_plain_route(
 def test_planes_on_two_devices_take_the_plain_route() -> None:
     there = torch.empty(3, 64, 1, 4, device="meta")
     route = ChaosRoute(1)
-    assert isinstance(raw_copy([[torch.zeros(3, 64, 1, 4), there]], [0], 64, 64, route), reference.ReferenceRawCopy)
+    assert isinstance(raw_copy([[torch.zeros(3, 64, 1, 4), there]], [0], 64, 64, route), PlainCopy)
 
 
 def test_several_threads_on_one_device() -> None:

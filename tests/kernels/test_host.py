@@ -1,4 +1,4 @@
-"""`host.RawCopy` moves the same bits as `reference.RawCopy`, from and into pages of any strides, and touches no others.
+"""`host.RawCopy` moves the same bits as `plain.PlainCopy`, from and into pages of any strides, and touches no others.
 
 Pages are made by laying the four dimensions out in memory in any order, with gaps, or K and V fused in one buffer; what
 is compared is the whole memory behind them, so that a byte written anywhere else is seen.
@@ -18,7 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_kernels import host, reference
+from kv_kernels import host
+from kv_kernels.plain import PlainCopy
 from tiering.frame import digest
 from tiering.tier import FrameSpan
 
@@ -186,8 +187,8 @@ def sides(memory: Memory, table: list[int]) -> list[Any]:
         ]
 
 
-def plain(memory: Memory, table: list[int]) -> reference.ReferenceRawCopy:
-    return reference.ReferenceRawCopy(memory.planes, table, memory.shape.page_tokens, memory.shape.block_tokens)
+def plain(memory: Memory, table: list[int]) -> PlainCopy:
+    return PlainCopy(None, memory.planes, table, memory.shape.page_tokens, memory.shape.block_tokens)
 
 
 # Against the reference ------------------------------------------------------------------------------------------------
@@ -332,7 +333,7 @@ def test_one_plane_as_runs_beside_one_with_strides() -> None:
     key, value = torch.randn(2, 2, 8, 16).to(torch.float16), torch.randn(2, 2, 16, 8).to(torch.float16)
     planes = [[key.permute(0, 3, 1, 2), value.permute(0, 2, 1, 3)]]
     want, got = Payload(2 * 2 * 16 * 8 * 2), Payload(2 * 2 * 16 * 8 * 2)
-    digests = reference.ReferenceRawCopy(planes, [1], 16, 16).encode_block(0, want.span, digest)
+    digests = PlainCopy(None, planes, [1], 16, 16).encode_block(0, want.span, digest)
     assert host.RawCopy(planes, [1], 16, 16).encode_block(0, got.span, digest) == digests and got.bits == want.bits
     copies = [[torch.zeros_like(plane) for plane in planes[0]]]
     assert host.RawCopy(copies, [1], 16, 16).decode_block(got.span, 0, 0, digests, digest)

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_kernels import int8, int8_host, int8_loops, int8_plain, routes
+from kv_kernels import int8, int8_host, int8_loops, plain, routes
 from kv_kernels.copies import Flaw
 from kv_kernels.int8 import Axis, SliceForm, slice_form
 from kv_kernels.int8_host import Field
@@ -153,9 +153,9 @@ def test_both_routes_write_the_same_bytes_and_the_same_pages(
     block = chance.randrange(2)
     spans, around = zip(*[room(form, len(layers)) for _ in range(2)], strict=True)
     compiled = int8_host.Int8Copy(loops, form, layers, table, page_tokens)
-    plain = int8_plain.PlainInt8Copy(form, layers, table, page_tokens)
+    other = plain.PlainCopy(form, layers, table, page_tokens, form.tokens)
     digests = compiled.encode_block(block * tokens, spans[0], digest)
-    assert digests == plain.encode_block(block * tokens, spans[1], digest)
+    assert digests == other.encode_block(block * tokens, spans[1], digest)
     assert all((memory[:64] == CANARY).all() and (memory[-64:] == CANARY).all() for memory in around)
     if not isinstance(digests, list):
         return  # what is in such a payload is garbage
@@ -170,7 +170,7 @@ def test_both_routes_write_the_same_bytes_and_the_same_pages(
         copy: Any = (
             int8_host.Int8Copy(loops, form, into, table, page_tokens)
             if route == 0
-            else int8_plain.PlainInt8Copy(form, into, table, page_tokens)
+            else plain.PlainCopy(form, into, table, page_tokens, form.tokens)
         )
         assert copy.decode_block(spans[0], block * tokens, skip, digests, digest)
         landed.append(into)
@@ -334,7 +334,7 @@ def test_without_numba_it_is_said_once_and_the_bytes_are_the_same(
             routes.prepare_int8(["bfloat16"])
             span, memory = room(form, 1)
             copy = routes.int8_copy(form, [planes], [1], 64, "bfloat16")
-            assert isinstance(copy, int8_host.Int8Copy if has_loops else int8_plain.PlainInt8Copy)
+            assert isinstance(copy, int8_host.Int8Copy if has_loops else plain.PlainCopy)
             assert [isinstance(encoded, list) for encoded in copy.encode([0], [span], digest)] == [True]
             payloads.append(bytes(memory))
     assert len(set(payloads)) == 1

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from chaos import ChaosDevice, ChaosEvent, NoWait
-from happens_before import Clock, HazardError, Pageable, Race, merge
-from kv_kernels.device import Direction, Region, host_tensor
-from kv_kernels.transfer import LayerSlice, Loader, Saver, Transfer, TransferOutcome, layer_slices
+from happens_before import Clock, HazardError, Pageable, Race, Region, merge
+from kv_kernels.cuda import Direction, host_tensor
+from kv_kernels.transfer import LayerSlice, PageMover, Transfer, TransferOutcome, layer_slices
 from kv_kernels.worker import Worker
 from small_engine import (
     FRAME_BYTES,
@@ -288,27 +288,15 @@ WHOLE = [LayerSlice(0, LAYERS, 0, FRAME_BYTES)]
 
 
 @pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("seed", range(8))
-def test_a_load_that_fails_half_way_gives_its_slots_and_pages_back(seed: int, refused: bool) -> None:
+def test_what_fails_half_way_gives_its_slots_and_pages_back(seed: int, direction: Direction, refused: bool) -> None:
     engine, slots, pages = _ready(seed, refused)
-    loading = engine.loader.load(slots, WHOLE, Failing(engine, Direction.LOAD, pages))
-    assert loading is not None and loading.wait(10.0)
-    assert loading.outcome is TransferOutcome.FAILED and isinstance(loading.error, OSError) and not loading.is_stranded
+    transfer = engine.start(slots, WHOLE, Failing(engine, direction, pages))
+    assert transfer is not None and transfer.wait(10.0) and not transfer.is_stranded
+    assert transfer.outcome is TransferOutcome.FAILED and isinstance(transfer.error, OSError)
     for slot in slots:
         engine.evict(slot)  # a race where a copy is still under way
-    engine.write(pages)
-    engine.finish()
-
-
-@pytest.mark.parametrize("refused", [False, True])
-@pytest.mark.parametrize("seed", range(8))
-def test_a_save_that_fails_half_way_gives_its_slots_and_pages_back(seed: int, refused: bool) -> None:
-    engine, slots, pages = _ready(seed, refused)
-    kernel = Failing(engine, Direction.SAVE, pages)
-    saving = engine.saver.save(slots, WHOLE, kernel, engine.device.compute().record())
-    assert saving is not None and saving.wait(10.0) and saving.outcome is TransferOutcome.FAILED
-    for slot in slots:
-        engine.evict(slot)
     engine.write(pages)
     engine.finish()
 
@@ -333,27 +321,12 @@ def test_an_interrupt_of_the_callers_thread_ends_its_transfer_alone(direction: D
             super().__call__(staged, frames, layers)
             raise KeyboardInterrupt
 
-    kernel = Interrupted(engine, direction, pages)
     with pytest.raises(KeyboardInterrupt):
-        if direction is Direction.LOAD:
-            engine.loader.load(slots, WHOLE, kernel)
-        else:
-            engine.saver.save(slots, WHOLE, kernel, engine.device.compute().record())
+        engine.start(slots, WHOLE, Interrupted(engine, direction, pages))
     transfer = engine.load(slots, pages) if direction is Direction.LOAD else engine.save(slots, pages)
     assert transfer.wait(10.0) and transfer.outcome is TransferOutcome.DONE
     assert engine.extents.remove(engine.memory[0].data_ptr(), 1.0), "nothing is held"
     engine.finish()
-
-
-def test_no_load_is_begun_on_a_device_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, slots, pages = _ready()
-
-    def broken(self: object) -> ChaosEvent:
-        raise RuntimeError("an illegal memory access was encountered")
-
-    monkeypatch.setattr(type(engine.device.compute()), "record", broken)
-    assert engine.loader.load(slots, WHOLE, Kernel(engine, Direction.LOAD, pages)) is None
-    assert engine.extents.remove(engine.memory[0].data_ptr(), 1.0)
 
 
 def test_a_device_that_fails_keeps_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,37 +338,28 @@ def test_a_device_that_fails_keeps_the_slots(monkeypatch: pytest.MonkeyPatch) ->
 
     loading = engine.load(slots, pages)
     saving = engine.save(engine.slots()[10:15], list(range(20, 20 + len(pages))))
-    monkeypatch.setattr(ChaosEvent, "wait", broken)
+    monkeypatch.setattr(ChaosEvent, "synchronize", broken)
     for transfer in (loading, saving):
         assert transfer.wait(10.0) and transfer.outcome is TransferOutcome.FAILED and transfer.is_stranded
     assert not engine.extents.remove(engine.memory[0].data_ptr(), 0.0), "nor may the memory go"
-    assert engine.loader.load(slots, WHOLE, Kernel(engine, Direction.LOAD, pages)) is None
+    assert engine.start(slots, WHOLE, Kernel(engine, Direction.LOAD, pages)) is None
     del loading, saving, transfer
     engine.collect()  # nor the tables
     engine.finish()
 
 
-def test_a_transfer_that_does_not_fit_is_refused_before_it_begins() -> None:
+def test_a_slot_that_is_not_inside_its_extent_is_refused_before_anything_begins() -> None:
     engine, slots, pages = _ready()
-    kernel = Kernel(engine, Direction.LOAD, pages)
-    large = [LayerSlice(0, LAYERS, 0, SEGMENT_BYTES + 1)]
-    for addresses, slices, text in [
-        (slots, large, f"{SEGMENT_BYTES + 1} bytes does not go into a staging segment of {SEGMENT_BYTES}"),
-        ([], WHOLE, "0 slots and 1 layer slices are nothing to transfer"),
-        ([slots[0], engine.slots()[-1] + 8], WHOLE, "of 72 bytes is not wholly inside its extent"),
-        ([slots[0] - 8], WHOLE, "is not wholly inside its extent"),
-        (slots, [LayerSlice(0, LAYERS, -8 * FRAME_BYTES, FRAME_BYTES)], "give offsets of 0 or more"),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            engine.loader.load(addresses, slices, kernel)
+    for addresses in ([slots[0], engine.slots()[-1] + 8], [slots[0] - 8]):
+        with pytest.raises(ValueError, match="of 72 bytes is not wholly inside its extent"):
+            engine.start(addresses, WHOLE, Kernel(engine, Direction.LOAD, pages))
     assert engine.extents.remove(engine.memory[0].data_ptr(), 1.0), "nothing is held"
 
 
 def test_a_worker_with_too_much_to_do_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, slots, pages = _ready()
-    monkeypatch.setattr(engine.load_worker, "submit", lambda job: False)
-    kernel = Kernel(engine, Direction.LOAD, pages)
-    assert engine.loader.load(slots, WHOLE, kernel) is None
+    monkeypatch.setattr(engine.load_worker, "submit", lambda job, wakes: False)
+    assert engine.start(slots, WHOLE, Kernel(engine, Direction.LOAD, pages)) is None
     assert engine.extents.remove(engine.memory[0].data_ptr(), 1.0)
     engine.finish()
 
@@ -404,9 +368,9 @@ def test_neighbouring_slots_are_one_copy() -> None:
     engine, _, _ = _ready()
     first, second = [memory.data_ptr() for memory in engine.memory]
     order = [first + slot * FRAME_BYTES for slot in (0, 1, 2, 4, 3)] + [second, second + FRAME_BYTES]
-    runs = engine.extents.runs(np.array(order), FRAME_BYTES)[0]
-    assert (runs.sizes // FRAME_BYTES).tolist() == [3, 1, 1, 2]
-    assert runs.is_pinned
+    runs = engine.extents.runs(np.array(order), FRAME_BYTES)
+    assert (runs.rows[2] // FRAME_BYTES).tolist() == [3, 1, 1, 2]
+    assert runs.are_pinned == [True]
 
 
 def test_memory_is_not_unregistered_under_a_copy() -> None:
@@ -425,7 +389,7 @@ def test_memory_that_is_unregistered_under_a_copy_is_found() -> None:
         engine, slots, pages = _ready(seed)
         engine.load(slots, pages)
         with pytest.raises((Race, Pageable), match=r"unregistering|not pinned"):
-            engine.chaos.host.unregister(engine.memory[0].data_ptr())
+            engine.chaos.unregister(engine.memory[0].data_ptr())
             engine.finish()
 
 
@@ -438,7 +402,7 @@ class Handing(Worker):
         self._told: Clock = {}
         super().__init__(name)
 
-    def submit(self, job: Callable[[], object]) -> bool:
+    def submit(self, job: Callable[[], object], *, wakes: bool = True) -> bool:
         issued = self._chaos.tick()
 
         def with_clocks() -> None:
@@ -447,7 +411,7 @@ class Handing(Worker):
                 job()
                 self.notify()
 
-        return super().submit(with_clocks)
+        return super().submit(with_clocks, wakes=wakes)
 
     def wait(self, is_ready: Callable[[], bool], timeout_s: float | None) -> bool:
         is_so = super().wait(is_ready, timeout_s)
@@ -464,19 +428,16 @@ class Handing(Worker):
 def test_real_threads_get_to_the_end(refused: bool) -> None:
     for seed in range(5):
         engine, slots, pages = _ready(seed, refused)
-        workers = [Handing(engine.chaos, f"{lane} thread") for lane in ("load", "save")]
-        loader = Loader(engine.device, engine.extents, workers[0], SEGMENT_BYTES)
-        saver = Saver(engine.device, engine.extents, workers[1], SEGMENT_BYTES)
-        kernel = Kernel(engine, Direction.LOAD, pages)
+        workers = [Handing(engine.chaos, f"{lane.value} thread") for lane in Direction]
+        for direction, worker in zip(Direction, workers, strict=True):
+            engine.movers[direction] = PageMover(engine.device, direction, engine.extents, worker, SEGMENT_BYTES)
         slices = layer_slices(LAYERS, LAYER_BYTES, 1, HEADER_BYTES)
-        loading = loader.load(slots, slices, kernel)
+        loading = engine.start(slots, slices, Kernel(engine, Direction.LOAD, pages))
         assert loading is not None and loading.wait(30.0)
         for layer in range(LAYERS):
             engine.attend(pages, layer, engine.expected(slots, layer))
-        after = engine.device.compute().record()
-        kernel = Kernel(engine, Direction.SAVE, pages)
         targets = engine.slots()[10:15]
-        saving = saver.save(targets, slices, kernel, after)
+        saving = engine.start(targets, slices, Kernel(engine, Direction.SAVE, pages))
         assert saving is not None and saving.wait(30.0)
         engine.write(pages)
         for source, target in zip(slots, targets, strict=True):

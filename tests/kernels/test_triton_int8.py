@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-from kv_kernels import int8, reference, triton_int8
+from kv_kernels import int8, plain, triton_pools
 from kv_kernels.int8 import KC64, Axis, dequantize, quantize, slice_form
 from paged_memory import DEVICE, Case, Memory, kernels_can_run, ones, page_table
 
@@ -88,12 +87,12 @@ def form_of(codec: str, case: Case) -> int8.SliceForm:
 
 
 def status_for(case: Case) -> torch.Tensor:
-    return torch.zeros(case.blocks, dtype=torch.int32)
+    return torch.zeros(case.blocks, dtype=torch.int64)
 
 
 def twin_payloads(codec: str, case: Case, memory: Memory, table: torch.Tensor) -> torch.Tensor:
     payloads, status = payloads_for(codec, case), status_for(case)
-    reference.gather_quantize(memory.pools, codec, table, payloads, status, HEADER)
+    plain.save(memory.pools, form_of(codec, case), table, payloads[:, HEADER:], status)
     assert status.tolist() == [0] * case.blocks
     return payloads
 
@@ -101,7 +100,7 @@ def twin_payloads(codec: str, case: Case, memory: Memory, table: torch.Tensor) -
 def kernel_payloads(codec: str, case: Case, memory: Memory, table: torch.Tensor) -> torch.Tensor:
     payloads, status = payloads_for(codec, case).to(DEVICE), status_for(case).to(DEVICE)
     there = memory.copy(DEVICE)
-    triton_int8.gather_quantize(there.pools, codec, table.to(DEVICE), payloads, status, HEADER)
+    triton_pools.save(there.pools, form_of(codec, case), table.to(DEVICE), payloads[:, HEADER:], status)
     assert status.tolist() == [0] * case.blocks
     assert torch.equal(there.bits(), memory.bits()), "a gather writes no page"
     return payloads.cpu()
@@ -129,9 +128,9 @@ def test_dequantizing_is_the_twin_bit_for_bit(codec: str, case: Case) -> None:
     payloads = twin_payloads(codec, case, troubled(case, 3), page_table(case, 4))
     table = page_table(case, 5, left_out=True)
     want, got = Memory.of(case, ones), Memory.of(case, ones).copy(DEVICE)
-    reference.dequantize_scatter(want.pools, codec, table, payloads, HEADER)
+    plain.load(want.pools, form_of(codec, case), table, payloads[:, HEADER:])
     sent = payloads.to(DEVICE, copy=True)
-    triton_int8.dequantize_scatter(got.pools, codec, table.to(DEVICE), sent, HEADER)
+    triton_pools.load(got.pools, form_of(codec, case), table.to(DEVICE), sent[:, HEADER:])
     assert torch.equal(got.bits(), want.bits())
     assert torch.equal(sent.cpu(), payloads)
     named = set(table.flatten().tolist()) - {-1}
@@ -148,7 +147,7 @@ def test_the_twin_is_what_int8_says(codec: str, case: Case) -> None:
     memory, table, form = troubled(case, 6), page_table(case, 7), form_of(codec, case)
     payloads = twin_payloads(codec, case, memory, table)
     back = Memory.of(case, ones)
-    reference.dequantize_scatter(back.pools, codec, table, payloads, HEADER)
+    plain.load(back.pools, form_of(codec, case), table, payloads[:, HEADER:])
     for index, pages in enumerate(table):
         for layer in range(case.layers):
             at = HEADER + layer * form.size_bytes
@@ -191,7 +190,7 @@ def test_along_the_wrong_axis_a_biased_channel_would_be_lost() -> None:
         plane[..., channel] += 300
     payloads = kernel_payloads(KC64, case, memory, table)
     back = Memory.of(case, ones).copy(DEVICE)
-    triton_int8.dequantize_scatter(back.pools, KC64, table.to(DEVICE), payloads.to(DEVICE), HEADER)
+    triton_pools.load(back.pools, form_of(KC64, case), table.to(DEVICE), payloads.to(DEVICE)[:, HEADER:])
 
     def error(x: torch.Tensor, y: torch.Tensor) -> float:
         """Of the channels that have no bias."""
@@ -227,10 +226,10 @@ def test_what_cannot_be_written_is_reported_by_block(codec: str, dtype: str) -> 
     last_value[pages[7, 3], 1, 0, 1] = 127 * 65504.0 if dtype == "float32" else 126 * 65536.0
     last_value[pages[8, 3], 1, 0, 1] = 127 * 65504.0 + 1 if dtype == "float32" else 127 * 65536.0
     want, payloads = status_for(case), payloads_for(codec, case)
-    reference.gather_quantize(memory.pools, codec, table, payloads, want, HEADER)
-    assert want.tolist() == [0, 1, 1, 2, 2, 2, 1, 0, 2]
+    plain.save(memory.pools, form_of(codec, case), table, payloads[:, HEADER:], want)
+    assert want.tolist() == [0, 2, 2, 1, 1, 2, 2, 0, 1]
     there, got, status = memory.copy(DEVICE), payloads_for(codec, case).to(DEVICE), status_for(case).to(DEVICE)
-    triton_int8.gather_quantize(there.pools, codec, table.to(DEVICE), got, status, HEADER)
+    triton_pools.save(there.pools, form_of(codec, case), table.to(DEVICE), got[:, HEADER:], status)
     assert status.tolist() == want.tolist()
     for block in (0, 7):
         assert torch.equal(got[block].cpu(), payloads[block])
@@ -254,27 +253,6 @@ def test_every_scale_is_rounded_up_as_the_twin_does() -> None:
         value[table[0].long()] = block.view(64, 64, 1, 1)
         got = kernel_payloads(KC64, case, memory, table)
         assert torch.equal(got, twin_payloads(KC64, case, memory, table))
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"codec": "int4"}, "codec 'int4' is not known here; give 'int8-kc64'"),
-        ({"dtype": "uint8"}, "pools of torch.uint8; int8-kc64 is for torch.bfloat16"),
-        ({"status": torch.zeros(2)}, r"the status is torch.float32 \[2\] on cpu; give int32 \[1\], zeroed"),
-        ({"status": torch.zeros(2, dtype=torch.int32)}, r"give int32 \[1\], zeroed"),
-    ],
-)
-def test_arguments_that_do_not_fit(changes: dict[str, Any], said: str) -> None:
-    case = Case("token-major", changes.get("dtype", "float16"), 64, 1, 1, (8, 8), layers=1, blocks=1)
-    memory, table, payloads = Memory.of(case, ones), page_table(case, 1), torch.zeros(1, 8192, dtype=torch.uint8)
-    status = changes.get("status", torch.zeros(1, dtype=torch.int32))
-    for module in (triton_int8, reference):
-        with pytest.raises(ValueError, match=said):
-            module.gather_quantize(memory.pools, changes.get("codec", KC64), table, payloads, status)
-        if "status" not in changes:
-            with pytest.raises(ValueError, match=said):
-                module.dequantize_scatter(memory.pools, changes.get("codec", KC64), table, payloads)
 
 
 def _same(piece: torch.Tensor, at: int, numbers: torch.Tensor) -> bool:

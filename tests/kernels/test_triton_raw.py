@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kv_kernels import reference, triton_int8, triton_raw
+from kv_kernels import plain, triton_pools
+from kv_kernels.int8_form import KC64, slice_form
 from kv_kernels.pools import PoolTable
 from paged_memory import DEVICE, Case, Memory, kernels_can_run, ones, page_table, random_bits
 
@@ -54,9 +55,9 @@ def payloads_for(case: Case, bits: int | None = None) -> torch.Tensor:
 def test_gather_is_the_twin_bit_for_bit(case: Case) -> None:
     memory, table = Memory.of(case, random_bits(1)), page_table(case, 2)
     want, got = payloads_for(case), payloads_for(case).to(DEVICE)
-    reference.gather(memory.pools, table, want, HEADER)
+    plain.save(memory.pools, None, table, want[:, HEADER:], table)
     there = memory.copy(DEVICE)
-    triton_raw.gather(there.pools, _on_device(table), got, HEADER)
+    triton_pools.save(there.pools, None, _on_device(table), got[:, HEADER:], _on_device(table))
     assert torch.equal(got.cpu(), want)
     assert torch.equal(there.bits(), memory.bits()), "a gather writes no page"
     for row in want:
@@ -68,9 +69,9 @@ def test_gather_is_the_twin_bit_for_bit(case: Case) -> None:
 def test_scatter_is_the_twin_and_touches_nothing_else(case: Case) -> None:
     table, payloads = page_table(case, 3, left_out=True), payloads_for(case, 4)
     want, got = Memory.of(case, ones), Memory.of(case, ones).copy(DEVICE)
-    reference.scatter(want.pools, table, payloads, HEADER)
+    plain.load(want.pools, None, table, payloads[:, HEADER:])
     sent = payloads.to(DEVICE, copy=True)
-    triton_raw.scatter(got.pools, _on_device(table), sent, HEADER)
+    triton_pools.load(got.pools, None, _on_device(table), sent[:, HEADER:])
     assert torch.equal(got.bits(), want.bits())
     assert torch.equal(sent.cpu(), payloads)
     named = set(table.flatten().tolist())
@@ -86,14 +87,14 @@ def test_there_and_back(case: Case) -> None:
     """scatter(gather(x)) == x in other pages, and gather(scatter(y)) == y."""
     memory, table = Memory.of(case, random_bits(5)).copy(DEVICE), _on_device(page_table(case, 6))
     payloads = payloads_for(case).to(DEVICE)
-    triton_raw.gather(memory.pools, table, payloads, HEADER)
+    triton_pools.save(memory.pools, None, table, payloads[:, HEADER:], table)
     other, elsewhere = Memory.of(case, ones).copy(DEVICE), _on_device(page_table(case, 7))
-    triton_raw.scatter(other.pools, elsewhere, payloads, HEADER)
+    triton_pools.load(other.pools, None, elsewhere, payloads[:, HEADER:])
     for planes, copies in zip(memory.planes, other.planes, strict=True):
         for plane, copy in zip(planes, copies, strict=True):
             assert torch.equal(_bits(plane[table.flatten().long()]), _bits(copy[elsewhere.flatten().long()]))
     again = payloads_for(case).to(DEVICE)
-    triton_raw.gather(other.pools, elsewhere, again, HEADER)
+    triton_pools.save(other.pools, None, elsewhere, again[:, HEADER:], elsewhere)
     assert torch.equal(again, payloads)
 
 
@@ -105,11 +106,11 @@ def test_offsets_have_64_bits(strides: tuple[int, ...]) -> None:
     plane[4] = torch.randint(0, 256, (64, 1, 64), generator=torch.Generator().manual_seed(16)).to(DEVICE)
     pools, table = PoolTable.of([[plane]]), torch.tensor([[4]], device=DEVICE)
     want, got = (torch.zeros(1, 4096, dtype=torch.uint8, device=DEVICE) for _ in range(2))
-    reference.gather(pools, table, want)
-    triton_raw.gather(pools, table, got)
+    plain.save(pools, None, table, want, table)
+    triton_pools.save(pools, None, table, got, table)
     assert torch.equal(got, want) and torch.equal(got.view(64, 64), plane[4, :, 0])
     plane[4] = 0
-    triton_raw.scatter(pools, table, want)
+    triton_pools.load(pools, None, table, want)
     assert torch.equal(got.view(64, 64), plane[4, :, 0])
 
 
@@ -117,7 +118,7 @@ def test_no_blocks_launch_nothing() -> None:
     case = CASES[0]
     memory, payloads = Memory.of(case, ones).copy(DEVICE), payloads_for(case, 1).to(DEVICE)
     table = _on_device(page_table(case, 1))
-    triton_raw.scatter(memory.pools, table[:0], payloads[:0], HEADER)
+    triton_pools.load(memory.pools, None, table[:0], payloads[:0][:, HEADER:])
     assert bool((memory.bits() == 0xFF).all())
 
 
@@ -152,21 +153,15 @@ def test_a_launch_asks_torch_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     case = Case("transposed", "bfloat16", 16, 8, 3, (64, 64), layers=5, blocks=4)
     pools, table = Memory.of(case, ones).copy(DEVICE).pools, _on_device(page_table(case, 1))
     payloads = payloads_for(case).to(DEVICE)
-    status = torch.zeros(case.blocks, dtype=torch.int32, device=DEVICE)
-    kernels = {}
-    for module, name in ((triton_raw, "gather"), (triton_raw, "scatter")):
-        kernels[name] = Launched()
-        monkeypatch.setattr(module, f"_{name}", kernels[name])
-    for name in ("gather_quantize", "dequantize_scatter"):
-        kernels[name] = Launched()
-        monkeypatch.setattr(triton_int8, f"_{name}", kernels[name])
+    status = torch.zeros(case.blocks, dtype=torch.int64, device=DEVICE)
+    staged, kernel = payloads[:, HEADER:], Launched()
+    monkeypatch.setattr(triton_pools, "_move", kernel)
     with Operations() as operations:
-        triton_raw.gather(pools, table, payloads, HEADER)
-        triton_raw.scatter(pools, table, payloads, HEADER)
-        triton_int8.gather_quantize(pools, "int8-kc64", table, payloads, status, HEADER)
-        triton_int8.dequantize_scatter(pools, "int8-kc64", table, payloads, HEADER)
+        for form in (None, slice_form(KC64, case.heads, case.block_tokens, case.widths, 2)):
+            triton_pools.save(pools, form, table, staged, status)
+            triton_pools.load(pools, form, table, staged)
     assert operations.seen == []
-    assert [kernel.grids for kernel in kernels.values()] == [[(120,)]] * 4
+    assert kernel.grids == [(120,)] * 4
 
 
 def plane(pages: int = 4, tokens: int = 16, heads: int = 2, width: int = 64, **options: Any) -> torch.Tensor:
@@ -197,51 +192,9 @@ def test_planes_that_make_no_table(planes: Any, said: str) -> None:
         PoolTable.of(planes)
 
 
-GOOD = {
-    "pools": PoolTable.of([[plane(), plane()]] * 2),
-    "table": torch.zeros(3, 4, dtype=torch.int64),
-    "payloads": torch.zeros(3, HEADER + 2 * 65536, dtype=torch.uint8),
-    "payload_at": HEADER,
-}
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"table": torch.zeros(3, 4)}, r"the page table is torch.float32 \[3, 4\]"),
-    ({"table": torch.zeros(4, dtype=torch.int64)}, "give int32 or int64"),
-    ({"table": torch.zeros(4, 3, dtype=torch.int64).t()}, "with rows in a run"),
-    ({"table": torch.zeros(3, 0, dtype=torch.int64)}, "0 pages of 16 tokens are a block of 0 tokens"),
-    ({"payloads": torch.zeros(3, HEADER + 2 * 65536)}, "the payloads are torch.float32"),
-    ({"payloads": torch.zeros(2, HEADER + 2 * 65536, dtype=torch.uint8)}, "3 rows of the page table and 2 payloads"),
-    (
-        {"payloads": torch.zeros(3, HEADER, dtype=torch.uint8)},
-        "end at byte 135168 of rows of 4096; give rows of at least",
-    ),
-    (
-        {"payloads": torch.zeros(3, HEADER + 2 * 65536 + 8, dtype=torch.uint8)},
-        "stride 135176; each has to be a multiple",
-    ),
-    ({"payload_at": HEADER - 8}, "payload_at 4088, stride"),
-    ({"payload_at": -16}, "payloads at byte -16"),
-    ({"table": torch.zeros(3, 4, dtype=torch.int64, device="meta")}, "all of them belong on one device"),
-]
-
-
-@pytest.mark.parametrize(("changes", "said"), BAD, ids=[said for _, said in BAD])
-def test_arguments_that_do_not_fit(changes: dict[str, Any], said: str) -> None:
-    """By kernel and twin alike, in one line, before anything is touched."""
-    for operation in (triton_raw.gather, triton_raw.scatter, reference.gather, reference.scatter):
-        with pytest.raises(ValueError, match=said) as caught:
-            operation(**{**GOOD, **changes})
-        assert "\n" not in str(caught.value)
-
-
-def test_numbers_of_eight_bytes_are_not_moved() -> None:
-    pools = PoolTable.of([[plane(dtype=torch.float64)]])
-    with pytest.raises(ValueError, match="raw moves 1, 2 or 4"):
-        triton_raw.gather(**{**GOOD, "pools": pools})
-
-
 @pytest.mark.slow
 def test_without_triton_all_but_the_kernels_can_be_imported() -> None:
-    program = "import sys; sys.modules['triton'] = None; from kv_kernels import host, int8, pools, reference"
+    program = "import sys; sys.modules['triton'] = None; from kv_kernels import host, int8, plain, pools"
     subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": PATH}, timeout=120, check=True)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvstore
-from kv_kernels import host, reference, routes
+from kv_kernels import host, plain, routes
 from kvstore.block.codec import CODECS, Codecs, codec_named
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import token_bytes
@@ -77,10 +77,7 @@ class _Way:
 
     closed = 0
 
-    def raw_copy(self, *_: object) -> None:
-        return None
-
-    def int8_copy(self, *_: object) -> None:
+    def bind(self, *_: object) -> None:
         return None
 
     def close(self, timeout_s: float) -> bool:
@@ -133,7 +130,7 @@ def test_pages_on_a_device_without_a_way_go_through_plain_torch() -> None:
     planes = {layer: [torch.empty(2, 64, 2, 8, dtype=torch.bfloat16, device="meta")] * 2 for layer in layout.layers}
     for devices in (None, lambda device: None, lambda device: _Way()):
         coder = codec_named("raw", devices).bind(Pages(planes, [0, 1], 64), layout, layout.parts[0])
-        assert isinstance(coder, reference.ReferenceRawCopy)
+        assert isinstance(coder, plain.PlainCopy)
 
 
 @no_gpu

@@ -178,7 +178,7 @@ def test_memory_of_the_store_is_page_locked_once_it_was_seen(is_locked: bool, ro
     with there.lease(there.match(ids(192))) as lease:
         assert there.get(lease, into).tokens == 192
         addresses = [span.address + 4096 for span in a.store.spans(lease.reply.places[0])]
-        assert route.transfers.extents.runs(np.array(addresses), 2048)[0].is_pinned is is_locked
+        assert route.transfers.extents.runs(np.array(addresses), 2048).are_pinned == [is_locked]
     assert same_tokens(into, source, range(192))
     a.store.check()
 
@@ -186,7 +186,7 @@ def test_memory_of_the_store_is_page_locked_once_it_was_seen(is_locked: bool, ro
 def registered(route: ChaosRoute) -> list[int]:
     """Addresses of extents that are page-locked."""
     its_own = {memory.data_ptr() for memory in route.chaos._memory}
-    return [address for address in list(route.chaos.host._registered) if address not in its_own]
+    return [address for address in list(route.chaos._registered) if address not in its_own]
 
 
 @pytest.mark.parametrize("refused", [False, True], ids=["page-locked", "refused"])

@@ -1,0 +1,544 @@
+"""Blocks between paged pools and payloads on a GPU; each number crosses from and to the GPU's memory once.
+
+    pool    one tensor [pages, page_tokens, heads, width] per layer and plane, of any strides, named by its address
+    payload one layer slice after another, row b of a uint8 tensor: [plane][head, token, width] in C order, or in 8 bits
+
+One launch covers all blocks, layers, heads and planes; a program takes 64 tokens of one block, layer and head. The host
+allocates nothing and waits for nothing. Offsets have 64 bits: the pages of 128k tokens of an 8B model hold more numbers
+than 32 bits can count. This file and `triton_digest` are the only ones that import triton.
+
+The form of a slice in 8 bits and its arithmetic are those of `int8`, bit for bit, which rests on: float32 throughout;
+division as IEEE says (`div_rn`); integer arithmetic where interpreter and GPUs do not agree on a cast; and no
+multiplication fused with an addition. That is asked of the compiler at every launch, and not relied on: ptxas of CUDA
+12.9 fuses the paired ones of Blackwell all the same. When quantizing a clamp stands between the two, and when
+dequantizing the product of a code (8 bits) and a scale (11 bits) is exact. A zero point of -0.0 is stored as 0.0.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kv_kernels.int8_form import GROUP, Axis, PlaneForm, SliceForm
+from kv_kernels.pools import PoolTable, Strides
+
+WARPS = 4
+LARGEST_GRID = 2**31 - 1
+_TILE = 8192
+"""Numbers that a program of `WARPS` warps holds at a time."""
+_PAIRS_TILE, _LANES = 2048, 32
+"""Where channels go in pairs: numbers of V that a warp holds at a time, and pairs that it has."""
+_AT_ONCE = tl.constexpr(16)
+"""Tokens of a pair of channels that are held at a time."""
+_INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
+"""What a number is moved as, by its bytes."""
+_KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_ABSENT = Strides(0, 0, 0, 0)
+
+
+def save(
+    pools: PoolTable, form: SliceForm | None, table: torch.Tensor, payloads: torch.Tensor, status: torch.Tensor
+) -> None:
+    """Put the blocks of `table` into payloads, into the current stream.
+
+    form: of a layer slice in 8 bits; None for bytes as they are. table: int32 or int64 [blocks, pages of a block] of
+    page ids, all of them in the pool. payloads: uint8 [blocks, bytes], rows at multiples of 16. status: int64 [blocks]
+    with any stride, zeroed by the caller: in 8 bits it gets of each block the worst `Flaw` as its value, or stays 0.
+    Nothing is promised about the payload of a block that is not 0. Raises ValueError for too many blocks.
+    """
+    _launch(pools, form, table, payloads, status, is_load=False)
+
+
+def load(pools: PoolTable, form: SliceForm | None, table: torch.Tensor, payloads: torch.Tensor) -> None:
+    """The mirror of `save`. A page id of -1 leaves that page out; no page may be named twice."""
+    _launch(pools, form, table, payloads, table, is_load=True)
+
+
+def _launch(
+    pools: PoolTable,
+    form: SliceForm | None,
+    table: torch.Tensor,
+    payloads: torch.Tensor,
+    status: torch.Tensor,
+    *,
+    is_load: bool,
+) -> None:
+    (blocks, block_pages), planes, warps = table.shape, len(pools.widths), WARPS
+    tokens = block_pages * pools.page_tokens
+    raw_bytes = pools.heads * tokens * sum(pools.widths) * pools.dtype.itemsize
+    slice_bytes, groups = raw_bytes if form is None else form.size_bytes, -(-tokens // GROUP)
+    assert payloads.shape[0] == blocks and pools.layers * slice_bytes <= payloads.shape[1]
+    assert not payloads.data_ptr() % 16 and (blocks < 2 or not payloads.stride(0) % 16)
+    programs = blocks * pools.layers * groups * pools.heads
+    if programs == 0:
+        return
+    if programs > LARGEST_GRID:
+        raise ValueError(f"{blocks} blocks are {programs} programs; at most {LARGEST_GRID}: launch fewer blocks")
+    if form is None:
+        forms = [(0, width, _step(width), 0) for width in pools.widths]
+        places, ends, pairs = [(0, 0, 0)], (0, 0, 0), 0
+    else:
+        forms = [_form(plane) for plane in form.planes]
+        places = [(plane.codes_at, plane.scales_at, plane.zeros_at) for plane in form.planes]
+        ends, pairs = (*form.gap, form.padding[0]), 0 if is_load else _pairs_at_once(pools, form.planes[0])
+    if pairs:
+        warps = pairs // _LANES
+        forms[-1] = (*forms[-1][:3], min(64, warps * _PAIRS_TILE // forms[-1][2]))
+    with on_device(payloads.device):
+        _move[(programs,)](
+            payloads,
+            payloads.stride(0),
+            slice_bytes,
+            table,
+            table.stride(0),
+            pools.addresses,
+            pools.layers,
+            groups,
+            pools.heads,
+            tokens,
+            tuple(pools.strides[0]),
+            tuple(pools.strides[1] if planes == 2 else _ABSENT),
+            places[0],
+            places[-1],
+            status,
+            status.stride(0),
+            ends,
+            0,
+            LOADS=is_load,
+            PLANES=planes,
+            PAGE_TOKENS=pools.page_tokens,
+            INTEGER=_INTEGERS[pools.dtype.itemsize],
+            ALIGNED=pools.aligned,
+            KIND="raw" if form is None else _KINDS[pools.dtype],
+            PAIRS=pairs,
+            K=forms[0],
+            V=forms[-1],
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _form(plane: PlaneForm) -> tuple[int, int, int, int]:
+    """Its axis and width, and the numbers of a token and the tokens that a program holds at a time."""
+    if plane.axis is Axis.CHANNEL:
+        step = _step(plane.width)
+    else:
+        step = _power_of_two(plane.width) if plane.axis is Axis.TOKEN else GROUP
+    return int(plane.axis), plane.width, step, min(64, _TILE // step)
+
+
+def _pairs_at_once(pools: PoolTable, plane: PlaneForm) -> int:
+    """Pairs of neighbouring channels that a program takes at a time, one for each thread; 0 where K is not made of
+    pairs: scales of tokens, numbers of 32 bits, or channels that lie apart."""
+    *between, step = pools.strides[0]
+    if plane.axis is not Axis.CHANNEL or pools.dtype.itemsize != 2 or step != 1 or not pools.aligned:
+        return 0
+    if any(stride % 2 for stride in between):
+        return 0
+    return next((pairs for pairs in (2 * _LANES, _LANES) if plane.width % (2 * pairs) == 0), 0)
+
+
+def _step(width: int) -> int:
+    """Numbers of a row that a program holds at a time where it need not hold all: without a rest if 64 allows it."""
+    return next((step for step in (128, 64) if width % step == 0), min(128, _power_of_two(width)))
+
+
+def _power_of_two(width: int) -> int:
+    """The smallest that is not below width."""
+    return 1 << (width - 1).bit_length()
+
+
+# The kernel -----------------------------------------------------------------------------------------------------------
+# A program reads each number once and writes it once. Strides of 1 are specialised by triton, so that along whichever
+# axis a pool's numbers lie side by side, accesses are as wide as its alignment allows.
+
+
+@triton.jit(do_not_specialize=["layers", "nothing"])
+def _move(
+    payloads,
+    row_bytes,
+    slice_bytes,
+    table,
+    table_row,
+    addresses,
+    layers,
+    groups,
+    heads,
+    tokens,
+    k_strides,
+    v_strides,
+    k_places,
+    v_places,
+    status,
+    status_row,
+    ends,
+    nothing,
+    LOADS: tl.constexpr,
+    PLANES: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    INTEGER: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    KIND: tl.constexpr,
+    PAIRS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+):
+    K_AXIS: tl.constexpr = K[0]
+    K_WIDTH: tl.constexpr = K[1]
+    # This program's block, layer, group of 64 tokens and head, as 64 bits; neighbours differ in the head.
+    number = tl.program_id(0)
+    head = (number % heads).to(tl.int64)
+    number //= heads
+    group = (number % groups).to(tl.int64)
+    number //= groups
+    layer, block = (number % layers).to(tl.int64), (number // layers).to(tl.int64)
+    payload, row = payloads + block * row_bytes + layer * slice_bytes, table + block * table_row
+    line = head * groups + group
+    pool = _pool_at(addresses, layer, 0, PLANES, INTEGER, ALIGNED) + head * k_strides[2]
+    if KIND == "raw":
+        numbers = payload.to(tl.pointer_type(INTEGER)) + head * tokens * K_WIDTH
+        _move_numbers(pool, k_strides, row, group, tokens, numbers, LOADS, PAGE_TOKENS, K)
+    elif LOADS:
+        if K_AXIS == 0:
+            _read_channels(pool, k_strides, row, group, payload, k_places, line, PAGE_TOKENS, KIND, K)
+        else:
+            _read_tokens(pool, k_strides, row, group, payload, k_places, line, PAGE_TOKENS, KIND, K)
+    else:
+        state = status + block * status_row
+        if PAIRS:
+            # 0, of which the compiler does not know that 16 divides it: it gives each thread one pair at a time, not
+            # four.
+            apart, into = pool + nothing, payload + nothing
+            _write_pairs(apart, k_strides, row, group, into, k_places, line, state, PAGE_TOKENS, KIND, K_WIDTH, PAIRS)
+        elif K_AXIS == 0:
+            _write_channels(pool, k_strides, row, group, payload, k_places, line, state, PAGE_TOKENS, KIND, K)
+        else:
+            _write_tokens(pool, k_strides, row, group, payload, k_places, line, state, PAGE_TOKENS, KIND, K)
+        if line == 0:
+            # What no other program writes: between K's scales and its zero points, and behind all.
+            bytes_ = tl.arange(0, 16)
+            if K_AXIS == 0:
+                tl.store(payload + ends[0] + bytes_, 0, mask=bytes_ < ends[1] - ends[0])
+            tl.store(payload + ends[2] + bytes_, 0, mask=bytes_ < slice_bytes - ends[2])
+    if PLANES == 2:
+        pool = _pool_at(addresses, layer, 1, PLANES, INTEGER, ALIGNED) + head * v_strides[2]
+        if KIND == "raw":
+            V_WIDTH: tl.constexpr = V[1]
+            numbers = payload.to(tl.pointer_type(INTEGER)) + heads.to(tl.int64) * tokens * K_WIDTH
+            _move_numbers(pool, v_strides, row, group, tokens, numbers + head * tokens * V_WIDTH, LOADS, PAGE_TOKENS, V)
+        elif LOADS:
+            _read_tokens(pool, v_strides, row, group, payload, v_places, line, PAGE_TOKENS, KIND, V)
+        else:
+            state = status + block * status_row
+            _write_tokens(pool, v_strides, row, group, payload, v_places, line, state, PAGE_TOKENS, KIND, V)
+
+
+@triton.jit
+def _move_numbers(
+    pool, strides, row, group, tokens, numbers, LOADS: tl.constexpr, PAGE_TOKENS: tl.constexpr, FORM: tl.constexpr
+):
+    WIDTH: tl.constexpr = FORM[1]
+    STEP: tl.constexpr = FORM[2]
+    token = group * 64 + tl.arange(0, 64)
+    # The page of each token; -1 for those that are left out, and behind the block's last one.
+    page = tl.load(row + token // PAGE_TOKENS, mask=token < tokens, other=-1).to(tl.int64)
+    lines = pool + page * strides[0] + (token % PAGE_TOKENS) * strides[1]
+    for at in range(0, WIDTH, STEP):
+        column = at + tl.arange(0, STEP)
+        wanted = (page >= 0)[:, None] & (column < WIDTH)[None, :]
+        there = lines[:, None] + column[None, :].to(tl.int64) * strides[3]
+        here = numbers + token[:, None] * WIDTH + column[None, :]
+        if LOADS:
+            tl.store(there, tl.load(here, mask=wanted), mask=wanted)
+        else:
+            tl.store(here, tl.load(there, mask=wanted), mask=wanted)
+
+
+@triton.jit
+def _pages_of(row, token, TOKENS: tl.constexpr, PAGE_TOKENS: tl.constexpr):
+    """The page of each of TOKENS tokens from `token` on, and its place in that page."""
+    tokens = token + tl.arange(0, TOKENS)
+    return tl.load(row + tokens // PAGE_TOKENS).to(tl.int64), (tokens % PAGE_TOKENS).to(tl.int64)
+
+
+@triton.jit
+def _pool_at(addresses, layer, plane, PLANES: tl.constexpr, INTEGER: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where a plane of a layer begins."""
+    pool = tl.load(addresses + layer * PLANES + plane).to(tl.pointer_type(INTEGER))
+    if ALIGNED:
+        pool = tl.multiple_of(pool, 16)
+    return pool
+
+
+@triton.jit
+def _write_channels(
+    pool,
+    strides,
+    row,
+    group,
+    payload,
+    places,
+    line,
+    state,
+    PAGE_TOKENS: tl.constexpr,
+    KIND: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    WIDTH: tl.constexpr = FORM[1]
+    STEP: tl.constexpr = FORM[2]
+    page, within = _pages_of(row, group * 64, 64, PAGE_TOKENS)
+    lines = pool + page * strides[0] + within * strides[1]
+    codes_at = (payload + places[0]).to(tl.pointer_type(tl.int8)) + (line * 64 + tl.arange(0, 64)) * WIDTH
+    scales_at = (payload + places[1]).to(tl.pointer_type(tl.int16)) + line * WIDTH
+    zeros_at = (payload + places[2]).to(lines.dtype.scalar) + line * WIDTH
+    for at in range(0, WIDTH, STEP):
+        column = at + tl.arange(0, STEP)
+        inside = column < WIDTH
+        bits = tl.load(lines[:, None] + column[None, :].to(tl.int64) * strides[3], mask=inside[None, :], other=0)
+        least, most = _ends(bits, KIND)
+        low, scale = _channel_scale(least, most, state, KIND, STEP)
+        y = (_to_float(bits, KIND) - low[None, :]) * _inverse(scale)[None, :]
+        codes = _steps(y, 0.0, 255.0) - 128.0
+        tl.store(codes_at[:, None] + column[None, :], codes.to(tl.int8), mask=inside[None, :])
+        tl.store(scales_at + column, scale.to(tl.int16), mask=inside)
+        tl.store(zeros_at + column, _to_bits(low, KIND), mask=inside)
+
+
+@triton.jit
+def _write_pairs(
+    pool,
+    strides,
+    row,
+    group,
+    payload,
+    places,
+    line,
+    state,
+    PAGE_TOKENS: tl.constexpr,
+    KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    # As `_write_channels`, where a number has 16 bits and channels are neighbours. A thread has two channels of all
+    # tokens, so that threads exchange nothing, and reads them twice: first for the scale, then from the cache.
+    lines = pool.to(tl.pointer_type(tl.int32))
+    codes_at = (payload + places[0]).to(tl.pointer_type(tl.int16)) + line * 64 * (WIDTH // 2)
+    scales_at = (payload + places[1]).to(tl.pointer_type(tl.int16)) + line * WIDTH
+    zeros_at = (payload + places[2]).to(tl.pointer_type(tl.int16)) + line * WIDTH
+    for at in range(0, WIDTH // 2, PAIRS):
+        pair = at + tl.arange(0, PAIRS)
+        both = _pairs(lines, strides, row, group * 64, pair, PAGE_TOKENS)
+        least0, most0 = _ends(both.to(tl.int16), KIND)
+        least1, most1 = _ends((both >> 16).to(tl.int16), KIND)
+        for token in range(_AT_ONCE, 64, _AT_ONCE):
+            both = _pairs(lines, strides, row, group * 64 + token, pair, PAGE_TOKENS)
+            least, most = _ends(both.to(tl.int16), KIND)
+            least0, most0 = tl.minimum(least0, least), tl.maximum(most0, most)
+            least, most = _ends((both >> 16).to(tl.int16), KIND)
+            least1, most1 = tl.minimum(least1, least), tl.maximum(most1, most)
+        low0, scale0 = _channel_scale(least0, most0, state, KIND, PAIRS)
+        low1, scale1 = _channel_scale(least1, most1, state, KIND, PAIRS)
+        inverse0, inverse1 = _inverse(scale0), _inverse(scale1)
+        for token in range(0, 64, _AT_ONCE):
+            both = _pairs(lines, strides, row, group * 64 + token, pair, PAGE_TOKENS)
+            codes0 = _steps((_to_float(both.to(tl.int16), KIND) - low0[None, :]) * inverse0[None, :], 0.0, 255.0)
+            codes1 = _steps(
+                (_to_float((both >> 16).to(tl.int16), KIND) - low1[None, :]) * inverse1[None, :], 0.0, 255.0
+            )
+            codes = (codes0.to(tl.int32) | (codes1.to(tl.int32) << 8)) ^ 0x8080  # 128 less, each
+            number = token + tl.arange(0, _AT_ONCE)
+            tl.store(codes_at + number[:, None] * (WIDTH // 2) + pair[None, :], codes.to(tl.int16))
+        tl.store(scales_at + 2 * pair, scale0.to(tl.int16))
+        tl.store(scales_at + 2 * pair + 1, scale1.to(tl.int16))
+        tl.store(zeros_at + 2 * pair, _to_bits(low0, KIND))
+        tl.store(zeros_at + 2 * pair + 1, _to_bits(low1, KIND))
+
+
+@triton.jit
+def _pairs(lines, strides, row, token, pair, PAGE_TOKENS: tl.constexpr):
+    page, within = _pages_of(row, token, _AT_ONCE, PAGE_TOKENS)
+    at = (page * strides[0] + within * strides[1]) // 2
+    return tl.load(lines + at[:, None] + pair[None, :])
+
+
+@triton.jit
+def _ends(bits, KIND: tl.constexpr):
+    ordered = _ordered(bits, KIND)
+    return tl.min(ordered, 0), tl.max(ordered, 0)
+
+
+@triton.jit
+def _channel_scale(least, most, state, KIND: tl.constexpr, COUNT: tl.constexpr):
+    low, high = _of_ordered(least, KIND) + 0.0, _of_ordered(most, KIND) + 0.0  # of two zeros the positive one
+    scale = _scale_up(tl.div_rn(high - low, tl.full([COUNT], 255.0, tl.float32)))
+    _report(state, tl.maximum(most, ~least) >= _infinity(KIND), scale)
+    return low, scale
+
+
+@triton.jit
+def _write_tokens(
+    pool,
+    strides,
+    row,
+    group,
+    payload,
+    places,
+    line,
+    state,
+    PAGE_TOKENS: tl.constexpr,
+    KIND: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    WIDTH: tl.constexpr = FORM[1]
+    STEP: tl.constexpr = FORM[2]
+    TOKENS: tl.constexpr = FORM[3]
+    GROUPS: tl.constexpr = (WIDTH + STEP - 1) // STEP
+    for token in range(0, 64, TOKENS):
+        page, within = _pages_of(row, group * 64 + token, TOKENS, PAGE_TOKENS)
+        lines = pool + page * strides[0] + within * strides[1]
+        number = line * 64 + token + tl.arange(0, TOKENS)
+        codes_at = (payload + places[0]).to(tl.pointer_type(tl.int8)) + number * WIDTH
+        scales_at = (payload + places[1]).to(tl.pointer_type(tl.int16)) + number * GROUPS
+        for step in range(0, GROUPS):
+            column = step * STEP + tl.arange(0, STEP)
+            inside = (column < WIDTH)[None, :]
+            bits = tl.load(lines[:, None] + column[None, :].to(tl.int64) * strides[3], mask=inside, other=0)
+            largest = tl.max(_magnitude(bits, KIND), 1)
+            scale = _scale_up(tl.div_rn(_of_ordered(largest, KIND), tl.full([TOKENS], 127.0, tl.float32)))
+            _report(state, largest >= _infinity(KIND), scale)
+            codes = _steps(_to_float(bits, KIND) * _inverse(scale)[:, None], -127.0, 127.0)
+            tl.store(codes_at[:, None] + column[None, :], codes.to(tl.int8), mask=inside)
+            tl.store(scales_at + step, scale.to(tl.int16))
+
+
+@triton.jit
+def _read_channels(
+    pool, strides, row, group, payload, places, line, PAGE_TOKENS: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr
+):
+    WIDTH: tl.constexpr = FORM[1]
+    STEP: tl.constexpr = FORM[2]
+    page, within = _pages_of(row, group * 64, 64, PAGE_TOKENS)
+    lines = pool + page * strides[0] + within * strides[1]
+    codes_at = (payload + places[0]).to(tl.pointer_type(tl.int8)) + (line * 64 + tl.arange(0, 64)) * WIDTH
+    scales_at = (payload + places[1]).to(tl.pointer_type(tl.int16)) + line * WIDTH
+    zeros_at = (payload + places[2]).to(lines.dtype.scalar) + line * WIDTH
+    for at in range(0, WIDTH, STEP):
+        column = at + tl.arange(0, STEP)
+        inside = column < WIDTH
+        wanted = (page >= 0)[:, None] & inside[None, :]
+        scale = tl.load(scales_at + column, mask=inside, other=0).to(tl.float16, bitcast=True).to(tl.float32)
+        zero = _to_float(tl.load(zeros_at + column, mask=inside, other=0), KIND)
+        codes = tl.load(codes_at[:, None] + column[None, :], mask=wanted, other=0).to(tl.float32)
+        x = (codes + 128.0) * scale[None, :] + zero[None, :]
+        tl.store(lines[:, None] + column[None, :].to(tl.int64) * strides[3], _to_bits(x, KIND), mask=wanted)
+
+
+@triton.jit
+def _read_tokens(
+    pool, strides, row, group, payload, places, line, PAGE_TOKENS: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr
+):
+    WIDTH: tl.constexpr = FORM[1]
+    STEP: tl.constexpr = FORM[2]
+    TOKENS: tl.constexpr = FORM[3]
+    GROUPS: tl.constexpr = (WIDTH + STEP - 1) // STEP
+    for token in range(0, 64, TOKENS):
+        page, within = _pages_of(row, group * 64 + token, TOKENS, PAGE_TOKENS)
+        lines = pool + page * strides[0] + within * strides[1]
+        number = line * 64 + token + tl.arange(0, TOKENS)
+        codes_at = (payload + places[0]).to(tl.pointer_type(tl.int8)) + number * WIDTH
+        scales_at = (payload + places[1]).to(tl.pointer_type(tl.int16)) + number * GROUPS
+        for step in range(0, GROUPS):
+            column = step * STEP + tl.arange(0, STEP)
+            wanted = (page >= 0)[:, None] & (column < WIDTH)[None, :]
+            scale = tl.load(scales_at + step).to(tl.float16, bitcast=True).to(tl.float32)
+            codes = tl.load(codes_at[:, None] + column[None, :], mask=wanted, other=0).to(tl.float32)
+            x = codes * scale[:, None]
+            tl.store(lines[:, None] + column[None, :].to(tl.int64) * strides[3], _to_bits(x, KIND), mask=wanted)
+
+
+# Numbers and their bits -----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _to_float(bits, KIND: tl.constexpr):
+    if KIND == "bf16":
+        x = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif KIND == "fp16":
+        x = bits.to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        x = bits.to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def _to_bits(x, KIND: tl.constexpr):
+    if KIND == "bf16":
+        wide = x.to(tl.int32, bitcast=True)
+        bits = ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).to(tl.int16)
+    elif KIND == "fp16":
+        bits = tl.minimum(tl.maximum(x, -65504.0), 65504.0).to(tl.float16).to(tl.int16, bitcast=True)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+    return bits
+
+
+@triton.jit
+def _scale_up(exact):
+    """The bits of the smallest fp16 that is not below an fp32 >= 0; above 0x7BFF where there is none."""
+    bits = exact.to(tl.int32, bitcast=True)
+    # fp16 counts in steps of 2**-24 below 2**-14: the significand, shifted there, and up for what is shifted out.
+    exponent = tl.maximum(bits >> 23, 1)
+    significand = (bits & 0x7FFFFF) + tl.where(bits >= 0x800000, 0x800000, 0)
+    shift = tl.minimum(tl.maximum(126 - exponent, 0), 24)
+    small = (significand + (1 << shift) - 1) >> shift
+    usual = (bits - (112 << 23) + 0x1FFF) >> 13
+    return tl.where(bits < (113 << 23), small, usual)
+
+
+@triton.jit
+def _inverse(scale):
+    exact = scale.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    one = tl.full(exact.shape, 1.0, tl.float32)
+    return tl.where(exact > 0, tl.div_rn(one, tl.where(exact > 0, exact, one)), 0.0)
+
+
+@triton.jit
+def _steps(y, least, most):
+    return tl.floor(tl.minimum(tl.maximum(y, least), most) + 0.5)
+
+
+@triton.jit
+def _magnitude(bits, KIND: tl.constexpr):
+    return bits.to(tl.int32) & (0x7FFFFFFF if KIND == "fp32" else 0x7FFF)
+
+
+@triton.jit
+def _ordered(bits, KIND: tl.constexpr):
+    wide = bits.to(tl.int32)
+    return wide ^ ((wide >> 31) & (0x7FFFFFFF if KIND == "fp32" else 0x7FFF))
+
+
+@triton.jit
+def _of_ordered(ordered, KIND: tl.constexpr):
+    bits = _ordered(ordered, KIND)  # it is its own inverse
+    return _to_float(bits if KIND == "fp32" else bits.to(tl.int16), KIND)
+
+
+@triton.jit
+def _infinity(KIND: tl.constexpr):
+    return 0x7F800000 if KIND == "fp32" else (0x7F80 if KIND == "bf16" else 0x7C00)
+
+
+@triton.jit
+def _report(state, is_not_finite, scale):
+    worst = tl.max(tl.where(is_not_finite, 2, tl.where(scale > 0x7BFF, 1, 0)), 0)
+    tl.atomic_max(state, worst.to(tl.int64), mask=worst > 0, sem="relaxed")
