@@ -59,7 +59,7 @@ class Step:
     needs: str = ""
 
 
-KERNEL_TESTS = ("test_triton_raw.py", "test_triton_int8.py", "test_triton_digest.py", "test_cuda.py")
+KERNEL_TESTS = ("test_triton_pools.py", "test_triton_digest.py", "test_cuda.py")
 ADAPTER_TESTS = ("tests/adapters/test_engine_stream.py", "tests/adapters/test_paged_engine.py")
 BENCH = ("kvstore", "bench")
 

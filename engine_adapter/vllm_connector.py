@@ -178,7 +178,9 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker ----------------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Find out how KV lies in the pages, and start the worker's half."""
+        """Find out how KV lies in the pages, and start the worker's half; again where the engine has moved them."""
+        if self._worker is not None:
+            self._worker.close()
         pages = registered_pages(self._config, self._groups, kv_caches)
         if pages.facts.refused:
             logger.warning("nothing is stored by this worker: %s", pages.facts.refused)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from chaos import ChaosEvent, ChaosStream, NoWait
+from chaos import ChaosEvent, NoWait
 from chaos_route import ChaosRoute, needs_interpreter
 from happens_before import HazardError, Region
 from kv_kernels import int8
@@ -294,37 +294,6 @@ def test_pages_that_are_left_out_are_not_touched(codec: str) -> None:
     with pytest.raises(AssertionError, match="not inside the pages"):
         copy_of(codec, mine, story.table, story.route).decode(story.slots, tokens, 0, digests, digest)
     story.route.close()
-
-
-def test_more_blocks_are_no_more_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: dict[str, int] = {}
-
-    def counted(name: str) -> None:
-        method = getattr(ChaosStream, name)
-
-        def call(self: ChaosStream, *args: Any) -> Any:
-            key = f"{self.name.split()[0]} {name}"
-            calls[key] = calls.get(key, 0) + 1
-            return method(self, *args)
-
-        monkeypatch.setattr(ChaosStream, name, call)
-
-    counted("copy")
-    counted("launch")
-    seen = []
-    for blocks in (1, 6):
-        story = Story(ChaosRoute(1, segment_of("raw", 6)), blocks=blocks)
-        copy = copy_of("raw", planes_of(story.pages, 1), story.table, story.route)
-        calls.clear()
-        digests = good(copy.encode(story.tokens, story.slots, digest))
-        assert copy.decode(story.slots, story.tokens, 0, digests, digest) == blocks
-        seen.append(dict(calls))
-        story.route.close()
-    assert (
-        seen[0]
-        == seen[1]
-        == {f"{way} {what}": times for way in ("load", "save") for what, times in (("copy", 3), ("launch", 1))}
-    )
 
 
 def test_tables_are_used_again() -> None:

@@ -7,6 +7,7 @@ one kind of wait.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -24,6 +25,7 @@ from small_engine import (
     HEADER_BYTES,
     LAYER_BYTES,
     LAYERS,
+    PAGE_BYTES,
     PAGES,
     POOL_PAGES,
     SEGMENT_BYTES,
@@ -31,7 +33,7 @@ from small_engine import (
     Kernel,
 )
 
-SEEDS = range(60)
+SEEDS = range(int(os.environ.get("TRANSFER_HISTORIES", "60")))
 HAZARD_SEEDS = range(30)
 
 
@@ -77,7 +79,8 @@ class Story:
             engine.fill(slot)
         engine.write(self.free_pages)
         for _ in range(steps):
-            engine.random.choice([self.load, self.load, self.save, self.save, self.evict, self.release_later])()
+            steps = [self.load, self.load, self.save, self.save, self.evict, self.release_later, self.replay]
+            (self.reset if engine.random.random() < 0.03 else engine.random.choice(steps))()
             engine.pump()
             self.look()
         for _ in range(200):
@@ -153,6 +156,22 @@ class Story:
             load.is_abandoned = True
             load.transfer.cancel()
 
+    def replay(self) -> None:
+        """A captured step again: over pages that are no transfer's, of whatever request has them by now."""
+        if len(self.free_pages) > 2:
+            self.engine.attend(self.free_pages[:2], self.engine.random.randrange(LAYERS))
+            self.engine.write(self.free_pages[2:3])
+
+    def reset(self) -> None:
+        """The engine forgets all requests, and the store what nobody uses."""
+        for load in self.loads:
+            load.is_abandoned = True
+            load.transfer.cancel()
+        for slot in [slot for slot in self.filled if not self.leased.get(slot)]:
+            self.engine.evict(slot)
+            self.filled.remove(slot)
+            self.empty.append(slot)
+
     def look(self) -> None:
         """What is done, and what that gives back."""
         engine = self.engine
@@ -227,6 +246,22 @@ def test_a_load_over_pages_in_use_is_found(zeroed: float) -> None:
 def test_a_bounce_segment_that_is_used_too_early_is_found(lane: str) -> None:
     no_wait = NoWait(f"{lane} worker", f"{lane} 0")
     _all_are_found(lane, lambda seed, no_wait: Story(Engine(seed, no_wait, refused=True)).run(120), no_wait)
+
+
+def test_a_step_that_is_replayed_over_pages_of_a_load_is_found() -> None:
+    """One before it sees the old pages, one after its outcome the new ones."""
+    for seed in range(10):
+        engine, slots, pages = _ready(seed)
+        engine.attend(pages, 0, torch.zeros(len(pages), PAGE_BYTES, dtype=torch.uint8))
+        loading = engine.load(slots, pages)
+        if seed % 2:
+            with pytest.raises(Race):
+                engine.attend(pages, 0)
+                engine.finish()
+        else:
+            assert loading.wait(10.0)
+            engine.attend(pages, 0, engine.expected(slots, 0))
+            engine.finish()
 
 
 def test_tables_that_are_given_up_too_early_are_found() -> None:
