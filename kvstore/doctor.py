@@ -203,7 +203,7 @@ def checks_of(
     checks += [
         Check("locked memory", partial(locked_memory, settings.network.transport == "ucx")),
         Check("packages", partial(packages, _wanted(settings, engine is not None))),
-        Check("gpu", partial(gpu, engine is not None), GPU_SECONDS + 10),
+        Check("gpu", partial(gpu, engine is not None), 2 * GPU_SECONDS + 10),
         Check("directory", partial(directory_rights, data)),
         Check("keys", partial(keys, data, settings.keys.directory)),
         Check("disk", lambda: room(data, _nvme(settings))),
@@ -458,25 +458,14 @@ def gpu(is_wanted: bool) -> Iterator[Finding]:
         remedy = "look at it in the engine's environment, which is another one" if is_wanted or there else ""
         yield note("gpu", f"{said}; the sidecar needs neither", remedy)
         return
-    try:
-        asked = subprocess.run(
-            [sys.executable, "-P", "-c", _ASK_TORCH],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=GPU_SECONDS,
-        )
-        said_by_torch = json.loads(asked.stdout.splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        said_by_torch = {"failed": f"it did not end within {GPU_SECONDS:g} s"}
-    except (ValueError, IndexError):
-        said_by_torch = {"failed": f"it ended with status {asked.returncode}"}
+    said_by_torch = _told_by("-c", _ASK_TORCH)
     if "failed" in said_by_torch:
         yield lacks("gpu", f"torch cannot be imported ({said_by_torch['failed']})", "install it anew")
         return
     version, gpus = said_by_torch["version"], said_by_torch["gpus"]
     if gpus:
         yield ok("gpu", f"torch {version} sees {len(gpus)}: {', '.join(sorted(set(gpus)))}")
+        yield from gpu_ways(_told_by("-m", "kv_kernels.gpu", "0"))
     elif there and not said_by_torch["built_for"]:
         text = f"{there} NVIDIA GPUs are there, and torch {version} is built for CPUs"
         yield lacks("gpu", text, "install a torch that is built for CUDA")
@@ -486,6 +475,31 @@ def gpu(is_wanted: bool) -> Iterator[Finding]:
         )
     else:
         yield note("gpu", f"torch {version} sees none: engines here compute on the CPU")
+
+
+def gpu_ways(said: Any) -> Iterator[Finding]:
+    """Which way blocks take on and off GPU 0, and how fast each is. said: by `python -m kv_kernels.gpu 0`."""
+    if isinstance(said, dict):
+        yield note("gpu", f"GPU 0 was not measured ({said['failed']}): blocks go by copies, with a kernel behind each")
+        return
+    for one in said:
+        copied, reached = one["copied_gb_per_second"], one["reached_gb_per_second"]
+        way = "a kernel reaches the slots" if reached > copied else "copies, with a kernel behind each"
+        what = f"{one['direction']} of {one['codec']}, {one['payload_bytes'] >> 10} KiB a block"
+        yield ok("gpu", f"GPU 0, {what}: {way} (by copies {copied:.1f} GB/s, by a kernel alone {reached:.1f})")
+
+
+def _told_by(*command: str) -> Any:
+    """What a Python of its own printed last, as JSON; or a dictionary that says how it `failed`."""
+    own = [sys.executable, "-P", *command]
+    try:
+        asked = subprocess.run(own, stdin=subprocess.DEVNULL, capture_output=True, timeout=GPU_SECONDS)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"it did not end within {GPU_SECONDS:g} s"}
+    try:
+        return json.loads(asked.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        return {"failed": f"it ended with status {asked.returncode}"}
 
 
 def _most(limit: int) -> float:

@@ -32,7 +32,7 @@ from kv_kernels.transfer import LayerSlice
 
 POISON = 0xA5
 ENGINE = "engine"
-Touched = Callable[[Any, range, LayerSlice], tuple[Sequence[Region], Sequence[Region], Sequence[Region]]]
+Touched = Callable[[Any, range, LayerSlice], tuple[Sequence[Region], ...]]
 
 
 @dataclass(slots=True)
@@ -114,8 +114,12 @@ class ChaosStream:
             has_failed = False
         finally:
             if bodies or not has_failed:
-                pages, tables, findings = self.device.touched(work.func, frames, layers)
+                pages, tables, findings, slots = self.device.touched(work.func, frames, layers)
                 sources, targets = [region(staged)], pages
+                if staged.dim() == 1:  # a kernel that reaches the slots itself, through a scratch
+                    sources, findings = slots, [*findings, region(staged)]
+                    if not all(map(self.device.reaches, slots)):
+                        raise Pageable(f"a kernel in {self.name} reaches slots that are not pinned")
                 if self.name.startswith(Direction.SAVE.value):
                     sources, targets = targets, sources
                 self._put("runs a kernel", reads=[*sources, *tables], writes=[*targets, *findings], bodies=bodies)
@@ -169,15 +173,15 @@ class ChaosDevice:
     ) -> None:
         """eagerness: how likely it is, after each call, that something runs; 0 runs what is waited for only.
         knows_host: whether all that host code writes is said; if not, memory that is not the device's counts as
-        written. no_wait: a wait that is left out. touched: what a launch of a kernel does, its pages, what else it
-        reads, and what else it writes; refuse: why not, if memory is not to be page-locked."""
+        written. no_wait: a wait that is left out. touched: of a launch of a kernel its pages, what else it
+        reads, what else it writes, and its slots; refuse: why not, if memory is not to be page-locked."""
         self.lock = threading.RLock()
         self.no_wait = no_wait or NoWait()
         self._random = random
         self._eagerness = random.choice([0.0, 0.3, 0.7, 1.0]) if eagerness is None else eagerness
         self._shadow = Shadow(is_defined=not knows_host)
         self.touched = touched
-        self._refuse = refuse
+        self._refuse, self._knows_host = refuse, knows_host
         self._registered: dict[int, int] = {}
         self.refused = 0
         self._compute = ChaosStream(self, "compute")
@@ -214,6 +218,8 @@ class ChaosDevice:
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
         memory = self.memory(size_bytes)
+        if not self._knows_host:
+            self._shadow.write(self.actor, self._clock(), "fills new memory", [region(memory)])
         with self.lock:
             self._registered[memory.data_ptr()] = size_bytes
         return memory

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from random import Random
 
 import pytest
@@ -14,7 +15,8 @@ from chaos import ChaosDevice, NoWait
 from chaos_worker import ChaosWorker
 from happens_before import Region, region
 from kv_kernels import triton_pools
-from kv_kernels.device_copy import DeviceTransfers, MovingKernel, Workers
+from kv_kernels.cuda import Direction
+from kv_kernels.device_copy import LARGE_BYTES, DeviceTransfers, MovingKernel, Workers
 from kv_kernels.transfer import LayerSlice
 from kv_kernels.worker import Worker
 
@@ -26,15 +28,16 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
-def touched(kernel: MovingKernel, frames: range, layers: LayerSlice) -> tuple[list[Region], list[Region], list[Region]]:
-    """Of a launch: its pages, what else it reads, and what else it writes."""
+def touched(kernel: MovingKernel, frames: range, layers: LayerSlice) -> tuple[list[Region], ...]:
+    """Of a launch: its pages, what else it reads, what else it writes, and its slots."""
     moving, rows = kernel.moving, kernel.rows(frames)
     at = moving.copy.layers.index(layers)
     named = sorted({page for page in moving.pages[rows].flatten().tolist() if page >= 0})
     pages = [_page(plane, page) for planes in moving.pools[at].planes for plane in planes for page in named]
     findings = [one for block in moving.status[rows, at : at + 1] for one in [region(block)]]
     findings += [region(block) for block in moving.digests[rows, layers.first : layers.stop]]
-    return pages, [region(moving.table[rows])], findings
+    slots = [Region(at + layers.offset_bytes, layers.size_bytes) for at in moving.payloads[rows].tolist()]
+    return pages, [region(moving.table[rows]), region(moving.places[rows])], findings, slots
 
 
 def _page(plane: torch.Tensor, page: int) -> Region:
@@ -54,6 +57,7 @@ class ChaosRoute:
         refused: bool = False,
         has_threads: bool = False,
         eagerness: float | None = None,
+        reaches: bool = False,
     ) -> None:
         print(f"seed {seed}")
         self.has_threads = has_threads
@@ -62,6 +66,8 @@ class ChaosRoute:
         names = [f"{name} worker" for name in ("pin", "load", "save")]
         self.workers = Workers(*[Worker(name) if has_threads else ChaosWorker(self.chaos, name) for name in names])
         self.transfers = DeviceTransfers(self.device, self.workers, segment_bytes)
+        for cell in product(Direction, (False, True), (0, LARGE_BYTES)):
+            self.transfers.take(*cell, reaches=reaches)
 
     def __call__(self, device: torch.device) -> DeviceTransfers:
         return self.transfers

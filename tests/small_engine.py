@@ -42,6 +42,8 @@ class Table:
 class Kernel:
     """Moves frames' layers between a staged slice and the pages of a table. keeps: it holds the table, as it must."""
 
+    reaches = False
+
     def __init__(self, engine: Engine, direction: Direction, pages: Sequence[int], keeps: bool = True) -> None:
         table = Table(engine, pages)
         self.table = table if keeps else None
@@ -77,9 +79,9 @@ class Kernel:
 
         engine.chaos.run(body)
 
-    def touched(self, frames: range, layers: LayerSlice) -> tuple[list[Region], list[Region], list[Region]]:
+    def touched(self, frames: range, layers: LayerSlice) -> tuple[list[Region], ...]:
         pages = self._pages[frames.start * PAGES : frames.stop * PAGES]
-        return self._engine.regions(pages, range(layers.first, layers.stop)), [self._region], []
+        return self._engine.regions(pages, range(layers.first, layers.stop)), [self._region], [], []
 
     def end(self, stream: object) -> None:
         pass

@@ -32,7 +32,7 @@ import torch
 from kv_kernels import plain, triton_pools
 from kv_kernels.compiled import compiled
 from kv_kernels.copies import BlockCopy, Digest, Encoded, Flaw
-from kv_kernels.cuda import CudaDevice, CudaStream, Direction, Rows, local_cpus
+from kv_kernels.cuda import CudaDevice, CudaStream, Direction, Rows
 from kv_kernels.int8_form import ALIGN_BYTES, GROUP, SliceForm
 from kv_kernels.pinned import PinnedExtents
 from kv_kernels.pools import RAW_BYTES, PoolTable
@@ -43,6 +43,8 @@ from kv_kernels.worker import Worker
 SEGMENT_BYTES = 160 << 20
 """Of each stream; a GiB is seven of them, which take 24 calls. With segments of 32 MiB it takes the engine's thread two
 to four times as long as with 128 (measured beside an H100)."""
+LARGE_BYTES = 512 << 10
+"""Payloads from here on are measured apart from smaller ones."""
 SHORT_ROW = 128
 """Numbers: what a program moves at a time."""
 DIGEST_BYTES = 16
@@ -94,12 +96,11 @@ class DeviceCopy:
         count, put_in = len(tokens), 0
         if not count:
             return
-        addresses = self.addresses_of(into)
-        with Moving(self, self.page_table(tokens, 0), Direction.SAVE) as moving:
+        with Moving(self, self.page_table(tokens, 0), self.addresses_of(into), Direction.SAVE) as moving:
             transfers: list[tuple[range, Transfer]] = []
             while put_in < count:
                 blocks = range(put_in, min(put_in + self._blocks_at_once, count))
-                transfer = moving.start(blocks, addresses[blocks.start : blocks.stop])
+                transfer = moving.start(blocks)
                 if transfer is None:
                     break
                 transfers.append((blocks, transfer))
@@ -126,9 +127,9 @@ class DeviceCopy:
         """As `BlockCopy.decode`. digest: XXH3-128, which the device takes by itself."""
         if not tokens:
             return 0
-        addresses, blocks = self.addresses_of(payloads), range(len(tokens))
-        with Moving(self, self.page_table(tokens, skip), Direction.LOAD) as moving:
-            transfer = moving.start(blocks, addresses)
+        blocks = range(len(tokens))
+        with Moving(self, self.page_table(tokens, skip), self.addresses_of(payloads), Direction.LOAD) as moving:
+            transfer = moving.start(blocks)
             if transfer is not None:
                 wanted = b"".join(chain.from_iterable(expected))  # while the device is at work
                 _, found = moving.found(blocks, transfer)
@@ -177,40 +178,41 @@ class Moving:
     """Blocks on their way in one direction: what their kernels are told and find, and the transfers under way, which
     have ended when the context ends.
 
-        up      addresses of the pools | page table | status, zeroed     one copy, before the first launch
-        down    status and digests of some blocks                        one call, after their last launch
+        up      addresses of pools | page table | of payloads | status, zeroed     one copy, before the first launch
+        down    status and digests of some blocks                                  one call, after their last launch
 
     All of it lies in one piece of the device's memory and in one of page-locked host memory, laid out alike, and later
     ones reuse them: a launch has their addresses only. Must never be given back before the host has waited for all
     that was put in with them.
     """
 
-    def __init__(self, copy: DeviceCopy, rows: Rows, direction: Direction) -> None:
-        """rows: the page table. Raises RuntimeError if there is no memory, or the device has failed."""
-        self.copy, self.pages, self.direction = copy, rows, direction
+    def __init__(self, copy: DeviceCopy, rows: Rows, payloads: Rows, direction: Direction) -> None:
+        """rows: the page table. payloads: addresses of the blocks' payloads, int64 [blocks]. Raises RuntimeError if
+        there is no memory, or the device has failed."""
+        self.copy, self.pages, self.payloads, self.direction = copy, rows, payloads, direction
         blocks, pools = len(rows), copy.pools
         device, layers = copy.ways.device, pools.layers
-        shapes = copy.addresses.shape, rows.shape, (blocks, len(copy.layers)), (blocks, 2 * layers)
+        shapes = copy.addresses.shape, rows.shape, (blocks, 1), (blocks, len(copy.layers)), (blocks, 2 * layers)
         starts = [0, *accumulate([-(-high * wide // _ALIGN_NUMBERS) * _ALIGN_NUMBERS for high, wide in shapes])]
-        self._memory = copy.ways.tables.take(starts[4])
+        self._memory = copy.ways.tables.take(starts[5])
         self._transfers: list[Transfer] = []
-        addresses, self.table, self.status, digests = (
+        addresses, self.table, self.places, self.status, digests = (
             self._memory.device.as_strided(shape, (shape[1], 1), start)
-            for start, shape in zip(starts[:4], shapes, strict=True)
+            for start, shape in zip(starts[:5], shapes, strict=True)
         )
         self.digests = digests.view(blocks, layers, 2)
-        told = np.empty(starts[3], np.int64)
+        told = self._memory.numbers
         told[: pools.layers * len(pools.widths)] = copy.addresses.reshape(-1)
         told[starts[1] : starts[1] + rows.size] = rows.reshape(-1)
-        told[starts[2] :] = 0
+        told[starts[2] : starts[2] + blocks] = payloads
+        told[starts[3] : starts[4]] = 0
         here, there = self._memory.host_at, self._memory.device_at
-        device.copy(np.array([[here], [told.ctypes.data], [told.nbytes]]))
         self.pools = [pools.part(part.first, part.stop, addresses) for part in copy.layers]
         stream = device.lanes(direction)[0]
         stream.wait(device.compute().record())
-        stream.copy(np.array([[there], [here], [told.nbytes]]))
+        stream.copy(np.array([[there], [here], [8 * starts[4]]]))
         self._uploaded = stream.record()
-        self._found = [(8 * start, 8 * shape[1]) for start, shape in zip(starts[2:4], shapes[2:], strict=True)]
+        self._found = [(8 * start, 8 * shape[1]) for start, shape in zip(starts[3:5], shapes[3:], strict=True)]
 
     def __enter__(self) -> Moving:
         return self
@@ -224,10 +226,10 @@ class Moving:
             self._uploaded.synchronize()
             self.copy.ways.tables.give_back(self._memory)
 
-    def start(self, blocks: range, addresses: Rows) -> Transfer | None:
-        """addresses: of these blocks' payloads. None as `PageMover.start`."""
-        mover = self.copy.ways.movers[self.direction]
-        transfer = mover.start(addresses, self.copy.layers, MovingKernel(self, blocks), self._uploaded)
+    def start(self, blocks: range) -> Transfer | None:
+        """None as `PageMover.start`."""
+        mover, payloads = self.copy.ways.movers[self.direction], self.payloads[blocks.start : blocks.stop]
+        transfer = mover.start(payloads, self.copy.layers, MovingKernel(self, blocks), self._uploaded)
         if transfer is not None:
             self._transfers.append(transfer)
         return transfer
@@ -262,6 +264,8 @@ class MovingKernel:
     def __init__(self, moving: Moving, blocks: range) -> None:
         self.moving = moving
         self.blocks = blocks
+        copy = moving.copy
+        self.reaches = copy.ways.reaches(moving.direction, copy.form is not None, copy.slice_bytes * copy.pools.layers)
 
     def __call__(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
         self.moving.copy.ways.device.run(partial(self._launch, staged, self.rows(frames), layers))
@@ -272,13 +276,18 @@ class MovingKernel:
 
     def _launch(self, staged: torch.Tensor, rows: slice, layers: LayerSlice) -> None:
         moving, copy = self.moving, self.moving.copy
-        at, table = copy.layers.index(layers), moving.table[rows]
-        if moving.direction is Direction.SAVE:
-            triton_pools.save(moving.pools[at], copy.form, table, staged, moving.status[rows, at])
-        digests = moving.digests[rows, layers.first : layers.stop]
+        at, is_load = copy.layers.index(layers), moving.direction is Direction.LOAD
+        how = moving.pools[at], copy.form, moving.table[rows], staged
+        digests, status = moving.digests[rows, layers.first : layers.stop], moving.status[rows, at]
+        if staged.dim() == 1:
+            reached = triton_pools.Reached(moving.places[rows], layers.offset_bytes, digests, copy.ways.keys)
+            triton_pools.reach(*how, status, reached, is_load=is_load)
+            return
+        if not is_load:
+            triton_pools.save(*how, status)
         digest_slices(staged, copy.slice_bytes, digests, copy.ways.keys)
-        if moving.direction is Direction.LOAD:
-            triton_pools.load(moving.pools[at], copy.form, table, staged)
+        if is_load:
+            triton_pools.load(*how)
 
     def end(self, stream: CudaStream) -> None:
         self.moving.bring(self.blocks, stream)
@@ -309,10 +318,10 @@ def _in_rows(planes: Sequence[Sequence[torch.Tensor]]) -> Sequence[Sequence[torc
 
 
 class Memory(NamedTuple):
-    """Of equal size: flat int64 on the device, flat bytes of the host; and where they begin."""
+    """Of equal size: flat int64 on the device, and page-locked on the host; and where they begin."""
 
     device: torch.Tensor
-    host: torch.Tensor
+    numbers: Rows
     device_at: int
     host_at: int
 
@@ -335,7 +344,7 @@ class TableMemory:
                 self._free.pop(0)
         size = max(_LEAST_TABLES_BYTES, 8 << (numbers - 1).bit_length())
         device, host = self._device.memory(size), self._device.pinned(size)
-        return Memory(device.view(torch.int64), host, device.data_ptr(), host.data_ptr())
+        return Memory(device.view(torch.int64), host.numpy().view(np.int64), device.data_ptr(), host.data_ptr())
 
     def give_back(self, memory: Memory) -> None:
         with self._lock:
@@ -370,8 +379,16 @@ class DeviceTransfers:
         self.keys = digest_keys(device.memory(ALIGN_BYTES).device)
         none = np.zeros(1, np.int64)
         self.extents.runs(none, 1), _pages_of(none, 1, 0, none, none[None])  # compiled now, not by the first load
+        self._reaching: dict[tuple[Direction, bool, bool], bool] = {}
         self._workers = workers
         self._refused: set[str] = set()
+
+    def take(self, direction: Direction, is_int8: bool, payload_bytes: int, *, reaches: bool) -> None:
+        """From here on let kernels reach such payloads' slots themselves, or copies bring them, as at first."""
+        self._reaching[direction, is_int8, payload_bytes >= LARGE_BYTES] = reaches
+
+    def reaches(self, direction: Direction, is_int8: bool, payload_bytes: int) -> bool:
+        return self._reaching.get((direction, is_int8, payload_bytes >= LARGE_BYTES), False)
 
     def bind(
         self,
@@ -398,11 +415,3 @@ class DeviceTransfers:
         workers = self._workers
         have_ended = [workers.loads.close(timeout_s), workers.saves.close(timeout_s), self.extents.close(timeout_s)]
         return workers.pins.close(timeout_s) and all(have_ended)
-
-
-def on_cuda(index: int) -> DeviceTransfers:
-    """The transfers of a GPU. Raises RuntimeError if there is none, or no memory on it."""
-    cpus = local_cpus(index)
-    names = [f"kv-{name}-{index}" for name in Workers._fields]
-    device = CudaDevice(index)
-    return DeviceTransfers(device, Workers(*[Worker(name, cpus) for name in names]))

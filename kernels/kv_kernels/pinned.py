@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +39,9 @@ CHUNK_BYTES = 1 << 30
 """At most so much is registered at once: the driver takes long, and other calls wait for it."""
 
 Addresses = np.ndarray[Any, np.dtype[np.int64]]
+Table = tuple[Addresses, np.ndarray[Any, np.dtype[np.bool_]]]
+"""Of extents, int64 [extents, 3]: where each starts and ends, and the number of its first chunk; and of each chunk
+whether it is page-locked."""
 Leave = Callable[[Callable[[], object]], object]
 """Called by a finalizer in place of unmapping, with a function that unmaps."""
 
@@ -68,16 +72,6 @@ class _Extent:
         self.end = self.address + self.memory.numel()
 
 
-class _ChunkTable(NamedTuple):
-    """Of each extent: where it starts and ends, and the number of its first chunk; of each chunk: whether it is
-    page-locked."""
-
-    starts: Addresses
-    ends: Addresses
-    chunks: Addresses
-    pinned: np.ndarray[Any, np.dtype[np.bool_]]
-
-
 class PinnedExtents:
     """The extents of one process, for one device. Any thread may call; `worker` is its own."""
 
@@ -86,7 +80,7 @@ class PinnedExtents:
         self._worker = worker
         self.chunk_bytes = chunk_bytes
         self._starts: list[int] = []
-        self._known: _ChunkTable | None = None  # until something changes
+        self._known: Table | None = None  # until something changes
         self._extents: list[_Extent] = []
         self._lock = threading.RLock()  # reentrant: a finalizer may run while it is held
         self._was_refused = False
@@ -150,7 +144,7 @@ class PinnedExtents:
         is in an extent that is being removed, or only partly in one."""
         with self._lock:
             table, places = self._table(), np.empty(len(slots), np.int64)
-            cut = _find(slots, size_bytes, table.starts, table.ends, places)
+            cut = _find(slots, size_bytes, table[0], places)
             if cut >= 0:
                 raise ValueError(f"the slot at {slots[cut]:#x} of {size_bytes} bytes is not wholly inside its extent")
             extents = [self._extents[at] for at in set(places.tolist()) if at >= 0]
@@ -167,6 +161,10 @@ class PinnedExtents:
         hold.release()
         return hold.runs(0, size_bytes)
 
+    def wait(self, slots: Addresses, size_bytes: int, timeout_s: float = 60.0) -> bool:
+        """Until all of these slots are page-locked; returns whether that was in time."""
+        return self._worker.wait(lambda: all(self.runs(slots, size_bytes).are_pinned), timeout_s)
+
     def let_go(self, extents: Sequence[_Extent]) -> None:
         with self._lock:
             for extent in extents:
@@ -174,13 +172,13 @@ class PinnedExtents:
                 extent.holds -= 1
         self._worker.notify()
 
-    def _table(self) -> _ChunkTable:
-        """Of the extents as they are now. Under the lock."""
+    def _table(self) -> Table:
+        """As they are now. Under the lock."""
         if self._known is None:
-            rows = [(extent.address, extent.end, len(extent.pinned)) for extent in self._extents]
-            starts, ends, chunks = np.array(rows, np.int64).reshape(-1, 3).T.copy()
+            chunks = [0, *accumulate([len(extent.pinned) for extent in self._extents])]
+            rows = [(one.address, one.end, first) for one, first in zip(self._extents, chunks, strict=False)]
             pinned = np.array([is_pinned for extent in self._extents for is_pinned in extent.pinned], np.bool_)
-            self._known = _ChunkTable(starts, ends, np.cumsum(chunks) - chunks, pinned)
+            self._known = np.array(rows, np.int64).reshape(-1, 3), pinned
         return self._known
 
     def _leaves(self, address: int, unmap: Callable[[], object]) -> None:
@@ -275,7 +273,7 @@ class Hold:
     """Slots whose extents stay where they are until `release`, which may be called again."""
 
     def __init__(
-        self, extents: PinnedExtents, held: Sequence[_Extent], slots: Addresses, places: Addresses, table: _ChunkTable
+        self, extents: PinnedExtents, held: Sequence[_Extent], slots: Addresses, places: Addresses, table: Table
     ) -> None:
         """places: of each slot the number of its extent in the table, -1 for memory in none."""
         self._extents, self._held = extents, held
@@ -286,11 +284,10 @@ class Hold:
         not page-locked, nor what became so since it is held."""
         count, chunk_bytes = len(self._slots), self._extents.chunk_bytes
         rows = np.empty((3, count * (2 + size_bytes // chunk_bytes)), np.int64)
-        batches = -(-count // at_once)
-        cuts, are_pinned = np.empty(batches + 1, np.int64), np.ones(batches, np.bool_)
-        slots = self._slots + offset_bytes
-        _put_together(slots, size_bytes, at_once, self._places, *self._table, chunk_bytes, rows, cuts, are_pinned)
-        return Runs(rows[:, : cuts[-1]], cuts.tolist(), are_pinned.tolist())
+        cuts, slots = np.empty((2, 1 - (-count // at_once)), np.int64), self._slots + offset_bytes
+        _put_together(slots, size_bytes, at_once, self._places, *self._table, chunk_bytes, rows, cuts)
+        firsts, are_pinned = cuts.tolist()
+        return Runs(rows[:, : firsts[-1]], firsts, [is_pinned == 1 for is_pinned in are_pinned[:-1]])
 
     def release(self) -> None:
         held, self._held = self._held, ()
@@ -298,16 +295,16 @@ class Hold:
 
 
 @compiled
-def _find(slots: Any, size: int, starts: Any, ends: Any, places: Any) -> int:
+def _find(slots: Any, size: int, extents: Any, places: Any) -> int:
     """Of each slot the number of its extent, or -1; returns the first slot that is only partly in one, or -1."""
     at = -1
     for number in range(len(slots)):
         low, high = slots[number], slots[number] + size
-        if at < 0 or low < starts[at] or high > ends[at]:  # not in that of the slot before
-            at = np.searchsorted(starts, high - 1, side="right") - 1
-            if at >= 0 and ends[at] <= low:
+        if at < 0 or low < extents[at, 0] or high > extents[at, 1]:  # not in that of the slot before
+            at = np.searchsorted(extents[:, 0], high - 1, side="right") - 1
+            if at >= 0 and extents[at, 1] <= low:
                 at = -1
-            if at >= 0 and (low < starts[at] or ends[at] < high):
+            if at >= 0 and (low < extents[at, 0] or extents[at, 1] < high):
                 return number
         places[number] = at
     return -1
@@ -315,37 +312,27 @@ def _find(slots: Any, size: int, starts: Any, ends: Any, places: Any) -> int:
 
 @compiled
 def _put_together(
-    slots: Any,
-    size: int,
-    at_once: int,
-    extents: Any,
-    starts: Any,
-    ends: Any,
-    first_chunks: Any,
-    pinned: Any,
-    chunk_bytes: int,
-    rows: Any,
-    cuts: Any,
-    are_pinned: Any,
+    slots: Any, size: int, at_once: int, places: Any, extents: Any, pinned: Any, chunk_bytes: int, rows: Any, cuts: Any
 ) -> None:
-    """See `Runs`. A run ends where a chunk does."""
+    """See `Runs`; cuts: int64 [2, batches + 1], of each batch its first run, and whether all is page-locked. A run ends
+    where a chunk does."""
     runs, place, end, last = 0, 0, -1, -1
     for number in range(len(slots)):
-        batch, low, at = number // at_once, slots[number], extents[number]
+        batch, low, at = number // at_once, slots[number], places[number]
         high = low + size
         if number % at_once == 0:
-            cuts[batch], place, end = runs, 0, -1
+            cuts[0, batch], cuts[1, batch], place, end = runs, 1, 0, -1
         while low < high:
             chunk, stop, is_pinned = -1, high, False
             if at >= 0:
-                own = (low - starts[at]) // chunk_bytes
-                chunk, stop = first_chunks[at] + own, min(high, starts[at] + (own + 1) * chunk_bytes)
+                own = (low - extents[at, 0]) // chunk_bytes
+                chunk, stop = extents[at, 2] + own, min(high, extents[at, 0] + (own + 1) * chunk_bytes)
                 is_pinned = pinned[chunk]
             if low == end and chunk == last and chunk >= 0:
                 rows[2, runs - 1] += stop - low
             else:
                 rows[0, runs], rows[1, runs], rows[2, runs] = place, low, stop - low
                 runs += 1
-            are_pinned[batch] &= is_pinned
+            cuts[1, batch] &= is_pinned
             place, end, last, low = place + stop - low, stop, chunk, stop
-    cuts[-1] = runs
+    cuts[0, -1] = runs

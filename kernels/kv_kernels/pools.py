@@ -8,7 +8,8 @@ triton; the kernels are in `triton_pools`, their twins in `plain`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 
@@ -104,3 +105,8 @@ def _check_plane(name: str, tensor: torch.Tensor, pool: torch.Tensor, alike: tor
         raise ValueError(f"{name} has the strides {tensor.stride()}, layer 0 has {alike.stride()}; {_SPLIT}")
     if tensor.shape[3] > WIDEST:
         raise ValueError(f"{name} is {tensor.shape[3]} wide; at most {WIDEST} numbers per token and head are allowed")
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -124,10 +124,16 @@ class Transfer:
 
 
 class PageKernel(Protocol):
-    """Moves blocks between staged slices and the engine's pages; holds the page table and the pointers to the pools."""
+    """Moves blocks between staged slices and the engine's pages; holds the page table and the pointers to the pools.
+
+    reaches: where all slots are page-locked, it reads and writes them itself, and needs no copies.
+    """
+
+    reaches: bool
 
     def __call__(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
-        """Launch into the current stream. staged: uint8 [frames, size_bytes]; frames: which of the transfer's."""
+        """Launch into the current stream. staged: uint8 [frames, size_bytes], or flat, a scratch for who reaches the
+        slots; frames: which of the transfer's."""
         ...
 
     def end(self, stream: CudaStream) -> None:
@@ -136,7 +142,8 @@ class PageKernel(Protocol):
 
 
 class _Batch(NamedTuple):
-    """What goes through a segment at once. rows: its copies, to or from byte 0 of the segment."""
+    """What goes through a segment at once. rows: its copies, to or from byte 0 of the segment; none where the kernel
+    reaches the slots itself."""
 
     layers: LayerSlice
     frames: range
@@ -183,7 +190,7 @@ class PageMover:
         sizes = [part.size_bytes for part in slices]
         assert len(addresses) and min(sizes) > 0 and max(sizes) <= self._segment_bytes, "a slice goes into a segment"
         hold = self._extents.hold(addresses, max(part.offset_bytes + part.size_bytes for part in slices))
-        batches = self._batches(hold, len(addresses), slices)
+        batches = self._batches(hold, len(addresses), slices, kernel.reaches)
         transfer = Transfer(self._worker, kernel, hold, all([batch.is_pinned for batch in batches]))
         put_in = partial(self._put_in, transfer, kernel, after, batches)
 
@@ -207,11 +214,14 @@ class PageMover:
                 raise
         return transfer
 
-    def _batches(self, hold: Hold, count: int, slices: Sequence[LayerSlice]) -> list[_Batch]:
-        batches = []
+    def _batches(self, hold: Hold, count: int, slices: Sequence[LayerSlice], reaches: bool) -> list[_Batch]:
+        batches: list[_Batch] = []
         for part in slices:
             at_once = self._segment_bytes // part.size_bytes
             rows, cuts, are_pinned = hold.runs(part.offset_bytes, part.size_bytes, at_once)
+            if reaches and all(are_pinned):
+                batches.append(_Batch(part, range(count), rows[:, :0], True))
+                continue
             if not self._loads:  # out of the segment, into slots
                 rows = rows[[1, 0, 2]]
             for number, is_pinned in enumerate(are_pinned):
@@ -274,9 +284,12 @@ class PageMover:
                         stream.wait(event)
                 used.append(stream)
                 rows[packed] += segment.data_ptr()
-                staged = segment.as_strided((len(frames), layers.size_bytes), (layers.size_bytes, 1))
+                is_staged, size = rows.size > 0, layers.size_bytes
+                staged = segment.as_strided((len(frames), size), (size, 1)) if is_staged else segment
                 launch = partial(kernel, staged, frames, layers)
-                if self._loads:
+                if not is_staged:
+                    stream.launch(launch)
+                elif self._loads:
                     stream.copy(rows)
                     if room:
                         self._bounce.used_until(stream.record())

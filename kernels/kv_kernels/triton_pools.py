@@ -16,18 +16,21 @@ dequantizing the product of a code (8 bits) and a scale (11 bits) is exact. A ze
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from kv_kernels.int8_form import GROUP, Axis, PlaneForm, SliceForm
-from kv_kernels.pools import PoolTable, Strides
+from kv_kernels.pools import PoolTable, Strides, on_device
+from kv_kernels.triton_digest import digest_copy
 
 WARPS = 4
 LARGEST_GRID = 2**31 - 1
+REACHING, REACHED_TILE = 16, tl.constexpr(8)
+"""Programs that reach into host memory, and the KiB that each reads at once: 128 KiB on the way (PCIe 5 wants 70 to
+110), and a decoding engine keeps its processors."""
 _TILE = 8192
 """Numbers that a program of `WARPS` warps holds at a time."""
 _PAIRS_TILE, _LANES = 2048, 32
@@ -50,12 +53,42 @@ def save(
     with any stride, zeroed by the caller: in 8 bits it gets of each block the worst `Flaw` as its value, or stays 0.
     Nothing is promised about the payload of a block that is not 0. Raises ValueError for too many blocks.
     """
-    _launch(pools, form, table, payloads, status, is_load=False)
+    _launch(pools, form, table, payloads, status, None, is_load=False)
 
 
 def load(pools: PoolTable, form: SliceForm | None, table: torch.Tensor, payloads: torch.Tensor) -> None:
     """The mirror of `save`. A page id of -1 leaves that page out; no page may be named twice."""
-    _launch(pools, form, table, payloads, table, is_load=True)
+    _launch(pools, form, table, payloads, table, None, is_load=True)
+
+
+class Reached(NamedTuple):
+    """Payloads in page-locked host memory, which a kernel reads and writes by itself.
+
+    addresses: int64 [blocks, 1] on the device, of the payloads, multiples of 16. at: bytes into each where its first
+    layer slice begins. digests: int64 [blocks, layers, 2], as `triton_digest.digest_slices` writes them. keys:
+    `digest_keys`.
+    """
+
+    addresses: torch.Tensor
+    at: int
+    digests: torch.Tensor
+    keys: torch.Tensor
+
+
+def reach(
+    pools: PoolTable,
+    form: SliceForm | None,
+    table: torch.Tensor,
+    scratch: torch.Tensor,
+    status: torch.Tensor,
+    reached: Reached,
+    *,
+    is_load: bool,
+) -> None:
+    """As `load` or `save`, with digests and the way over the wire in the same launch, by few programs: each takes a
+    layer slice into its part of `scratch`, flat uint8 on the device, and is done with it before the next one. What it
+    digests are the words that it read, or wrote, on the host."""
+    _launch(pools, form, table, scratch, status, reached, is_load=is_load)
 
 
 def _launch(
@@ -64,6 +97,7 @@ def _launch(
     table: torch.Tensor,
     payloads: torch.Tensor,
     status: torch.Tensor,
+    reached: Reached | None,
     *,
     is_load: bool,
 ) -> None:
@@ -71,9 +105,15 @@ def _launch(
     tokens = block_pages * pools.page_tokens
     raw_bytes = pools.heads * tokens * sum(pools.widths) * pools.dtype.itemsize
     slice_bytes, groups = raw_bytes if form is None else form.size_bytes, -(-tokens // GROUP)
-    assert payloads.shape[0] == blocks and pools.layers * slice_bytes <= payloads.shape[1]
-    assert not payloads.data_ptr() % 16 and (blocks < 2 or not payloads.stride(0) % 16)
-    programs = blocks * pools.layers * groups * pools.heads
+    slices, row_bytes = blocks * pools.layers, slice_bytes
+    programs = slices * groups * pools.heads
+    if reached is None:
+        row_bytes = payloads.stride(0)
+        assert payloads.shape[0] == blocks and pools.layers * slice_bytes <= payloads.shape[1]
+        assert blocks < 2 or not row_bytes % 16
+    else:
+        programs = min(programs and REACHING, slices, len(payloads) // slice_bytes)
+    assert not payloads.data_ptr() % 16
     if programs == 0:
         return
     if programs > LARGEST_GRID:
@@ -91,7 +131,7 @@ def _launch(
     with on_device(payloads.device):
         _move[(programs,)](
             payloads,
-            payloads.stride(0),
+            row_bytes,
             slice_bytes,
             table,
             table.stride(0),
@@ -108,6 +148,11 @@ def _launch(
             status.stride(0),
             ends,
             0,
+            slices,
+            *(reached or (table, 0, table, table))[:3],
+            reached.digests.stride(0) if reached is not None else 0,
+            reached.keys if reached is not None else table,
+            REACHED=0 if reached is None else slice_bytes,
             LOADS=is_load,
             PLANES=planes,
             PAGE_TOKENS=pools.page_tokens,
@@ -120,11 +165,6 @@ def _launch(
             num_warps=warps,
             enable_fp_fusion=False,
         )
-
-
-def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _form(plane: PlaneForm) -> tuple[int, int, int, int]:
@@ -162,48 +202,64 @@ def _power_of_two(width: int) -> int:
 # axis a pool's numbers lie side by side, accesses are as wide as its alignment allows.
 
 
-@triton.jit(do_not_specialize=["layers", "nothing"])
+@triton.jit(do_not_specialize=["layers", "nothing", "slices", "reached_at"])
 def _move(
-    payloads,
-    row_bytes,
-    slice_bytes,
-    table,
-    table_row,
-    addresses,
-    layers,
-    groups,
-    heads,
-    tokens,
-    k_strides,
-    v_strides,
-    k_places,
-    v_places,
-    status,
-    status_row,
-    ends,
-    nothing,
-    LOADS: tl.constexpr,
-    PLANES: tl.constexpr,
-    PAGE_TOKENS: tl.constexpr,
-    INTEGER: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    KIND: tl.constexpr,
-    PAIRS: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-):
+    payloads, row_bytes, slice_bytes, table, table_row, addresses, layers, groups, heads, tokens, k_strides, v_strides,
+    k_places, v_places, status, status_row, ends, nothing, slices, reached, reached_at, digests, digests_row, keys,
+    REACHED: tl.constexpr, LOADS: tl.constexpr, PLANES: tl.constexpr, PAGE_TOKENS: tl.constexpr, INTEGER: tl.constexpr,
+    ALIGNED: tl.constexpr, KIND: tl.constexpr, PAIRS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    shape, strides, places = (groups, heads, tokens, slice_bytes), (k_strides, v_strides), (k_places, v_places, ends)
+    if REACHED:
+        payload = payloads + tl.program_id(0).to(tl.int64) * row_bytes
+        for slice_ in range(tl.program_id(0), slices, tl.num_programs(0)):
+            layer, block = (slice_ % layers).to(tl.int64), (slice_ // layers).to(tl.int64)
+            row, state = table + block * table_row, status + block * status_row
+            host = (tl.load(reached + block) + reached_at + layer * REACHED).to(tl.pointer_type(tl.uint8))
+            host = tl.multiple_of(host, 16)
+            digest = digests + block * digests_row + layer * 2
+            pool = addresses + layer * PLANES
+            if LOADS:
+                digest_copy(host, payload, digest, keys, REACHED, True, REACHED_TILE)
+                tl.debug_barrier()  # the words that were digested are in the scratch, for all of this program
+            for line in range(groups * heads):
+                _move_line(
+                    line, pool, row, payload, state, shape, strides, places, nothing,
+                    LOADS, PLANES, PAGE_TOKENS, INTEGER, ALIGNED, KIND, PAIRS, K, V,
+                )  # fmt: skip
+            tl.debug_barrier()
+            if not LOADS:
+                digest_copy(payload, host, digest, keys, REACHED, True, REACHED_TILE)
+                tl.debug_barrier()
+    else:
+        # This program's block, layer, group of 64 tokens and head; neighbours differ in the head.
+        number = tl.program_id(0)
+        lines = groups * heads
+        line, slice_ = number % lines, number // lines
+        layer, block = (slice_ % layers).to(tl.int64), (slice_ // layers).to(tl.int64)
+        payload, row = payloads + block * row_bytes + layer * slice_bytes, table + block * table_row
+        pool, state = addresses + layer * PLANES, status + block * status_row
+        _move_line(
+            line, pool, row, payload, state, shape, strides, places, nothing,
+            LOADS, PLANES, PAGE_TOKENS, INTEGER, ALIGNED, KIND, PAIRS, K, V,
+        )  # fmt: skip
+
+
+@triton.jit
+def _move_line(
+    number, addresses, row, payload, state, shape, strides, places, nothing,
+    LOADS: tl.constexpr, PLANES: tl.constexpr, PAGE_TOKENS: tl.constexpr, INTEGER: tl.constexpr, ALIGNED: tl.constexpr,
+    KIND: tl.constexpr, PAIRS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """64 tokens of one head, of all planes of a layer. number: of group and head; addresses: of the layer's planes."""
     K_AXIS: tl.constexpr = K[0]
     K_WIDTH: tl.constexpr = K[1]
-    # This program's block, layer, group of 64 tokens and head, as 64 bits; neighbours differ in the head.
-    number = tl.program_id(0)
-    head = (number % heads).to(tl.int64)
-    number //= heads
-    group = (number % groups).to(tl.int64)
-    number //= groups
-    layer, block = (number % layers).to(tl.int64), (number // layers).to(tl.int64)
-    payload, row = payloads + block * row_bytes + layer * slice_bytes, table + block * table_row
+    groups, heads, tokens, slice_bytes = shape
+    k_strides, v_strides = strides
+    k_places, v_places, ends = places
+    group, head = (number // heads).to(tl.int64), (number % heads).to(tl.int64)
     line = head * groups + group
-    pool = _pool_at(addresses, layer, 0, PLANES, INTEGER, ALIGNED) + head * k_strides[2]
+    pool = _pool_at(addresses, INTEGER, ALIGNED) + head * k_strides[2]
     if KIND == "raw":
         numbers = payload.to(tl.pointer_type(INTEGER)) + head * tokens * K_WIDTH
         _move_numbers(pool, k_strides, row, group, tokens, numbers, LOADS, PAGE_TOKENS, K)
@@ -213,7 +269,6 @@ def _move(
         else:
             _read_tokens(pool, k_strides, row, group, payload, k_places, line, PAGE_TOKENS, KIND, K)
     else:
-        state = status + block * status_row
         if PAIRS:
             # 0, of which the compiler does not know that 16 divides it: it gives each thread one pair at a time, not
             # four.
@@ -230,15 +285,14 @@ def _move(
                 tl.store(payload + ends[0] + bytes_, 0, mask=bytes_ < ends[1] - ends[0])
             tl.store(payload + ends[2] + bytes_, 0, mask=bytes_ < slice_bytes - ends[2])
     if PLANES == 2:
-        pool = _pool_at(addresses, layer, 1, PLANES, INTEGER, ALIGNED) + head * v_strides[2]
+        pool = _pool_at(addresses + 1, INTEGER, ALIGNED) + head * v_strides[2]
         if KIND == "raw":
             V_WIDTH: tl.constexpr = V[1]
-            numbers = payload.to(tl.pointer_type(INTEGER)) + heads.to(tl.int64) * tokens * K_WIDTH
+            numbers = payload.to(tl.pointer_type(INTEGER)) + heads * tokens * K_WIDTH
             _move_numbers(pool, v_strides, row, group, tokens, numbers + head * tokens * V_WIDTH, LOADS, PAGE_TOKENS, V)
         elif LOADS:
             _read_tokens(pool, v_strides, row, group, payload, v_places, line, PAGE_TOKENS, KIND, V)
         else:
-            state = status + block * status_row
             _write_tokens(pool, v_strides, row, group, payload, v_places, line, state, PAGE_TOKENS, KIND, V)
 
 
@@ -271,9 +325,9 @@ def _pages_of(row, token, TOKENS: tl.constexpr, PAGE_TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _pool_at(addresses, layer, plane, PLANES: tl.constexpr, INTEGER: tl.constexpr, ALIGNED: tl.constexpr):
+def _pool_at(address, INTEGER: tl.constexpr, ALIGNED: tl.constexpr):
     """Where a plane of a layer begins."""
-    pool = tl.load(addresses + layer * PLANES + plane).to(tl.pointer_type(INTEGER))
+    pool = tl.load(address).to(tl.pointer_type(INTEGER))
     if ALIGNED:
         pool = tl.multiple_of(pool, 16)
     return pool
@@ -315,19 +369,9 @@ def _write_channels(
 
 @triton.jit
 def _write_pairs(
-    pool,
-    strides,
-    row,
-    group,
-    payload,
-    places,
-    line,
-    state,
-    PAGE_TOKENS: tl.constexpr,
-    KIND: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
+    pool, strides, row, group, payload, places, line, state,
+    PAGE_TOKENS: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
     # As `_write_channels`, where a number has 16 bits and channels are neighbours. A thread has two channels of all
     # tokens, so that threads exchange nothing, and reads them twice: first for the scale, then from the cache.
     lines = pool.to(tl.pointer_type(tl.int32))

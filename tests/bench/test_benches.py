@@ -198,7 +198,7 @@ def tiers_are_hit(result: BenchResult) -> None:
 
 @pytest.mark.parametrize("kernel", ["save", "load", "digest"])
 def test_a_kernel_that_writes_nothing_is_a_fault(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    route = replace(kernels.route_named("twins", torch.device("cpu")), **{kernel: lambda *_: None})
+    route = kernels.route_named("twins", torch.device("cpu"))._replace(**{kernel: lambda *_: None})
     monkeypatch.setattr(kernels, "route_named", lambda *_: route)
     found = kernels.run(KERNELS, quiet, "cpu", ("kernels",))
     names = {"save": ("gather of raw", "gather_quantize"), "load": ("scatter", "dequantize_scatter")}
@@ -210,7 +210,7 @@ def test_a_kernel_that_cannot_be_launched_is_one_line_and_the_others_run(monkeyp
     def fails(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
 
-    route = replace(kernels.route_named("twins", torch.device("cpu")), load=fails)
+    route = kernels.route_named("twins", torch.device("cpu"))._replace(load=fails)
     monkeypatch.setattr(kernels, "route_named", lambda *_: route)
     found = kernels.run(KERNELS, quiet, "cpu", ("kernels",))
     names = ("scatter of raw", "dequantize_scatter of int8-kc64")

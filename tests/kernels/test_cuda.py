@@ -38,6 +38,8 @@ def test_the_list_of_cpus_is_the_kernels() -> None:
 class TorchKernel:
     """Frames to rows of a pool [frame, layer, bytes] and back."""
 
+    reaches = False
+
     def __init__(self, pool: torch.Tensor, direction: Direction) -> None:
         self._pool = pool
         self._direction = direction

@@ -1,0 +1,133 @@
+"""The route to one GPU, and which way it takes: copies with a kernel behind each, or a kernel that reaches into host
+memory itself.
+
+    python -m kv_kernels.gpu 0      both ways measured on GPU 0, as JSON: a list of `Measured`
+
+Which one is faster depends on the GPU, its bus, the direction, the codec and the size of a payload, so each machine
+measures. An engine has a process of its own do it: what a way does wrong on a GPU where it was never tried ends that
+process, and the engine stays with copies. A way that moves other bytes than copies do is never taken.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+from kv_kernels.cuda import CudaDevice, Direction, local_cpus
+from kv_kernels.device_copy import DeviceTransfers, Workers
+from kv_kernels.int8_form import KC64, SliceForm, slice_form
+from kv_kernels.worker import Worker
+
+KV_BYTES, LAPS, SECONDS = 64 << 20, 4, 120.0
+"""Of a measurement; turns of each way; and how long another process may take for all of it."""
+_BLOCK_TOKENS, _PAGE_TOKENS = 64, 16
+_log = logging.getLogger(__name__)
+
+
+class Measured(NamedTuple):
+    """Payloads' bytes in a second, each way; reached is 0 where it moved other bytes."""
+
+    direction: str
+    codec: str
+    payload_bytes: int
+    copied_gb_per_second: float
+    reached_gb_per_second: float
+
+
+class _Slot(NamedTuple):
+    address: int
+    view: memoryview = memoryview(b"")
+    memory: None = None
+
+
+def on_cuda(index: int, *, learns: bool = True) -> DeviceTransfers:
+    """The transfers of a GPU. Raises RuntimeError if there is none, or no memory on it. learns: which way is faster, in
+    the background."""
+    device, cpus = CudaDevice(index), local_cpus(index)
+    workers = [Worker(f"kv-{name}-{index}", cpus) for name in Workers._fields]
+    ways = DeviceTransfers(device, Workers(*workers))
+    if learns:
+        threading.Thread(target=_learn, args=(ways, index), name=f"kv-gpu-{index}", daemon=True).start()
+    return ways
+
+
+def asked(index: int) -> list[Measured]:
+    """Measured by a process of its own. Raises RuntimeError where that does not end well."""
+    command = [sys.executable, "-P", "-m", "kv_kernels.gpu", str(index)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+        return [Measured(**one) for one in json.loads(done.stdout.splitlines()[-1])]
+    except (OSError, subprocess.SubprocessError, ValueError, TypeError, IndexError) as error:
+        raise RuntimeError(f"GPU {index} was not measured, and is served by copies: {type(error).__name__}") from None
+
+
+def _learn(ways: DeviceTransfers, index: int) -> None:
+    try:
+        found = asked(index)
+    except RuntimeError as error:
+        _log.warning("%s", error)
+        return
+    for one in found:
+        is_faster = one.reached_gb_per_second > one.copied_gb_per_second
+        ways.take(Direction(one.direction), one.codec == KC64, one.payload_bytes, reaches=is_faster)
+
+
+def measured(
+    ways: DeviceTransfers, kv_bytes: int = KV_BYTES, heads: int = 8, width: int = 128, layers: Sequence[int] = (1, 32)
+) -> Iterator[Measured]:
+    """Both ways, for each codec, number of layers and direction."""
+    for form in (None, slice_form(KC64, heads, _BLOCK_TOKENS, (width, width), 2)):
+        for count in layers:
+            blocks = max(1, kv_bytes // (4 * count * heads * _BLOCK_TOKENS * width))
+            shape = (2 * count, blocks * _BLOCK_TOKENS // _PAGE_TOKENS, _PAGE_TOKENS, heads, width)
+            pages = ways.device.memory(2 * torch.Size(shape).numel()).view(torch.bfloat16).view(shape).normal_()
+            yield from _of_pages(ways, form, pages, blocks)
+
+
+def _of_pages(ways: DeviceTransfers, form: SliceForm | None, pages: torch.Tensor, blocks: int) -> Iterator[Measured]:
+    """pages: bfloat16 [K and V of each layer, pages, page_tokens, heads, width]."""
+    planes = [list(layer) for layer in pages.split(2)]
+    copy: Any = ways.bind(form, planes, range(pages.shape[1]), _PAGE_TOKENS, _BLOCK_TOKENS)
+    size = copy.slice_bytes * len(planes)
+    host = torch.zeros(blocks * size, dtype=torch.uint8)
+    ways.extents.add(host.data_ptr(), len(host), host, writable=True)
+    slots = [_Slot(host.data_ptr() + block * size) for block in range(blocks)]
+    tokens = range(0, blocks * _BLOCK_TOKENS, _BLOCK_TOKENS)
+    ways.extents.wait(copy.addresses_of(slots), size)
+    digests = list(copy.encode(tokens, slots, None))
+    moves = {
+        Direction.SAVE: (host, lambda: list(copy.encode(tokens, slots, None))),
+        Direction.LOAD: (pages, lambda: copy.decode(slots, tokens, 0, digests, None)),
+    }
+    for direction, (target, move) in moves.items():
+        rates, outcomes = [], []
+        for reaches in (False, True):
+            ways.take(direction, form is not None, size, reaches=reaches)
+            seconds = []
+            for _ in range(LAPS):
+                target.zero_()
+                ways.device.compute().record().synchronize()
+                start = perf_counter()
+                outcome = move()
+                seconds.append(perf_counter() - start)
+            rates.append(blocks * size / min(seconds) / 1e9)
+            outcomes.append((outcome, target.view(torch.uint8).cpu().clone()))
+        is_right = outcomes[0][0] == outcomes[1][0] and torch.equal(outcomes[0][1], outcomes[1][1])
+        codec = "raw" if form is None else KC64
+        yield Measured(direction.value, codec, size, rates[0], rates[1] if is_right else 0.0)
+    ways.extents.remove(host.data_ptr(), SECONDS)
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps([one._asdict() for one in measured(on_cuda(int(sys.argv[1]), learns=False))]))
+    except RuntimeError as error:
+        sys.exit(str(error))
