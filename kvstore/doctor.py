@@ -480,7 +480,7 @@ def gpu(is_wanted: bool) -> Iterator[Finding]:
 def gpu_ways(said: Any) -> Iterator[Finding]:
     """Which way blocks take on and off GPU 0, and how fast each is. said: by `python -m kv_kernels.gpu 0`."""
     if isinstance(said, dict):
-        yield note("gpu", f"GPU 0 was not measured ({said['failed']}): blocks go by copies, with a kernel behind each")
+        yield note("gpu", f"how fast blocks go on and off GPU 0 was not measured: {said['failed']}")
         return
     for one in said:
         copied, reached = one["copied_gb_per_second"], one["reached_gb_per_second"]
@@ -499,7 +499,8 @@ def _told_by(*command: str) -> Any:
     try:
         return json.loads(asked.stdout.splitlines()[-1])
     except (ValueError, IndexError):
-        return {"failed": f"it ended with status {asked.returncode}"}
+        last = asked.stderr.decode(errors="replace").splitlines()[-1:]
+        return {"failed": "; ".join([f"it ended with status {asked.returncode}", *last])}
 
 
 def _most(limit: int) -> float:

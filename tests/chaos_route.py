@@ -66,6 +66,7 @@ class ChaosRoute:
         names = [f"{name} worker" for name in ("pin", "load", "save")]
         self.workers = Workers(*[Worker(name) if has_threads else ChaosWorker(self.chaos, name) for name in names])
         self.transfers = DeviceTransfers(self.device, self.workers, segment_bytes)
+        self.transfers.programs = 2
         for cell in product(Direction, (False, True), (0, LARGE_BYTES)):
             self.transfers.take(*cell, reaches=reaches)
 

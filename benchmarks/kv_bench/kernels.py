@@ -314,11 +314,10 @@ def _planned(codec: str, blocks: int, page_tokens: int, layers_at_once: int) -> 
     ways.extents.wait(copy.addresses_of(spans), 1)
     for _ in range(200):
         start, calls = perf_counter(), device.calls
-        moving = Moving(copy, copy.page_table(tokens, 0), copy.addresses_of(spans), Direction.LOAD)
-        transfer = moving.start(range(blocks))
-        seconds.append(perf_counter() - start)
-        assert transfer is not None and transfer.is_direct
-        with moving:
+        with Moving(copy, copy.page_table(tokens, 0), copy.addresses_of(spans), Direction.LOAD) as moving:
+            transfer = moving.start(range(blocks))
+            seconds.append(perf_counter() - start)
+            assert transfer is not None and transfer.is_direct
             moving.found(range(blocks), transfer)
         calls = device.calls - calls
     assert ways.close(CLOSE_SECONDS)

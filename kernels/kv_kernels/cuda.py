@@ -1,8 +1,8 @@
 """Streams, copies and page-locked memory of one GPU, by way of torch and the CUDA driver.
 
 The words are CUDA's: a stream runs its work in order; streams are ordered among each other, and with the host, by
-events only. Nothing here blocks but `Event.synchronize`, and `memory`. All copies of a call go into a stream by one
-call of the driver (`CopyBatch`).
+events only. Nothing that is put into a stream blocks. All copies of a call go into it by one call of the driver
+(`CopyBatch`).
 
 `CudaDevice` and `CudaStream` are the one seam of transfers: the tests have another device of the same methods, which
 runs on a CPU in any order that is legal and finds missing waits. Must never be used while the engine captures a graph,

@@ -4,6 +4,7 @@
               in one copy and are compared here; only then is anything called good
     encode    pages > segments: digests of what is staged, before it crosses to the host > payloads; yielded in order
               as they land
+    either    one kernel between page-locked payloads and pages, with the digests, where that is known to be faster
 
 All segments are put into the streams at once; the calling thread waits without the interpreter lock. A payload is moved
 without its frame's header: neighbouring slots are then separate copies, which costs nothing if a payload is larger than
@@ -30,7 +31,7 @@ import numpy as np
 import torch
 
 from kv_kernels import plain, triton_pools
-from kv_kernels.compiled import compiled
+from kv_kernels.compiled import IS_USABLE, compiled
 from kv_kernels.copies import BlockCopy, Digest, Encoded, Flaw
 from kv_kernels.cuda import CudaDevice, CudaStream, Direction, Rows
 from kv_kernels.int8_form import ALIGN_BYTES, GROUP, SliceForm
@@ -38,6 +39,7 @@ from kv_kernels.pinned import PinnedExtents
 from kv_kernels.pools import RAW_BYTES, PoolTable
 from kv_kernels.transfer import LayerSlice, PageMover, Transfer, TransferOutcome, layer_slices
 from kv_kernels.triton_digest import SHORTEST_BYTES, digest_keys, digest_slices
+from kv_kernels.triton_pools import REACHING
 from kv_kernels.worker import Worker
 
 SEGMENT_BYTES = 160 << 20
@@ -137,7 +139,9 @@ class DeviceCopy:
                     return len(blocks)
                 size = DIGEST_BYTES * self.pools.layers
                 cuts = range(0, len(found), size)
-                return next(at for at, cut in enumerate(cuts) if found[cut : cut + size] != wanted[cut : cut + size])
+                return next(
+                    (at for at, cut in enumerate(cuts) if found[cut : cut + size] != wanted[cut : cut + size]), 0
+                )
         return self._other().decode(payloads, tokens, skip, expected, digest)
 
     def addresses_of(self, payloads: Sequence[Any]) -> Rows:
@@ -191,7 +195,7 @@ class Moving:
         there is no memory, or the device has failed."""
         self.copy, self.pages, self.payloads, self.direction = copy, rows, payloads, direction
         blocks, pools = len(rows), copy.pools
-        device, layers = copy.ways.device, pools.layers
+        layers = pools.layers
         shapes = copy.addresses.shape, rows.shape, (blocks, 1), (blocks, len(copy.layers)), (blocks, 2 * layers)
         starts = [0, *accumulate([-(-high * wide // _ALIGN_NUMBERS) * _ALIGN_NUMBERS for high, wide in shapes])]
         self._memory = copy.ways.tables.take(starts[5])
@@ -206,15 +210,20 @@ class Moving:
         told[starts[1] : starts[1] + rows.size] = rows.reshape(-1)
         told[starts[2] : starts[2] + blocks] = payloads
         told[starts[3] : starts[4]] = 0
-        here, there = self._memory.host_at, self._memory.device_at
         self.pools = [pools.part(part.first, part.stop, addresses) for part in copy.layers]
-        stream = device.lanes(direction)[0]
-        stream.wait(device.compute().record())
-        stream.copy(np.array([[there], [here], [8 * starts[4]]]))
-        self._uploaded = stream.record()
+        self._told_bytes = 8 * starts[4]
         self._found = [(8 * start, 8 * shape[1]) for start, shape in zip(starts[3:5], shapes[3:], strict=True)]
 
     def __enter__(self) -> Moving:
+        memory, device = self._memory, self.copy.ways.device
+        stream = device.lanes(self.direction)[0]
+        try:
+            stream.wait(device.compute().record())
+            stream.copy(np.array([[memory.device_at], [memory.host_at], [self._told_bytes]]))
+            self._uploaded = stream.record()
+        except BaseException:
+            stream.record().synchronize()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -264,8 +273,11 @@ class MovingKernel:
     def __init__(self, moving: Moving, blocks: range) -> None:
         self.moving = moving
         self.blocks = blocks
-        copy = moving.copy
-        self.reaches = copy.ways.reaches(moving.direction, copy.form is not None, copy.slice_bytes * copy.pools.layers)
+        copy, layers = moving.copy, moving.copy.pools.layers
+        takes = copy.ways.reaches(moving.direction, copy.form is not None, copy.slice_bytes * layers)
+        programs = copy.ways.programs
+        have_work = len(blocks) * layers >= programs and copy.slice_bytes * programs <= copy.ways.segment_bytes
+        self.reaches = takes and have_work and not (moving.payloads % ALIGN_BYTES).any()
 
     def __call__(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
         self.moving.copy.ways.device.run(partial(self._launch, staged, self.rows(frames), layers))
@@ -377,8 +389,13 @@ class DeviceTransfers:
         }
         self.tables = TableMemory(device)
         self.keys = digest_keys(device.memory(ALIGN_BYTES).device)
+        if not IS_USABLE:
+            _log.warning(
+                "loads and saves on a GPU are planned some twenty times slower: install numba, or allow it to compile"
+            )
         none = np.zeros(1, np.int64)
         self.extents.runs(none, 1), _pages_of(none, 1, 0, none, none[None])  # compiled now, not by the first load
+        self.programs = REACHING  # with less to do for each, copies are faster
         self._reaching: dict[tuple[Direction, bool, bool], bool] = {}
         self._workers = workers
         self._refused: set[str] = set()

@@ -10,24 +10,33 @@ process, and the engine stays with copies. A way that moves other bytes than cop
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
+import mmap
+import os
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from kv_kernels.cuda import CudaDevice, Direction, local_cpus
+from kv_kernels.cuda import CudaDevice, Direction, host_tensor, local_cpus
 from kv_kernels.device_copy import DeviceTransfers, Workers
 from kv_kernels.int8_form import KC64, SliceForm, slice_form
 from kv_kernels.worker import Worker
 
-KV_BYTES, LAPS, SECONDS = 64 << 20, 4, 120.0
+KV_BYTES, LAPS, SECONDS = 64 << 20, 4, 90.0
 """Of a measurement; turns of each way; and how long another process may take for all of it."""
+_PIN_SECONDS = 10.0
+_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _BLOCK_TOKENS, _PAGE_TOKENS = 64, 16
 _log = logging.getLogger(__name__)
 
@@ -63,10 +72,13 @@ def asked(index: int) -> list[Measured]:
     """Measured by a process of its own. Raises RuntimeError where that does not end well."""
     command = [sys.executable, "-P", "-m", "kv_kernels.gpu", str(index)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS)
         return [Measured(**one) for one in json.loads(done.stdout.splitlines()[-1])]
-    except (OSError, subprocess.SubprocessError, ValueError, TypeError, IndexError) as error:
-        raise RuntimeError(f"GPU {index} was not measured, and is served by copies: {type(error).__name__}") from None
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = type(error).__name__
+    except (ValueError, TypeError, IndexError):
+        reason = next(reversed(done.stderr.splitlines()), f"status {done.returncode}")
+    raise RuntimeError(f"GPU {index} was not measured, and is served by copies: {reason}")
 
 
 def _learn(ways: DeviceTransfers, index: int) -> None:
@@ -97,36 +109,58 @@ def _of_pages(ways: DeviceTransfers, form: SliceForm | None, pages: torch.Tensor
     planes = [list(layer) for layer in pages.split(2)]
     copy: Any = ways.bind(form, planes, range(pages.shape[1]), _PAGE_TOKENS, _BLOCK_TOKENS)
     size = copy.slice_bytes * len(planes)
-    host = torch.zeros(blocks * size, dtype=torch.uint8)
-    ways.extents.add(host.data_ptr(), len(host), host, writable=True)
-    slots = [_Slot(host.data_ptr() + block * size) for block in range(blocks)]
     tokens = range(0, blocks * _BLOCK_TOKENS, _BLOCK_TOKENS)
-    ways.extents.wait(copy.addresses_of(slots), size)
-    digests = list(copy.encode(tokens, slots, None))
-    moves = {
-        Direction.SAVE: (host, lambda: list(copy.encode(tokens, slots, None))),
-        Direction.LOAD: (pages, lambda: copy.decode(slots, tokens, 0, digests, None)),
-    }
-    for direction, (target, move) in moves.items():
-        rates, outcomes = [], []
-        for reaches in (False, True):
-            ways.take(direction, form is not None, size, reaches=reaches)
-            seconds = []
-            for _ in range(LAPS):
-                target.zero_()
-                ways.device.compute().record().synchronize()
-                start = perf_counter()
-                outcome = move()
-                seconds.append(perf_counter() - start)
-            rates.append(blocks * size / min(seconds) / 1e9)
-            outcomes.append((outcome, target.view(torch.uint8).cpu().clone()))
-        is_right = outcomes[0][0] == outcomes[1][0] and torch.equal(outcomes[0][1], outcomes[1][1])
-        codec = "raw" if form is None else KC64
-        yield Measured(direction.value, codec, size, rates[0], rates[1] if is_right else 0.0)
-    ways.extents.remove(host.data_ptr(), SECONDS)
+    with _both_mappings(ways, blocks * size) as (written, read):
+        into, of = ([_Slot(address + block * size) for block in range(blocks)] for address in (written, read))
+        digests = list(copy.encode(tokens, into, None))
+        moves: dict[Direction, tuple[list[_Slot], torch.Tensor, Callable[[], object], object]] = {
+            Direction.SAVE: (into, host_tensor(written, blocks * size), partial(_saved, copy, tokens, into), digests),
+            Direction.LOAD: (of, pages, lambda: copy.decode(of, tokens, 0, digests, None), blocks),
+        }
+        for direction, (slots, target, move, wanted) in moves.items():
+            can_reach = ways.extents.wait(copy.addresses_of(slots), size, _PIN_SECONDS)
+            assert not can_reach or blocks * len(planes) >= ways.programs, "enough to do for a kernel"
+            rates, outcomes = [], []
+            for reaches in (False, True) if can_reach else (False,):
+                ways.take(direction, form is not None, size, reaches=reaches)
+                seconds = []
+                for _ in range(LAPS):
+                    if direction is Direction.LOAD:  # a save's slots have to stay as they are for the loads
+                        target.zero_()
+                    ways.device.compute().record().synchronize()
+                    start = perf_counter()
+                    outcome = move()
+                    seconds.append(perf_counter() - start)
+                rates.append(blocks * size / min(seconds) / 1e9)
+                outcomes.append((outcome == wanted, target.view(torch.uint8).cpu().clone()))
+            is_right = all(is_good and torch.equal(outcomes[0][1], state) for is_good, state in outcomes)
+            codec = "raw" if form is None else KC64
+            yield Measured(direction.value, codec, size, rates[0], rates[1] if is_right and can_reach else 0.0)
+
+
+def _saved(copy: Any, tokens: Sequence[int], into: Sequence[_Slot]) -> list[list[bytes]]:
+    return list(copy.encode(tokens, into, None))
+
+
+@contextmanager
+def _both_mappings(ways: DeviceTransfers, size_bytes: int) -> Iterator[tuple[int, int]]:
+    """Where shared memory lies that is mapped twice, as a store's is: to be filled, and read-only to be read."""
+    number = os.memfd_create("kv-measured")
+    os.ftruncate(number, size_bytes)
+    maps = [mmap.mmap(number, size_bytes), mmap.mmap(number, size_bytes, prot=mmap.PROT_READ)]
+    os.close(number)
+    filled, read = addresses = [np.frombuffer(one, np.uint8).ctypes.data for one in maps]
+    ways.extents.add(filled, size_bytes, maps, writable=True)
+    ways.extents.add(read, size_bytes, maps, writable=False)
+    try:
+        yield filled, read
+    finally:
+        for address in addresses:
+            ways.extents.remove(address, _PIN_SECONDS)
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
     try:
         print(json.dumps([one._asdict() for one in measured(on_cuda(int(sys.argv[1]), learns=False))]))
     except RuntimeError as error:

@@ -44,7 +44,6 @@ class PoolTable(NamedTuple):
     strides: tuple[Strides, ...]
     widths: tuple[int, ...]
     dtype: torch.dtype
-    pages: int
     page_tokens: int
     heads: int
     aligned: bool
@@ -52,10 +51,6 @@ class PoolTable(NamedTuple):
     @property
     def layers(self) -> int:
         return len(self.planes)
-
-    @property
-    def device(self) -> torch.device:
-        return self.addresses.device
 
     @staticmethod
     def of(planes: Sequence[Sequence[torch.Tensor]], addresses: torch.Tensor | None = None) -> PoolTable:
@@ -80,7 +75,6 @@ class PoolTable(NamedTuple):
             strides=tuple([Strides(*tensor.stride()) for tensor in first]),
             widths=tuple([tensor.shape[3] for tensor in first]),
             dtype=first[0].dtype,
-            pages=first[0].shape[0],
             page_tokens=first[0].shape[1],
             heads=first[0].shape[2],
             aligned=all(address % ALIGN_BYTES == 0 for layer in places for address in layer),

@@ -2,6 +2,7 @@
 
     load    copy: slots > staging segment; kernel: segment > pages          both in one stream, segment after segment
     save    kernel: pages > staging segment; copy: segment > slots          likewise
+    either  a kernel that reaches into the slots itself, with a segment as its scratch, where they are page-locked
     both    the worker waits for the last of it, then `outcome`: slots and pages are the caller's
 
 A direction has two streams and each of them a segment, used in turn, so that a copy goes on beside a kernel. Since one
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -190,29 +191,46 @@ class PageMover:
         sizes = [part.size_bytes for part in slices]
         assert len(addresses) and min(sizes) > 0 and max(sizes) <= self._segment_bytes, "a slice goes into a segment"
         hold = self._extents.hold(addresses, max(part.offset_bytes + part.size_bytes for part in slices))
-        batches = self._batches(hold, len(addresses), slices, kernel.reaches)
-        transfer = Transfer(self._worker, kernel, hold, all([batch.is_pinned for batch in batches]))
-        put_in = partial(self._put_in, transfer, kernel, after, batches)
+        transfer, is_submitted = None, False
+        try:
+            batches = self._batches(hold, len(addresses), slices, kernel.reaches)
+            transfer = Transfer(self._worker, kernel, hold, all([batch.is_pinned for batch in batches]))
+            put_in = partial(self._put_in, transfer, kernel, after, batches)
+            job, wakes = partial(self._settle, transfer, put_in), not transfer.is_direct
+            is_submitted = not self._stranded and self._worker.submit(job, wakes=wakes)
+            if is_submitted and transfer.is_direct:
+                put_in()
+        except BaseException:  # an interrupt: the caller does not get this transfer, and may use its pages next
+            if transfer is not None:  # the worker may have it, or not, and may settle it once more
+                self._give_up(transfer)
+                transfer.settle()
+            hold.release()
+            raise
+        if not is_submitted:
+            hold.release()
+            return None
+        return transfer
 
-        def later() -> None:
+    def _settle(self, transfer: Transfer, put_in: Callable[[], None]) -> None:
+        """On the worker."""
+        try:
             if transfer.is_direct:
                 self._worker.wait(lambda: transfer.is_put_in, None)  # being done by the caller, at this moment
             else:
                 put_in()
+        except BaseException:
+            self._give_up(transfer)
+            raise
+        finally:
             transfer.settle()
             if transfer.is_stranded:
                 self._stranded.append(transfer)
 
-        if self._stranded or not self._worker.submit(later, wakes=not transfer.is_direct):
-            hold.release()
-            return None
-        if transfer.is_direct:
-            try:
-                put_in()
-            except BaseException:  # an interrupt: the caller does not get this transfer, and may use its pages next
-                transfer.wait(None)
-                raise
-        return transfer
+    def _give_up(self, transfer: Transfer) -> None:
+        """Half-way: what is in the streams by then is done, and waited for, as by all later transfers behind it."""
+        transfer.cancel()
+        if not transfer.is_put_in:
+            transfer.put_in(self._ends(transfer, [stream for stream, _, _ in self._lanes]))
 
     def _batches(self, hold: Hold, count: int, slices: Sequence[LayerSlice], reaches: bool) -> list[_Batch]:
         batches: list[_Batch] = []
@@ -232,24 +250,19 @@ class PageMover:
     def _put_in(
         self, transfer: Transfer, kernel: PageKernel, after: Sequence[Event], batches: Sequence[_Batch]
     ) -> None:
-        """If this fails half-way, or the caller's thread is interrupted, the work that is in the streams by then is
-        done, and is waited for by the worker, as by all later transfers behind it."""
         used: list[CudaStream] = []
-        ends: list[Event | None] = [None]
         try:
             self._fill(transfer, kernel, after, batches, used)
         except Exception as error:
             transfer.failed(error)
-        except BaseException:
-            transfer.cancel()
-            raise
-        finally:
-            try:
-                ends = [stream.record() for stream in used]
-            except RuntimeError as error:  # the device has failed
-                transfer.failed(error)
-            finally:
-                transfer.put_in(ends)
+        transfer.put_in(self._ends(transfer, used))
+
+    def _ends(self, transfer: Transfer, used: Sequence[CudaStream]) -> Sequence[Event | None]:
+        try:
+            return [stream.record() for stream in used]
+        except RuntimeError as error:  # the device has failed
+            transfer.failed(error)
+            return [None]
 
     def _fill(
         self,
@@ -277,12 +290,11 @@ class PageMover:
             self._turn += 1  # two threads may get the same one
             stream, segment, lock = self._lanes[self._turn % len(self._lanes)]
             with lock:  # one thread at a time fills and empties a segment
-                if stream in used:
-                    used.remove(stream)
-                else:
-                    for event in after:
-                        stream.wait(event)
+                for event in () if stream in used else after:
+                    stream.wait(event)
                 used.append(stream)
+                if used.count(stream) > 1:
+                    used.remove(stream)  # the earlier one
                 rows[packed] += segment.data_ptr()
                 is_staged, size = rows.size > 0, layers.size_bytes
                 staged = segment.as_strided((len(frames), size), (size, 1)) if is_staged else segment
@@ -300,9 +312,10 @@ class PageMover:
                     if room:
                         landed.append((stream.record(), bounced))
         if not transfer.is_cancelled:
-            while len(used) > 1:
-                used[-1].wait(used.pop(0).record())
+            for stream in used[:-1]:
+                used[-1].wait(stream.record())
             kernel.end(used[-1])
+            del used[:-1]  # the last one ends behind them
         for one in landed:
             self._copy_on(*one)
 

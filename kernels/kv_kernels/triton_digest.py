@@ -101,7 +101,7 @@ def _product(word, key):
     return (mixed & 0xFFFFFFFF) * (mixed >> 32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["into"])
 def _digest_slice(payload, row_bytes, into, into_row, keys, SLICE_BYTES: tl.constexpr):
     block, number = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     start = payload + block * row_bytes + number * SLICE_BYTES

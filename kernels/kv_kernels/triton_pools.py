@@ -202,7 +202,10 @@ def _power_of_two(width: int) -> int:
 # axis a pool's numbers lie side by side, accesses are as wide as its alignment allows.
 
 
-@triton.jit(do_not_specialize=["layers", "nothing", "slices", "reached_at"])
+@triton.jit(
+    do_not_specialize=["layers", "nothing", "slices", "reached_at"],
+    do_not_specialize_on_alignment=["table", "addresses", "status", "reached", "digests"],  # parts of tables
+)
 def _move(
     payloads, row_bytes, slice_bytes, table, table_row, addresses, layers, groups, heads, tokens, k_strides, v_strides,
     k_places, v_places, status, status_row, ends, nothing, slices, reached, reached_at, digests, digests_row, keys,
@@ -212,7 +215,8 @@ def _move(
     shape, strides, places = (groups, heads, tokens, slice_bytes), (k_strides, v_strides), (k_places, v_places, ends)
     if REACHED:
         payload = payloads + tl.program_id(0).to(tl.int64) * row_bytes
-        for slice_ in range(tl.program_id(0), slices, tl.num_programs(0)):
+        slice_ = tl.program_id(0)
+        while slice_ < slices:
             layer, block = (slice_ % layers).to(tl.int64), (slice_ // layers).to(tl.int64)
             row, state = table + block * table_row, status + block * status_row
             host = (tl.load(reached + block) + reached_at + layer * REACHED).to(tl.pointer_type(tl.uint8))
@@ -222,15 +226,18 @@ def _move(
             if LOADS:
                 digest_copy(host, payload, digest, keys, REACHED, True, REACHED_TILE)
                 tl.debug_barrier()  # the words that were digested are in the scratch, for all of this program
-            for line in range(groups * heads):
+            line = slice_ * 0
+            while line < groups * heads:
                 _move_line(
                     line, pool, row, payload, state, shape, strides, places, nothing,
                     LOADS, PLANES, PAGE_TOKENS, INTEGER, ALIGNED, KIND, PAIRS, K, V,
                 )  # fmt: skip
+                line += 1
             tl.debug_barrier()
             if not LOADS:
                 digest_copy(payload, host, digest, keys, REACHED, True, REACHED_TILE)
                 tl.debug_barrier()
+            slice_ += tl.num_programs(0)
     else:
         # This program's block, layer, group of 64 tokens and head; neighbours differ in the head.
         number = tl.program_id(0)

@@ -65,6 +65,8 @@ class Kept:
                 signature[parameter.name] = "i32"
             else:
                 signature[parameter.name] = _argument(value, (index,), constants, attributes)
+                if parameter.do_not_specialize_on_alignment:
+                    attributes.pop((index,), None)
         return ASTSource(self.kernel, signature, constants, attributes)
 
 

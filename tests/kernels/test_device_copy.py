@@ -368,7 +368,8 @@ def test_a_kernel_that_fails_is_told_and_waited_for(monkeypatch: pytest.MonkeyPa
 def test_both_ways_are_measured_and_one_that_moves_other_bytes_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> list[gpu.Measured]:
         ways = DeviceTransfers(AtOnceDevice(), Workers(*map(Worker, Workers._fields)), 1 << 16)
-        measured = list(gpu.measured(ways, 1 << 13, heads=1, width=16, layers=(1, 2)))
+        ways.programs = 4
+        measured = list(gpu.measured(ways, 1 << 14, heads=1, width=16, layers=(1, 2)))
         assert ways.close(30.0) and all(one.copied_gb_per_second > 0 for one in measured)
         return measured
 
