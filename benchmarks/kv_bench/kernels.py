@@ -288,7 +288,7 @@ def plan_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
     say("plans")
     for codec in CODECS:
         for load, blocks, layers_at_once in (("whole", 512, 0), ("whole", 2048, 0), ("by layers", 512, 1)):
-            seconds, calls = _planned(codec, blocks, bench.options.page_tokens, layers_at_once)
+            seconds, calls = _planned(codec, blocks, bench.options, layers_at_once)
             found, ends = 1e6 * median(seconds), (1e6 * min(seconds), 1e6 * max(seconds))
             target = Target(200, is_least=False, of="value") if (blocks, layers_at_once) == (512, 0) else None
             what = {"load": load, "codec": codec, "blocks": blocks}
@@ -296,9 +296,9 @@ def plan_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
             yield Row(what, found, "us", len(seconds), *ends, target=target, details=details)
 
 
-def _planned(codec: str, blocks: int, page_tokens: int, layers_at_once: int) -> tuple[list[float], int]:
+def _planned(codec: str, blocks: int, options: KernelsOptions, layers_at_once: int) -> tuple[list[float], int]:
     """Seconds of each load until all of it is in the streams, and the calls of one. layers_at_once: 0 for all."""
-    shape, device = PLAN_SHAPE, CountingDevice()
+    shape, device, page_tokens = PLAN_SHAPE, CountingDevice(), options.page_tokens
     size, pages = frame_bytes(payload_bytes(shape, codec)), blocks * shape.block_tokens // page_tokens
     ways = DeviceTransfers(cast(Any, device), Workers(*map(Worker, Workers._fields)))
     plane = torch.empty(pages, page_tokens, shape.kv_heads, shape.head_dim, dtype=torch.bfloat16)
@@ -312,7 +312,7 @@ def _planned(codec: str, blocks: int, page_tokens: int, layers_at_once: int) -> 
     spans = [FrameSpan(at, memoryview(b"")) for at in (extent.data_ptr() + size * order + HEADER_BYTES).tolist()]
     tokens, seconds, calls = (shape.block_tokens * order).tolist(), list[float](), 0
     ways.extents.wait(copy.addresses_of(spans), 1)
-    for _ in range(200):
+    for _ in range(25 * options.laps):
         start, calls = perf_counter(), device.calls
         with Moving(copy, copy.page_table(tokens, 0), copy.addresses_of(spans), Direction.LOAD) as moving:
             transfer = moving.start(range(blocks))

@@ -220,7 +220,7 @@ def test_a_kernel_that_cannot_be_launched_is_one_line_and_the_others_run(monkeyp
 
 def test_a_transfer_that_cannot_page_lock_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_device.AtOnceDevice, "register", lambda *_, **__: "not here")
-    monkeypatch.setattr(kernels, "WAIT_SECONDS", 5.0)
+    monkeypatch.setattr(kernels, "WAIT_SECONDS", 1.0)
     monkeypatch.setattr(kernels, "DIRECTIONS", ("load",))
     found = kernels.run(KERNELS, quiet, "cpu", ("transfers",))
     assert len(found.faults) == 4 and all("could not be page-locked" in line for line in found.faults)
