@@ -112,12 +112,14 @@ def _of_pages(ways: DeviceTransfers, form: SliceForm | None, pages: torch.Tensor
     tokens = range(0, blocks * _BLOCK_TOKENS, _BLOCK_TOKENS)
     with _both_mappings(ways, blocks * size) as (written, read):
         into, of = ([_Slot(address + block * size) for block in range(blocks)] for address in (written, read))
-        digests = list(copy.encode(tokens, into, None))
+        digests = _saved(copy, tokens, into)
         moves: dict[Direction, tuple[list[_Slot], torch.Tensor, Callable[[], object], object]] = {
             Direction.SAVE: (into, host_tensor(written, blocks * size), partial(_saved, copy, tokens, into), digests),
             Direction.LOAD: (of, pages, lambda: copy.decode(of, tokens, 0, digests, None), blocks),
         }
         for direction, (slots, target, move, wanted) in moves.items():
+            ways.take(Direction.SAVE, form is not None, size, reaches=False)
+            _saved(copy, tokens, into)  # for the loads
             can_reach = ways.extents.wait(copy.addresses_of(slots), size, _PIN_SECONDS)
             assert not can_reach or blocks * len(planes) >= ways.programs, "enough to do for a kernel"
             rates, outcomes = [], []
@@ -125,8 +127,7 @@ def _of_pages(ways: DeviceTransfers, form: SliceForm | None, pages: torch.Tensor
                 ways.take(direction, form is not None, size, reaches=reaches)
                 seconds = []
                 for _ in range(LAPS):
-                    if direction is Direction.LOAD:  # a save's slots have to stay as they are for the loads
-                        target.zero_()
+                    target.zero_()
                     ways.device.compute().record().synchronize()
                     start = perf_counter()
                     outcome = move()

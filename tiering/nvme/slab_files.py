@@ -200,10 +200,12 @@ class DirectFiles:
 
     def bring_back(self, name: str) -> None:
         """Write a slab again that others removed, durably."""
-        try:
-            self.confirm(name)
-        except FileNotFoundError:
-            self._write_again(name)
+        is_back = False
+        while not is_back:
+            try:
+                return self.confirm(name)
+            except FileNotFoundError:
+                is_back = self._write_again(name)
 
     def confirm(self, name: str) -> None:
         """Raises unless the name leads to the open slab, in its size."""
@@ -224,15 +226,16 @@ class DirectFiles:
             words = f"{name} was cut while it was in use, to {there.st_size} of {slab.size_bytes} bytes; start again"
             raise OSError(errno.ESTALE, words)
 
-    def _write_again(self, name: str) -> None:
+    def _write_again(self, name: str) -> bool:
+        """False where a file has the name by now: the slab's, which another thread wrote again, or another one."""
         path = self._path(name)
         with self._turn:
             self._check_open()
             slab = self._slabs[name]
             while slab.users or slab.is_copied:
                 self._turn.wait()
-            if self._slabs.get(name) is not slab:
-                return  # another thread has
+            if self._slabs.get(name) is not slab or os.path.lexists(path):
+                return False
             slab.is_copied = True
         try:
             copy = self._copy_of(slab, path)
@@ -240,6 +243,7 @@ class DirectFiles:
                 self._slabs[name] = copy
                 slab.let_go()
             _log.warning("%s was removed while it was in use, and is written again from what is open", path)
+            return True
         finally:
             with self._turn:
                 slab.is_copied = False
