@@ -181,7 +181,7 @@ class ChaosDevice:
         self._eagerness = random.choice([0.0, 0.3, 0.7, 1.0]) if eagerness is None else eagerness
         self._shadow = Shadow(is_defined=not knows_host)
         self.touched = touched
-        self._refuse, self._knows_host = refuse, knows_host
+        self._refuse = refuse
         self._registered: dict[int, int] = {}
         self.refused = 0
         self._compute = ChaosStream(self, "compute")
@@ -218,8 +218,6 @@ class ChaosDevice:
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
         memory = self.memory(size_bytes)
-        if not self._knows_host:
-            self._shadow.write(self.actor, self._clock(), "fills new memory", [region(memory)])
         with self.lock:
             self._registered[memory.data_ptr()] = size_bytes
         return memory

@@ -307,7 +307,7 @@ def _planned(codec: str, blocks: int, options: KernelsOptions, layers_at_once: i
     if layers_at_once:
         copy.layers = layer_slices(shape.layers, copy.slice_bytes, layers_at_once)
     order = np.random.default_rng(1).permutation(blocks)
-    extent = torch.empty(blocks * size, dtype=torch.uint8)  # touched by nobody
+    extent = torch.empty(blocks * size, dtype=torch.uint8)  # never touched
     ways.extents.add(extent.data_ptr(), len(extent), extent, writable=True)
     spans = [FrameSpan(at, memoryview(b"")) for at in (extent.data_ptr() + size * order + HEADER_BYTES).tolist()]
     tokens, seconds, calls = (shape.block_tokens * order).tolist(), list[float](), 0

@@ -1,4 +1,4 @@
-"""Loops that numba compiles; without numba they run as they are, some twenty times slower.
+"""Loops that numba compiles; without numba they run as they are, and are slow.
 
 Imported by what computes alone, and not with `kv_kernels`: numba takes 0.2 s, and vLLM 0.31 and 0.32 cannot make a
 worker for a CPU in a process where llvmlite is loaded.

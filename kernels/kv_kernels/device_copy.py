@@ -205,11 +205,12 @@ class Moving:
             for start, shape in zip(starts[:5], shapes, strict=True)
         )
         self.digests = digests.view(blocks, layers, 2)
-        told = self._memory.numbers
+        told = np.empty(starts[4], np.int64)
         told[: pools.layers * len(pools.widths)] = copy.addresses.reshape(-1)
         told[starts[1] : starts[1] + rows.size] = rows.reshape(-1)
         told[starts[2] : starts[2] + blocks] = payloads
-        told[starts[3] : starts[4]] = 0
+        told[starts[3] :] = 0
+        copy.ways.device.copy(np.array([[self._memory.host_at], [told.ctypes.data], [told.nbytes]]))
         self.pools = [pools.part(part.first, part.stop, addresses) for part in copy.layers]
         self._told_bytes = 8 * starts[4]
         self._found = [(8 * start, 8 * shape[1]) for start, shape in zip(starts[3:5], shapes[3:], strict=True)]
@@ -330,10 +331,10 @@ def _in_rows(planes: Sequence[Sequence[torch.Tensor]]) -> Sequence[Sequence[torc
 
 
 class Memory(NamedTuple):
-    """Of equal size: flat int64 on the device, and page-locked on the host; and where they begin."""
+    """Of equal size: flat int64 on the device, and bytes that are page-locked on the host; and where they begin."""
 
     device: torch.Tensor
-    numbers: Rows
+    host: torch.Tensor
     device_at: int
     host_at: int
 
@@ -356,7 +357,7 @@ class TableMemory:
                 self._free.pop(0)
         size = max(_LEAST_TABLES_BYTES, 8 << (numbers - 1).bit_length())
         device, host = self._device.memory(size), self._device.pinned(size)
-        return Memory(device.view(torch.int64), host.numpy().view(np.int64), device.data_ptr(), host.data_ptr())
+        return Memory(device.view(torch.int64), host, device.data_ptr(), host.data_ptr())
 
     def give_back(self, memory: Memory) -> None:
         with self._lock:
@@ -391,7 +392,7 @@ class DeviceTransfers:
         self.keys = digest_keys(device.memory(ALIGN_BYTES).device)
         if not IS_USABLE:
             _log.warning(
-                "loads and saves on a GPU are planned some twenty times slower: install numba, or allow it to compile"
+                "loads and saves on a GPU are planned by Python, which is slow: install numba, or let it compile"
             )
         none = np.zeros(1, np.int64)
         self.extents.runs(none, 1), _pages_of(none, 1, 0, none, none[None])  # compiled now, not by the first load

@@ -196,22 +196,23 @@ class PageMover:
             batches = self._batches(hold, len(addresses), slices, kernel.reaches)
             transfer = Transfer(self._worker, kernel, hold, all([batch.is_pinned for batch in batches]))
             put_in = partial(self._put_in, transfer, kernel, after, batches)
-            job, wakes = partial(self._settle, transfer, put_in), not transfer.is_direct
+            job, wakes = partial(self._later, transfer, put_in), not transfer.is_direct
             is_submitted = not self._stranded and self._worker.submit(job, wakes=wakes)
             if is_submitted and transfer.is_direct:
                 put_in()
         except BaseException:  # an interrupt: the caller does not get this transfer, and may use its pages next
-            if transfer is not None:  # the worker may have it, or not, and may settle it once more
+            if transfer is None:
+                hold.release()
+            else:  # the worker may have it, or not, and may settle it once more
                 self._give_up(transfer)
-                transfer.settle()
-            hold.release()
+                self._settle(transfer)
             raise
         if not is_submitted:
             hold.release()
             return None
         return transfer
 
-    def _settle(self, transfer: Transfer, put_in: Callable[[], None]) -> None:
+    def _later(self, transfer: Transfer, put_in: Callable[[], None]) -> None:
         """On the worker."""
         try:
             if transfer.is_direct:
@@ -222,9 +223,12 @@ class PageMover:
             self._give_up(transfer)
             raise
         finally:
-            transfer.settle()
-            if transfer.is_stranded:
-                self._stranded.append(transfer)
+            self._settle(transfer)
+
+    def _settle(self, transfer: Transfer) -> None:
+        transfer.settle()
+        if transfer.is_stranded:  # its slots, kernel and tables stay
+            self._stranded.append(transfer)
 
     def _give_up(self, transfer: Transfer) -> None:
         """Half-way: what is in the streams by then is done, and waited for, as by all later transfers behind it."""

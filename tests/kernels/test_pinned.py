@@ -198,7 +198,7 @@ def test_what_is_adopted_is_unregistered_before_it_is_unmapped() -> None:
     unregister = device.unregister
     device.unregister = lambda at: (unregistered.append(_is_mapped(address)), unregister(at))  # type: ignore
     del extent
-    assert _is_mapped(address) and device.reaches(everything), "nobody has waited in a finalizer"
+    assert _is_mapped(address) and device.reaches(everything), "no finalizer has waited"
     assert worker.pump() and not _is_mapped(address)
     assert unregistered == [True] * 4 and not device.reaches(everything)
 

@@ -163,7 +163,7 @@ class Story:
             self.engine.write(self.free_pages[2:3])
 
     def reset(self) -> None:
-        """The engine forgets all requests, and the store what nobody uses."""
+        """The engine forgets all requests, and the store what no load has."""
         for load in self.loads:
             load.is_abandoned = True
             load.transfer.cancel()
@@ -294,6 +294,14 @@ def _found(run: Callable[[int, NoWait], None], no_wait: NoWait) -> int:
 # --- how transfers end -----------------------------------------------------------------------------------------------
 
 
+class Interrupted(Kernel):
+    """Its first launch is interrupted, after it was put in."""
+
+    def __call__(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
+        super().__call__(staged, frames, layers)
+        raise KeyboardInterrupt
+
+
 class Failing(Kernel):
     """Its second launch fails, after half of it was launched."""
 
@@ -351,11 +359,6 @@ def test_an_interrupt_of_the_callers_thread_ends_its_transfer_alone(direction: D
     """Those behind it would wait for it for ever."""
     engine, slots, pages = _ready()
 
-    class Interrupted(Kernel):
-        def __call__(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
-            super().__call__(staged, frames, layers)
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
         engine.start(slots, WHOLE, Interrupted(engine, direction, pages))
     transfer = engine.load(slots, pages) if direction is Direction.LOAD else engine.save(slots, pages)
@@ -381,6 +384,19 @@ def test_a_device_that_fails_keeps_the_slots(monkeypatch: pytest.MonkeyPatch) ->
     del loading, saving, transfer
     engine.collect()  # nor the tables
     engine.finish()
+
+
+def test_an_interrupt_on_a_device_that_fails_keeps_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, slots, pages = _ready()
+
+    def broken(self: ChaosEvent) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(ChaosEvent, "synchronize", broken)
+    with pytest.raises(KeyboardInterrupt):
+        engine.start(slots, WHOLE, Interrupted(engine, Direction.LOAD, pages))
+    assert not engine.extents.remove(engine.memory[0].data_ptr(), 0.0)
+    assert engine.start(slots, WHOLE, Kernel(engine, Direction.LOAD, pages)) is None
 
 
 def test_a_slot_that_is_not_inside_its_extent_is_refused_before_anything_begins() -> None:

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("kernels_can_run")
 
 PATH = str(Path(__file__).resolve().parents[2] / "kernels")
 HEADER, TAIL = 4096, 64
-"""Of a frame before its payload, and bytes behind it that nobody may touch."""
+"""Of a frame before its payload, and bytes behind it that no launch may touch."""
 
 CASES = [
     Case("token-major", "bfloat16", 16, 4, 2, (128, 128), layers=4),
