@@ -141,13 +141,14 @@ def _options() -> argparse.Namespace:
 
 
 def _environment(device: str) -> dict[str, str]:
-    """This process's, with the packages of this tree; kernels are compiled on a GPU, whatever was set before."""
+    """This process's, with the packages of this tree; kernels are compiled on a GPU, and interpreted on a CPU."""
     paths = [str(ROOT / folder) for folder in (".", "kernels", "benchmarks", "tests")]
     paths += filter(None, [os.environ.get("PYTHONPATH", "")])
     settings = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     if device == CUDA:
         settings.pop("TRITON_INTERPRET", None)
-    return settings
+        return settings
+    return settings | {"TRITON_INTERPRET": "1"}
 
 
 def _described(device: str) -> dict[str, Any]:

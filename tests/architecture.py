@@ -210,7 +210,7 @@ CLOSED_ROOMS = {
 }
 
 # Folders of a checkout that are no packages, and modules of theirs that are never installed.
-FOREIGN_FOLDERS = frozenset("kernels proto tests benchmarks kv_bench benches chaos chaos_route chaos_worker".split())
+FOREIGN_FOLDERS = frozenset("kernels proto tests benchmarks kv_bench benches chaos chaos_route".split())
 
 # Each engine is touched by the file that adapts it, so that an engine's change breaks one file.
 ENGINE_FILES = {

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -77,6 +79,9 @@ class ChaosEvent:
         if not device.no_wait(device.actor, self.stream.name):
             device.drive(self)
 
+    def query(self) -> bool:
+        return self.clock is not None
+
 
 class ChaosStream:
     """A queue of operations. name: an actor."""
@@ -97,14 +102,23 @@ class ChaosStream:
         if not self.device.no_wait(self.name, event.stream.name):
             self._put("waits", event=event, waits=True)
 
-    def copy(self, rows: Rows) -> None:
+    def copy(self, rows: Rows, is_pinned: bool = True) -> None:
         for target, source, size in rows.T.tolist():
             reads, writes = [Region(source, size)], [Region(target, size)]
-            body = _copier(writes[0], reads[0])
-            self._put("copies", reads=reads, writes=writes, is_copy=True, bodies=[body])
+            if is_pinned:
+                self._put("copies", reads=reads, writes=writes, is_copy=True, bodies=[_copier(writes[0], reads[0])])
+            elif self.name.startswith(Direction.LOAD.value):  # by the driver: the host's side is read now
+                self.device.host_read(reads, "a copy by the driver")
+                kept = bytes(host_tensor(*reads[0]).numpy())
+                self._put("copies", writes=writes, bodies=[partial(ctypes.memmove, target, kept, size)])
+            else:  # written before the call returns
+                self.device.drive(self.record())
+                self.device.host_read(reads, "a copy by the driver")
+                self.device.host_write(writes, "a copy by the driver")
+                ctypes.memmove(target, source, size)
 
     def launch(self, work: Any) -> None:
-        """A page kernel bound to what it is called with. Where it fails, what it had launched runs all the same."""
+        """A transfer's launch, bound to its arguments. Where it fails, what it had launched runs all the same."""
         staged, frames, layers = work.args
         bodies: list[Callable[[], object]] = []
         has_failed = True
@@ -114,7 +128,7 @@ class ChaosStream:
             has_failed = False
         finally:
             if bodies or not has_failed:
-                pages, tables, findings, slots = self.device.touched(work.func, frames, layers)
+                pages, tables, findings, slots = self.device.touched(work.func.__self__, frames, layers)
                 sources, targets = [region(staged)], pages
                 if staged.dim() == 1:  # a kernel that reaches the slots itself, through a scratch
                     sources, findings = slots, [*findings, region(staged)]
@@ -169,11 +183,11 @@ class ChaosDevice:
         eagerness: float | None = None,
         knows_host: bool = True,
         no_wait: NoWait | None = None,
-        touched: Touched = lambda kernel, frames, layers: kernel.touched(frames, layers),
+        touched: Touched = lambda transfer, frames, layers: transfer.touched(frames, layers),
     ) -> None:
         """eagerness: how likely it is, after each call, that something runs; 0 runs what is waited for only.
         knows_host: whether all that host code writes is said; if not, memory that is not the device's counts as
-        written. no_wait: a wait that is left out. touched: of a launch of a kernel its pages, what else it
+        written. no_wait: a wait that is left out. touched: of a transfer's launch its pages, what else it
         reads, what else it writes, and its slots; refuse: why not, if memory is not to be page-locked."""
         self.lock = threading.RLock()
         self.no_wait = no_wait or NoWait()
@@ -208,6 +222,19 @@ class ChaosDevice:
             self._memory.append(memory)  # never freed, so that an address stays what it was
             self._shadow.forget([region(memory)])
         return memory
+
+    def tables(self, size_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Given back where the last holder lets go: the device's in the order of the compute stream, as torch does."""
+        device, host = self.memory(size_bytes), self.pinned(size_bytes)
+        given = device.view(-1), host.view(-1)
+        weakref.finalize(given[0], self._give_back, partial(self._compute.release, [region(device)])).atexit = False
+        weakref.finalize(given[1], self._give_back, partial(self.release, [region(host)], "frees")).atexit = False
+        return given
+
+    @staticmethod
+    def _give_back(release: Callable[[], object]) -> None:
+        with suppress(HazardError):  # which every later call raises; this is a finalizer
+            release()
 
     def run(self, body: Callable[[], object]) -> None:
         """In a kernel's `work`: this is what it does when its turn comes."""

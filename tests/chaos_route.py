@@ -12,13 +12,11 @@ import pytest
 import torch
 
 from chaos import ChaosDevice, NoWait
-from chaos_worker import ChaosWorker
 from happens_before import Region, region
 from kv_kernels import triton_pools
 from kv_kernels.cuda import Direction
-from kv_kernels.device_copy import LARGE_BYTES, DeviceTransfers, MovingKernel, Workers
+from kv_kernels.device_copy import LARGE_BYTES, DeviceTransfers, Moving
 from kv_kernels.transfer import LayerSlice
-from kv_kernels.worker import Worker
 
 SEGMENT_BYTES = 24 << 10
 
@@ -28,10 +26,9 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
-def touched(kernel: MovingKernel, frames: range, layers: LayerSlice) -> tuple[list[Region], ...]:
+def touched(moving: Moving, frames: range, layers: LayerSlice) -> tuple[list[Region], ...]:
     """Of a launch: its pages, what else it reads, what else it writes, and its slots."""
-    moving, rows = kernel.moving, kernel.rows(frames)
-    at = moving.copy.layers.index(layers)
+    at, rows = moving.copy.layers.index(layers), slice(frames.start, frames.stop)
     named = sorted({page for page in moving.pages[rows].flatten().tolist() if page >= 0})
     pages = [_page(plane, page) for planes in moving.pools[at].planes for plane in planes for page in named]
     findings = [one for block in moving.status[rows, at : at + 1] for one in [region(block)]]
@@ -46,8 +43,7 @@ def _page(plane: torch.Tensor, page: int) -> Region:
 
 
 class ChaosRoute:
-    """`routes.Devices`. Workers run when they are waited for, under names of their own; or they are threads, of whose
-    order the device knows nothing then."""
+    """`routes.Devices`. Memory is page-locked by `lock`, or by a thread of which the device knows nothing."""
 
     def __init__(
         self,
@@ -55,23 +51,24 @@ class ChaosRoute:
         segment_bytes: int = SEGMENT_BYTES,
         no_wait: NoWait | None = None,
         refused: bool = False,
-        has_threads: bool = False,
         eagerness: float | None = None,
         reaches: bool = False,
     ) -> None:
         print(f"seed {seed}")
-        self.has_threads = has_threads
         refuse = lambda *_: "not allowed" if refused else ""  # noqa: E731
         self.device = self.chaos = ChaosDevice(Random(seed), refuse, eagerness, False, no_wait, touched)
-        names = [f"{name} worker" for name in ("pin", "load", "save")]
-        self.workers = Workers(*[Worker(name) if has_threads else ChaosWorker(self.chaos, name) for name in names])
-        self.transfers = DeviceTransfers(self.device, self.workers, segment_bytes)
+        self.transfers = DeviceTransfers(self.device, segment_bytes)
         self.transfers.programs = 2
         for cell in product(Direction, (False, True), (0, LARGE_BYTES)):
             self.transfers.take(*cell, reaches=reaches)
 
     def __call__(self, device: torch.device) -> DeviceTransfers:
         return self.transfers
+
+    def lock(self) -> None:
+        """Do all that the thread that page-locks would do."""
+        while self.transfers.extents.step():
+            pass
 
     def close(self) -> None:
         """Raises the first hazard of all."""

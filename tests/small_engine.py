@@ -6,7 +6,6 @@ are put into the compute stream; loads and saves are the real ones.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from random import Random
 
@@ -14,8 +13,7 @@ import numpy as np
 import torch
 
 from chaos import ChaosDevice, NoWait
-from chaos_worker import ChaosWorker
-from happens_before import Clock, HazardError, Region
+from happens_before import Region, region
 from kv_kernels.cuda import Direction, host_tensor
 from kv_kernels.pinned import PinnedExtents
 from kv_kernels.transfer import LayerSlice, PageMover, Transfer, layer_slices
@@ -28,39 +26,31 @@ POOL_PAGES, SLOTS = 64, 14
 SEGMENT_BYTES = FRAME_BYTES + LAYER_BYTES
 
 
-class Table:
-    """Page numbers in the device's memory; given back, in the compute stream's order, when nobody has it any more."""
+class Moved(Transfer):
+    """Frames between slots and pages, by a kernel that reads the page table. keeps: it holds the table, as it must."""
 
-    def __init__(self, engine: Engine, pages: Sequence[int]) -> None:
-        memory = engine.chaos.memory(4 * len(pages))
-        self.region = Region(memory.data_ptr(), len(memory))
-        memory.view(torch.int32).copy_(torch.tensor(pages, dtype=torch.int32))
-        engine.chaos.host_write([self.region], "writes a page table")
-        weakref.finalize(self, engine.dropped, self.region)
+    def __init__(
+        self,
+        engine: Engine,
+        direction: Direction,
+        slots: Sequence[int],
+        pages: Sequence[int],
+        slices: Sequence[LayerSlice] | None = None,
+        keeps: bool = True,
+    ) -> None:
+        at_once = engine.random.choice([1, 1 << 40]) if direction is Direction.SAVE else 1 << 40
+        super().__init__(engine.movers[direction], np.array(slots, np.int64), slices or engine.slices(), at_once)
+        self.pages, self._engine, self._direction = pages, engine, direction
+        self.table, _ = engine.chaos.tables(4 * len(pages))
+        self._region = region(self.table)
+        self.table.view(torch.int32).copy_(torch.tensor(pages, dtype=torch.int32))
+        engine.chaos.host_write([self._region], "writes a page table")
+        if not keeps:
+            engine.loose.append(self.table)
+            del self.table
 
-
-class Kernel:
-    """Moves frames' layers between a staged slice and the pages of a table. keeps: it holds the table, as it must."""
-
-    reaches = False
-
-    def __init__(self, engine: Engine, direction: Direction, pages: Sequence[int], keeps: bool = True) -> None:
-        table = Table(engine, pages)
-        self.table = table if keeps else None
-        self._region = table.region
-        self._loose = table
-        self._engine = engine
-        self.direction = direction
-        self._pages = pages
-        if keeps:
-            del self._loose
-
-    def lose_table(self) -> None:
-        """Only where it is not kept."""
-        del self._loose
-
-    def __call__(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
-        engine, direction, table = self._engine, self.direction, self._region
+    def launch(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
+        engine, direction, table = self._engine, self._direction, self._region
         address = staged.data_ptr()
 
         def body() -> None:
@@ -80,11 +70,8 @@ class Kernel:
         engine.chaos.run(body)
 
     def touched(self, frames: range, layers: LayerSlice) -> tuple[list[Region], ...]:
-        pages = self._pages[frames.start * PAGES : frames.stop * PAGES]
+        pages = self.pages[frames.start * PAGES : frames.stop * PAGES]
         return self._engine.regions(pages, range(layers.first, layers.stop)), [self._region], [], []
-
-    def end(self, stream: object) -> None:
-        pass
 
 
 class Engine:
@@ -94,22 +81,15 @@ class Engine:
         self.random = Random(seed)
         refuse = lambda *_: "not allowed" if refused else ""  # noqa: E731
         self.device = self.chaos = ChaosDevice(Random(seed + 1), refuse, eagerness, no_wait=no_wait)
-        self._dropped: list[tuple[Clock, Region]] = []
         self._pool = self.chaos.memory(LAYERS * POOL_PAGES * PAGE_BYTES)
         self.pool = self._pool.view(LAYERS, POOL_PAGES, PAGE_BYTES)
         self.wrong: list[str] = []
         self.memory = [torch.zeros(SLOTS * FRAME_BYTES, dtype=torch.uint8) for _ in range(2)]
-        self.pin_worker = ChaosWorker(self.chaos, "pin worker")
-        self.load_worker = ChaosWorker(self.chaos, "load worker")
-        self.save_worker = ChaosWorker(self.chaos, "save worker")
-        self.extents = PinnedExtents(self.chaos, self.pin_worker, chunk_bytes=5 * FRAME_BYTES + 16)
+        self.extents = PinnedExtents(self.chaos, chunk_bytes=5 * FRAME_BYTES + 16)
         for memory in self.memory:
-            self.extents.add(memory.data_ptr(), len(memory), memory, writable=True)
-        self.workers = {Direction.LOAD: self.load_worker, Direction.SAVE: self.save_worker}
-        self.movers = {
-            direction: PageMover(self.device, direction, self.extents, worker, SEGMENT_BYTES)
-            for direction, worker in self.workers.items()
-        }
+            self.extents.adopt(memory.data_ptr(), len(memory), lambda leave: None, writable=True)
+        self.movers = {one: PageMover(self.device, one, self.extents, SEGMENT_BYTES) for one in Direction}
+        self.loose: list[torch.Tensor] = []
         self.contents: dict[int, torch.Tensor] = {}
 
     # --- memory
@@ -131,19 +111,6 @@ class Engine:
 
     def regions(self, pages: Sequence[int], layers: Iterable[int] = range(LAYERS)) -> list[Region]:
         return [self.page_region(layer, page) for layer in layers for page in pages]
-
-    def dropped(self, region: Region) -> None:
-        try:
-            self._dropped.append((self.chaos.tick(), region))
-        except HazardError:  # one was found already; this is a finalizer
-            pass
-
-    def collect(self) -> None:
-        """Memory of tables that nobody has any more is the compute stream's to use again."""
-        dropped, self._dropped = self._dropped, []
-        for clock, region in dropped:
-            self.chaos.join(clock)
-            self.chaos.compute().release([region])
 
     # --- steps of the engine, in the compute stream
 
@@ -181,33 +148,15 @@ class Engine:
             return [LayerSlice(0, LAYERS, 0, FRAME_BYTES)]
         return layer_slices(LAYERS, LAYER_BYTES, self.random.choice([1, 2, 3, LAYERS]), HEADER_BYTES)
 
-    def start(self, slots: Sequence[int], slices: Sequence[LayerSlice], kernel: Kernel) -> Transfer | None:
-        mover = self.movers[kernel.direction]
-        return mover.start(np.array(slots, np.int64), slices, kernel, self.device.compute().record())
-
-    def load(self, slots: Sequence[int], pages: Sequence[int], keeps: bool = True) -> Transfer:
-        kernel = Kernel(self, Direction.LOAD, pages, keeps)
-        loading = self.start(slots, self.slices(), kernel)
-        assert loading is not None
-        if not keeps:
-            kernel.lose_table()
-        return loading
-
-    def save(self, slots: Sequence[int], pages: Sequence[int]) -> Transfer:
-        saving = self.start(slots, self.slices(), Kernel(self, Direction.SAVE, pages))
-        assert saving is not None
-        return saving
-
-    def pump(self) -> None:
-        """Workers get on, or not."""
-        for worker in (self.pin_worker, self.load_worker, self.save_worker):
-            if self.random.random() < 0.3:
-                worker.pump()
+    def start(self, direction: Direction, slots: Sequence[int], pages: Sequence[int], keeps: bool = True) -> Moved:
+        moved = Moved(self, direction, slots, pages, keeps=keeps)
+        assert moved.start()
+        self.loose.clear()
+        return moved
 
     def finish(self) -> None:
         """Everything runs to its end. Raises the first hazard of all."""
-        for worker in (self.pin_worker, self.load_worker, self.save_worker):
-            while worker.pump():
-                pass
+        while self.extents.step():
+            pass
         self.chaos.finish()
         assert not self.wrong, self.wrong

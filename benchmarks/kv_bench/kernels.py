@@ -6,9 +6,10 @@ synchronous device: that shows that it runs, and its figures mean nothing.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -24,14 +25,13 @@ from kv_bench.measure import Say, against, quantile, rate_row, timed
 from kv_bench.on_device import CountingDevice, DeviceTimer, describe, device_named, give_memory_back, transfer_device
 from kv_bench.rig import BlockShape
 from kv_bench.script import one_of
-from kv_kernels import plain, triton_digest, triton_pools
-from kv_kernels.cuda import CudaStream, Direction, host_tensor
-from kv_kernels.device_copy import SEGMENT_BYTES, DeviceTransfers, Moving, Workers
+from kv_kernels import gpu, plain, triton_digest, triton_pools
+from kv_kernels.cuda import Direction, host_tensor
+from kv_kernels.device_copy import SEGMENT_BYTES, DeviceTransfers, Moving
 from kv_kernels.int8_form import KC64, SliceForm
 from kv_kernels.pinned import PinnedExtents
 from kv_kernels.pools import PoolTable
-from kv_kernels.transfer import LayerSlice, PageMover, Transfer, TransferOutcome, layer_slices
-from kv_kernels.worker import Worker
+from kv_kernels.transfer import LayerSlice, PageMover, Transfer, layer_slices
 from kvstore.block.codec import codec_named
 from kvstore.block.payload import RAW, int8_form
 from kvstore.config import format_size
@@ -44,7 +44,7 @@ CODECS = (RAW, KC64)
 TRITON, TWINS = ROUTES = ("triton", "twins")
 FAILURES: tuple[type[Exception], ...] = (RuntimeError, OSError, ValueError, triton_pools.triton.TritonError)
 """What work on a device can raise: by torch and CUDA (out of memory included), the system, triton."""
-PLAN, KERNELS, TRANSFERS, DECODE = STAGES = ("plan", "kernels", "transfers", "decode")
+PLAN, KERNELS, WAYS, TRANSFERS, DECODE = STAGES = ("plan", "kernels", "ways", "transfers", "decode")
 KERNEL_TARGETS = {"gather_quantize": 0.70, "dequantize_scatter": 0.70}
 """Share of the copy's byte rate, on a GPU, from `TARGETED_BYTES` of KV on."""
 TRANSFER_TARGET = 0.90
@@ -60,8 +60,6 @@ UNDER_WAY = 2
 WAIT_SECONDS, CLOSE_SECONDS = 60.0, 10.0
 LEFT_OUT = ("bytes moved", "gb per second", "copy gb per second", "limit gb per second", "steps", "step ms p50")
 """What other columns have as well."""
-_KEPT: list[Extent] = []
-"""Extents that a failed transfer may still access."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +118,7 @@ def run(options: KernelsOptions, say: Say, device: str | None = None, stages: Se
     for stage in stages:
         one_of("stage", stage, STAGES)
     bench, rows = DeviceBench(options, chosen), {stage: list[Row]() for stage in STAGES}
-    measured = {PLAN: plan_rows, KERNELS: kernel_rows, TRANSFERS: transfer_rows, DECODE: decode_rows}
+    measured = {PLAN: plan_rows, KERNELS: kernel_rows, WAYS: way_rows, TRANSFERS: transfer_rows, DECODE: decode_rows}
     for stage in STAGES:
         if stages and stage not in stages:
             continue
@@ -131,6 +129,7 @@ def run(options: KernelsOptions, say: Say, device: str | None = None, stages: Se
             bench.faults.append(f"the stage {stage} ended early: {told(error)}")
     facts = describe(chosen)
     titles = {KERNELS: f"on {facts['name']}, kernels: {bench.route.name}", TRANSFERS: "loads and saves, over the wire"}
+    titles[WAYS] = "blocks by a kernel that reaches into host memory, beside copies"
     titles |= {PLAN: "a load, without triton's launches", DECODE: f"steps of a random {options.model} Llama"}
     sections = [Section(rows[stage], titles[stage], name=stage, left_out=LEFT_OUT) for stage in STAGES]
     return BenchResult("kernels", options, sections, {"device": facts, "route": bench.route.name}, bench.faults)
@@ -300,7 +299,7 @@ def _planned(codec: str, blocks: int, options: KernelsOptions, layers_at_once: i
     """Seconds of each load until all of it is in the streams, and the calls of one. layers_at_once: 0 for all."""
     shape, device, page_tokens = PLAN_SHAPE, CountingDevice(), options.page_tokens
     size, pages = frame_bytes(payload_bytes(shape, codec)), blocks * shape.block_tokens // page_tokens
-    ways = DeviceTransfers(cast(Any, device), Workers(*map(Worker, Workers._fields)))
+    ways = DeviceTransfers(cast(Any, device))
     plane = torch.empty(pages, page_tokens, shape.kv_heads, shape.head_dim, dtype=torch.bfloat16)
     how = form_of(shape, codec), [[plane, plane]] * shape.layers, range(pages), page_tokens, shape.block_tokens
     copy: Any = ways.bind(*how)
@@ -308,121 +307,115 @@ def _planned(codec: str, blocks: int, options: KernelsOptions, layers_at_once: i
         copy.layers = layer_slices(shape.layers, copy.slice_bytes, layers_at_once)
     order = np.random.default_rng(1).permutation(blocks)
     extent = torch.empty(blocks * size, dtype=torch.uint8)  # never touched
-    ways.extents.add(extent.data_ptr(), len(extent), extent, writable=True)
+    ways.extents.adopt(extent.data_ptr(), len(extent), lambda leave: None, writable=True)
     spans = [FrameSpan(at, memoryview(b"")) for at in (extent.data_ptr() + size * order + HEADER_BYTES).tolist()]
     tokens, seconds, calls = (shape.block_tokens * order).tolist(), list[float](), 0
+    ways.extents.run()
     ways.extents.wait(copy.addresses_of(spans), 1)
     for _ in range(25 * options.laps):
         start, calls = perf_counter(), device.calls
         with Moving(copy, copy.page_table(tokens, 0), copy.addresses_of(spans), Direction.LOAD) as moving:
-            transfer = moving.start(range(blocks))
+            assert moving.start() and moving.is_direct
             seconds.append(perf_counter() - start)
-            assert transfer is not None and transfer.is_direct
-            moving.found(range(blocks), transfer)
+            moving.found(0)
         calls = device.calls - calls
     assert ways.close(CLOSE_SECONDS)
     return seconds, calls
 
 
+# --- both ways -------------------------------------------------------------------------------------------------------
+
+
+def way_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
+    """Of each direction, codec and size what an engine decides by; on a CPU where triton's interpreter is on."""
+    if not (bench.is_gpu or os.environ.get("TRITON_INTERPRET") == "1"):
+        return
+    say("both ways")
+    ways = DeviceTransfers(transfer_device(bench.device), bench.options.segment_bytes)
+    ways.extents.run()
+    ways.programs = ways.programs if bench.is_gpu else 2
+    sizes: Any = {} if bench.is_gpu else {"kv_bytes": 1 << 13, "heads": 1, "width": 8, "layers": (1,)}
+    for one in gpu.measured(ways, **sizes):
+        reached, copied = one.reached_gb_per_second, one.copied_gb_per_second
+        what = {"direction": one.direction, "codec": one.codec, "payload_bytes": one.payload_bytes}
+        if not reached:
+            bench.faults.append(f"{one.direction} of {one.codec}: a kernel moved other bytes, or could not be tried")
+        yield Row(what, reached, "GB/s", gpu.LAPS, None, None, "copies", copied, reached / copied)
+    ways.close(CLOSE_SECONDS)
+
+
 # --- transfers -------------------------------------------------------------------------------------------------------
 
 
-class PagedKernel:
-    """`transfer.PageKernel` over a pool, in one direction: a route's kernels with their own page table."""
+class PagedTransfer(Transfer):
+    """All blocks of a pool, in one direction, by a route's kernels. Statuses stay on the device."""
 
-    reaches = False
+    def __init__(self, transfers: Transfers, mover: PageMover, pools: dict[int, PoolTable], *tables: Any) -> None:
+        """pools: of each slice, by its first layer. tables: page table and statuses."""
+        super().__init__(mover, transfers.slots, transfers.slices)
+        self._pools, (self._table, self._status) = pools, tables
+        self._route, self._form = transfers.route, transfers.form
 
-    def __init__(
-        self, pool: PagedPool, slices: Sequence[LayerSlice], route: Route, form: SliceForm | None, direction: Direction
-    ) -> None:
-        self._pools = {part.first: PoolTable.of(pool.planes[part.first : part.stop]) for part in slices}
-        self._table = pool.table
-        self._status = torch.zeros(len(pool.table), dtype=torch.int64, device=pool.table.device)
-        self._route, self._form, self._direction = route, form, direction
-
-    def __call__(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
+    def launch(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
         rows = slice(frames.start, frames.stop)
         moved = self._pools[layers.first], self._form, self._table[rows], staged
-        if self._direction is Direction.LOAD:
+        if self.mover.loads:
             self._route.load(*moved)
         else:
             self._route.save(*moved, self._status[rows])
 
-    def end(self, stream: CudaStream) -> None:
-        """Statuses stay on the device."""
-
 
 class Transfers:
-    """A pool, page-locked frames for all of its blocks, and a loader and a saver between them. A context manager."""
+    """A pool, page-locked frames for all of its blocks, and transfers between them. To be closed."""
 
     def __init__(self, bench: DeviceBench, codec: str, layers_at_once: int) -> None:
         options, device, shape = bench.options, bench.device, bench.options.shape
         blocks, size = options.transfer_bytes // shape.payload_bytes, payload_bytes(shape, codec)
         self.form, self.kv_bytes, self.wire_bytes = form_of(shape, codec), blocks * shape.payload_bytes, blocks * size
         self.pool, self.target = (PagedPool(shape, blocks, options.page_tokens, device, seed) for seed in (1, 2))
-        self._device, near = transfer_device(device)
-        self._frame_bytes = frame_bytes(size)
-        with ExitStack() as stack:
-            pin, load, save = (Worker(f"bench-{name}", near) for name in ("pin", "load", "save"))
-            for worker in (pin, load, save):
-                stack.callback(worker.close, CLOSE_SECONDS)
-            extent = Extent(blocks * self._frame_bytes)
-            self._slots = extent.address + self._frame_bytes * np.arange(blocks)
-            extents = PinnedExtents(self._device, pin)
-            extents.add(extent.address, extent.size_bytes, extent, writable=True)
-            stack.callback(_give_back, extents, extent)
-            extents.wait(self._slots, self._frame_bytes, WAIT_SECONDS)
-            self._slices = layer_slices(shape.layers, size // shape.layers, layers_at_once, HEADER_BYTES)
-            room = max(options.segment_bytes, *(part.size_bytes for part in self._slices))
-            segment = -(-room // 256) * 256
-            self._movers = {}
-            for direction, pool, worker in ((Direction.LOAD, self.target, load), (Direction.SAVE, self.pool, save)):
-                kernel = PagedKernel(pool, self._slices, bench.route, self.form, direction)
-                self._movers[direction.value] = PageMover(self._device, direction, extents, worker, segment), kernel
-            self._stack = stack.pop_all()
+        self.route, self._frame_bytes = bench.route, frame_bytes(size)
+        there = transfer_device(device)
+        self._extent = Extent(blocks * self._frame_bytes)
+        memory, self.slots = self._extent.memory, self._extent.address + self._frame_bytes * np.arange(blocks)
+        self._extents = PinnedExtents(there)
+        self._extents.adopt(memory.address, memory.size_bytes, memory.before_unmap, writable=True)
+        self._extents.run()
+        self._extents.wait(self.slots, self._frame_bytes, WAIT_SECONDS)
+        self.slices = layer_slices(shape.layers, size // shape.layers, layers_at_once, HEADER_BYTES)
+        room = max(options.segment_bytes, *(part.size_bytes for part in self.slices))
+        self._ways = {}
+        for direction, pool in ((Direction.LOAD, self.target), (Direction.SAVE, self.pool)):
+            pools = {part.first: PoolTable.of(pool.planes[part.first : part.stop]) for part in self.slices}
+            mover = PageMover(there, direction, self._extents, -(-room // 256) * 256)
+            status = torch.zeros(blocks, dtype=torch.int64, device=device)
+            self._ways[direction.value] = mover, pools, pool.table, status
 
-    def __enter__(self) -> Transfers:
-        return self
+    def close(self) -> None:
+        self._extents.close(CLOSE_SECONDS)
+        self._extent.close()  # of its descriptor; the memory goes with its last view
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def start(self, direction: str) -> list[PagedTransfer]:
+        """Start a load, a save, or one of each. Raises RuntimeError if the device has failed."""
+        started = [PagedTransfer(self, *way) for one, way in self._ways.items() if direction in (one, BOTH)]
+        if not all([transfer.start() for transfer in started]):
+            raise RuntimeError(f"a {direction} was refused: the device has failed")
+        return started
 
-    def start(self, direction: str) -> list[Transfer]:
-        """Start a load, a save, or one of each. Raises RuntimeError if refused."""
-        started: list[Transfer | None] = []
-        for one, (mover, kernel) in self._movers.items():
-            if direction in (one, BOTH):
-                started.append(mover.start(self._slots, self._slices, kernel, self._device.compute().record()))
-        if None in started:
-            raise RuntimeError(f"a {direction} was refused: its worker has too much to do, or the device has failed")
-        return [transfer for transfer in started if transfer is not None]
-
-    def run(self, direction: str) -> list[Transfer]:
-        """Start and wait. Raises RuntimeError on failure or timeout."""
-        transfers = self.start(direction)
-        for transfer in transfers:
-            finish(transfer)
-        return transfers
+    def run(self, direction: str) -> list[PagedTransfer]:
+        """Start and wait. Raises RuntimeError on failure."""
+        return [finished(transfer) for transfer in self.start(direction)]
 
     def check(self) -> bool:
-        payload = host_tensor(int(self._slots[0]) + HEADER_BYTES, self._frame_bytes - HEADER_BYTES).clone()
+        payload = host_tensor(int(self.slots[0]) + HEADER_BYTES, self._frame_bytes - HEADER_BYTES).clone()
         row = payload.to(self.pool.table.device)[None]
         return self.target.is_loaded(self.form, row.clone()) and self.pool.is_saved(self.form, row)
 
 
-def finish(transfer: Transfer) -> None:
-    """Wait for the end. Raises RuntimeError on failure or timeout."""
-    transfer.wait(WAIT_SECONDS)
-    if transfer.outcome is not TransferOutcome.DONE:
-        raise RuntimeError(f"a transfer ended as {transfer.outcome.value}: {transfer.error}")
-
-
-def _give_back(extents: PinnedExtents, extent: Extent) -> None:
-    """If the device failed, it may still be copying: then the memory stays until the process ends."""
-    if extents.remove(extent.address, CLOSE_SECONDS):
-        extent.close()
-    else:
-        _KEPT.append(extent)
+def finished(transfer: PagedTransfer) -> PagedTransfer:
+    """Wait for the end. Raises RuntimeError on failure."""
+    if not transfer.wait():
+        raise RuntimeError("a transfer failed") from transfer.error
+    return transfer
 
 
 class PlainCopy:
@@ -446,20 +439,20 @@ class PlainCopy:
 
 def transfer_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
     """One by one: raw and int8-kc64, whole frames and a few layers at a time, all directions. kv_bytes: of the pages,
-    as numbers of 16 bits. is_direct: whether the extents were page-locked; else everything went through a small pinned
-    ring. matches_twin: whether the first block is what the twins make of it, bit for bit."""
+    as numbers of 16 bits. is_direct: whether the extents were page-locked; else the driver copied them through its own
+    memory. matches_twin: whether the first block is what the twins make of it, bit for bit."""
     options, layers = bench.options, bench.options.shape.layers
     say(f"transfers of {format_size(options.transfer_bytes)} of KV")
     limit = PlainCopy(options.transfer_bytes, bench.device, bench.timer)
     for codec in (RAW, KC64):
         for layers_at_once in dict.fromkeys((layers, max(1, layers // 8))):
-            with Transfers(bench, codec, layers_at_once) as transfers:
+            with closing(Transfers(bench, codec, layers_at_once)) as transfers:
                 transfers.run(SAVE)  # so that loads find frames
                 is_direct = all(transfer.is_direct for transfer in transfers.run(LOAD))
                 bench.timer.wait()
                 matches = transfers.check()
                 wrong = [] if matches else ["did not move what its twin in plain torch moves"]
-                wrong += [] if is_direct else ["took a detour: its extents could not be page-locked"]
+                wrong += [] if is_direct else ["was copied by the driver: its extents could not be page-locked"]
                 for direction in DIRECTIONS:
                     bench.faults += [f"{direction} of {codec} {what}" for what in wrong]
                     plain = timed(partial(limit.run, direction, transfers.wire_bytes))
@@ -485,14 +478,13 @@ class BesideTransfers:
     def __init__(self, transfers: Transfers, direction: str) -> None:
         self._transfers = transfers
         directions = {ALONE: (), BOTH: (LOAD, SAVE)}.get(direction, (direction,))
-        self._under_way: dict[str, list[Transfer]] = {direction: [] for direction in directions}
+        self._under_way: dict[str, list[PagedTransfer]] = {direction: [] for direction in directions}
         self.finished = 0
 
     def keep_going(self, most: int = UNDER_WAY) -> None:
         for direction, under_way in self._under_way.items():
-            for transfer in [one for one in under_way if one.wait(0.0) or not most]:
-                finish(transfer)
-                under_way.remove(transfer)
+            for transfer in [one for one in under_way if one.is_done() or not most]:
+                under_way.remove(finished(transfer))
                 self.finished += 1
             while len(under_way) < most:
                 under_way.extend(self._transfers.start(direction))
@@ -525,7 +517,7 @@ def decode_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
     names = (ALONE, *DIRECTIONS)
     times: dict[str, list[float]] = {name: [] for name in names}
     moved, spent = dict.fromkeys(names, 0), dict.fromkeys(names, 0.0)
-    with Transfers(bench, KC64, options.shape.layers) as transfers:
+    with closing(Transfers(bench, KC64, options.shape.layers)) as transfers:
         transfers.run(SAVE)  # so that what is loaded are frames
         lap(BesideTransfers(transfers, ALONE))
         for _ in range(options.decode_laps):

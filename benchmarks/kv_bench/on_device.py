@@ -18,7 +18,7 @@ import torch
 
 from kv_bench.measure import Cost, timed
 from kv_bench.script import one_of
-from kv_kernels.cuda import LANES, CudaDevice, Direction, local_cpus
+from kv_kernels.cuda import LANES, CudaDevice, Direction
 from kvstore.block.errors import BadInput
 
 CUDA, CPU = DEVICES = ("cuda", "cpu")
@@ -41,10 +41,8 @@ def device_named(given: str | None) -> torch.device:
     return torch.device(given, 0) if given == CUDA else torch.device(given)
 
 
-def transfer_device(device: torch.device) -> tuple[Any, frozenset[int]]:
-    """The device, and the CPUs near it; none named for all."""
-    number = device.index or 0
-    return (CudaDevice(number), local_cpus(number)) if device.type == CUDA else (AtOnceDevice(), frozenset())
+def transfer_device(device: torch.device) -> Any:
+    return CudaDevice(device.index or 0) if device.type == CUDA else AtOnceDevice()
 
 
 def give_memory_back(device: torch.device) -> None:
@@ -130,7 +128,10 @@ class AtOnceDevice:
 
     def synchronize(self) -> None: ...
 
-    def copy(self, rows: Any) -> None:
+    def query(self) -> bool:
+        return True
+
+    def copy(self, rows: Any, is_pinned: bool = True) -> None:
         for target, source, size in rows.T.tolist():
             ctypes.memmove(target, source, size)
 
@@ -143,6 +144,9 @@ class AtOnceDevice:
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     pinned = memory
+
+    def tables(self, size_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.memory(size_bytes), self.pinned(size_bytes)
 
     def register(self, address: int, size_bytes: int, *, writable: bool) -> str:
         return ""
@@ -159,7 +163,7 @@ class CountingStream:
         self.calls += 1
         return self
 
-    def wait(self, what: Any) -> None:
+    def wait(self, what: Any, is_pinned: bool = True) -> None:
         self.calls += 1
 
     copy = launch = wait

@@ -1,12 +1,11 @@
 """Streams, copies and page-locked memory of one GPU, by way of torch and the CUDA driver.
 
 The words are CUDA's: a stream runs its work in order; streams are ordered among each other, and with the host, by
-events only. Nothing that is put into a stream blocks. All copies of a call go into it by one call of the driver
-(`CopyBatch`).
+events only. Nothing that is put into a stream blocks, but copies of host memory that is not page-locked. All others of
+a call go into it by one call of the driver (`CopyBatch`).
 
 `CudaDevice` and `CudaStream` are the one seam of transfers: the tests have another device of the same methods, which
-runs on a CPU in any order that is legal and finds missing waits. Must never be used while the engine captures a graph,
-and never copies from or to host memory that is not page-locked: such a copy would block the thread without saying so.
+runs on a CPU in any order that is legal and finds missing waits. Must never be used while the engine captures a graph.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,10 +56,11 @@ class CudaStream:
         """What is put in from here on waits for the event. The host does not."""
         self._stream.wait_event(event)
 
-    def copy(self, rows: Rows) -> None:
-        """Of each row one side may be host memory that is page-locked. Read before this returns."""
+    def copy(self, rows: Rows, is_pinned: bool = True) -> None:
+        """Of each row one side may be host memory. Unless all of that is page-locked, the driver copies row by row,
+        through memory of its own, and this takes as long as that. Rows are read before this returns."""
         with torch.cuda.stream(self._stream):
-            self._copies(rows, self._stream.cuda_stream)
+            self._copies(rows, self._stream.cuda_stream, is_pinned)
 
     def launch(self, work: Callable[[], object]) -> None:
         """Call `work`, whose kernels go into this stream."""
@@ -102,6 +101,12 @@ class CudaDevice:
         torch.cuda.synchronize(self._device)
         return memory
 
+    def tables(self, size_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """New memory of the device and page-locked memory, flat uint8, from what torch keeps. Until all work on them is
+        over they must be held; the first of that waits for the stream of `compute`, in whose order torch gives out the
+        one. Raises RuntimeError if there is none."""
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self._device), self.pinned(size_bytes)
+
     def run(self, body: Callable[[], object]) -> None:
         """Inside of a launch's work: start kernels, in the launch's stream."""
         body()
@@ -134,29 +139,6 @@ class CudaDevice:
 def host_tensor(address: int, size_bytes: int) -> torch.Tensor:
     """Memory of this process as flat uint8. Keeps nothing alive; not to be written where the mapping is read-only."""
     return torch.frombuffer((ctypes.c_uint8 * size_bytes).from_address(address), dtype=torch.uint8)
-
-
-def local_cpus(index: int) -> frozenset[int]:
-    """CPUs of the NUMA node that a GPU hangs on; empty if the system does not tell."""
-    properties = torch.cuda.get_device_properties(index)
-    numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    if None in numbers:
-        return frozenset()
-    domain, bus, device = numbers
-    try:
-        text = Path(f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/local_cpulist").read_text()
-        return cpu_list(text)
-    except (OSError, ValueError):
-        return frozenset()
-
-
-def cpu_list(text: str) -> frozenset[int]:
-    """The kernel's form, such as 0-7,16,18-19. Raises ValueError."""
-    cpus: set[int] = set()
-    for piece in text.strip().split(","):
-        first, _, last = piece.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return frozenset(cpus)
 
 
 # All copies of a segment at once --------------------------------------------------------------------------------------
@@ -192,11 +174,11 @@ class CopyBatch:
         self._attributes = _Attributes(_IN_STREAM_ORDER, flags=_BESIDE_KERNELS)
         self._first = _SIZE(0)  # all copies from this one on have the attributes
 
-    def __call__(self, rows: Rows, stream: int) -> None:
+    def __call__(self, rows: Rows, stream: int, is_pinned: bool = True) -> None:
         """Raises RuntimeError where the driver refuses; some of the copies may be in the stream then."""
         assert stream, "no batch goes into the legacy stream"
         assert rows.strides[1] == rows.itemsize == 8 and len(rows) == 3
-        if self._batch is None:
+        if self._batch is None or not is_pinned:
             for row in rows.T.tolist():
                 _checked("cuMemcpyAsync", self._single(*row, stream))
             return

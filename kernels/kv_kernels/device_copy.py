@@ -12,20 +12,19 @@ about 64 KiB, and a copy never writes a header. Must never say that a block is g
 waited for it; pages of a block that is not good hold garbage.
 
 What all copies of one device share is made once, by the store's codecs, when pages on that device are first seen:
-streams, segments, tables' memory, page-locked extents and the threads behind them; 640 MiB of the device's memory.
+streams, segments and page-locked extents; 640 MiB of the device's memory.
 Must never be made when a module is imported.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, chain
 from math import gcd
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,10 +36,9 @@ from kv_kernels.cuda import CudaDevice, CudaStream, Direction, Rows
 from kv_kernels.int8_form import ALIGN_BYTES, GROUP, SliceForm
 from kv_kernels.pinned import PinnedExtents
 from kv_kernels.pools import RAW_BYTES, PoolTable
-from kv_kernels.transfer import LayerSlice, PageMover, Transfer, TransferOutcome, layer_slices
+from kv_kernels.transfer import LayerSlice, PageMover, Transfer, layer_slices
 from kv_kernels.triton_digest import SHORTEST_BYTES, digest_keys, digest_slices
 from kv_kernels.triton_pools import REACHING
-from kv_kernels.worker import Worker
 
 SEGMENT_BYTES = 160 << 20
 """Of each stream; a GiB is seven of them, which take 24 calls. With segments of 32 MiB it takes the engine's thread two
@@ -50,7 +48,7 @@ LARGE_BYTES = 512 << 10
 SHORT_ROW = 128
 """Numbers: what a program moves at a time."""
 DIGEST_BYTES = 16
-_LEAST_TABLES_BYTES, _ALIGN_NUMBERS = 1 << 18, 8
+_ALIGN_NUMBERS = 8
 
 _address_of, _memory_of = attrgetter("address"), attrgetter("memory")
 _log = logging.getLogger(__name__)
@@ -91,32 +89,23 @@ class DeviceCopy:
         self._block_pages = block_tokens // self._page_tokens
         at_once = min(len(planes), ways.segment_bytes // self.slice_bytes)
         self.layers = layer_slices(len(planes), self.slice_bytes, at_once)
-        self._blocks_at_once = max(1, ways.segment_bytes // (self.slice_bytes * len(planes)))
+        self.blocks_at_once = max(1, ways.segment_bytes // (self.slice_bytes * len(planes)))
 
     def encode(self, tokens: Sequence[int], into: Sequence[Any], digest: Digest) -> Encoded:
         """As `BlockCopy.encode`. digest: XXH3-128, which the device takes by itself."""
-        count, put_in = len(tokens), 0
-        if not count:
+        if not tokens:
             return
         with Moving(self, self.page_table(tokens, 0), self.addresses_of(into), Direction.SAVE) as moving:
-            transfers: list[tuple[range, Transfer]] = []
-            while put_in < count:
-                blocks = range(put_in, min(put_in + self._blocks_at_once, count))
-                transfer = moving.start(blocks)
-                if transfer is None:
-                    break
-                transfers.append((blocks, transfer))
-                put_in = blocks.stop
-            for blocks, transfer in transfers:
-                statuses, digests = moving.found(blocks, transfer)
-                size = DIGEST_BYTES * self.pools.layers
+            is_begun, size = moving.start(), DIGEST_BYTES * self.pools.layers
+            for number in range(len(moving.ends)):
+                statuses, digests = moving.found(number)
                 for start, status in zip(range(0, len(digests), size), statuses, strict=True):
                     if status:
                         yield Flaw(status)
                         return
                     yield [digests[at : at + DIGEST_BYTES] for at in range(start, start + size, DIGEST_BYTES)]
-        if put_in < count:
-            yield from self._other().encode(tokens[put_in:], into[put_in:], digest)
+        if not is_begun:
+            yield from self._other().encode(tokens, into, digest)
 
     def decode(
         self,
@@ -129,14 +118,12 @@ class DeviceCopy:
         """As `BlockCopy.decode`. digest: XXH3-128, which the device takes by itself."""
         if not tokens:
             return 0
-        blocks = range(len(tokens))
         with Moving(self, self.page_table(tokens, skip), self.addresses_of(payloads), Direction.LOAD) as moving:
-            transfer = moving.start(blocks)
-            if transfer is not None:
+            if moving.start():
                 wanted = b"".join(chain.from_iterable(expected))  # while the device is at work
-                _, found = moving.found(blocks, transfer)
+                _, found = moving.found(0)
                 if found == wanted:
-                    return len(blocks)
+                    return len(tokens)
                 size = DIGEST_BYTES * self.pools.layers
                 cuts = range(0, len(found), size)
                 return next(
@@ -145,7 +132,7 @@ class DeviceCopy:
         return self._other().decode(payloads, tokens, skip, expected, digest)
 
     def addresses_of(self, payloads: Sequence[Any]) -> Rows:
-        """int64 [payloads]. Their memory is page-locked soon; these blocks may still go through the bounce ring."""
+        """int64 [payloads]. Their memory is page-locked soon, for the transfers after this one."""
         for memory in set(map(_memory_of, payloads)):
             if memory is not None:
                 place = memory.address, memory.size_bytes, memory.before_unmap
@@ -178,132 +165,94 @@ def _pages_of(tokens: Any, page_tokens: int, left_out: int, table: Any, rows: An
     return True
 
 
-class Moving:
-    """Blocks on their way in one direction: what their kernels are told and find, and the transfers under way, which
-    have ended when the context ends.
+class Moving(Transfer):
+    """Blocks on their way in one direction, and what their kernels are told and find. All has ended when the context
+    ends.
 
         up      addresses of pools | page table | of payloads | status, zeroed     one copy, before the first launch
         down    status and digests of some blocks                                  one call, after their last launch
 
-    All of it lies in one piece of the device's memory and in one of page-locked host memory, laid out alike, and later
-    ones reuse them: a launch has their addresses only. Must never be given back before the host has waited for all
-    that was put in with them.
+    All of it lies in one piece of the device's memory and in one of page-locked host memory, laid out alike: a launch
+    has their addresses only.
     """
 
     def __init__(self, copy: DeviceCopy, rows: Rows, payloads: Rows, direction: Direction) -> None:
         """rows: the page table. payloads: addresses of the blocks' payloads, int64 [blocks]. Raises RuntimeError if
         there is no memory, or the device has failed."""
-        self.copy, self.pages, self.payloads, self.direction = copy, rows, payloads, direction
-        blocks, pools = len(rows), copy.pools
-        layers = pools.layers
-        shapes = copy.addresses.shape, rows.shape, (blocks, 1), (blocks, len(copy.layers)), (blocks, 2 * layers)
+        is_load, blocks, pools = direction is Direction.LOAD, len(rows), copy.pools
+        at_once = blocks if is_load else copy.blocks_at_once  # what is saved is used segment by segment
+        super().__init__(copy.ways.movers[direction], payloads, copy.layers, at_once)
+        self.copy, self.pages, self.payloads, self._is_load = copy, rows, payloads, is_load
+        takes = copy.ways.reaches(direction, copy.form is not None, copy.slice_bytes * pools.layers)
+        programs = copy.ways.programs
+        have_work = min(blocks, at_once) * pools.layers >= programs
+        have_work &= copy.slice_bytes * programs <= copy.ways.segment_bytes
+        self.reaches = takes and have_work and not (payloads % ALIGN_BYTES).any()
+        shapes = copy.addresses.shape, rows.shape, (blocks, 1), (blocks, len(copy.layers)), (blocks, 2 * pools.layers)
         starts = [0, *accumulate([-(-high * wide // _ALIGN_NUMBERS) * _ALIGN_NUMBERS for high, wide in shapes])]
-        self._memory = copy.ways.tables.take(starts[5])
-        self._transfers: list[Transfer] = []
+        self._device, self._host = copy.ways.device.tables(8 * starts[5])
+        self._places = self._device.data_ptr(), self._host.data_ptr()
+        numbers = self._device.view(torch.int64)
         addresses, self.table, self.places, self.status, digests = (
-            self._memory.device.as_strided(shape, (shape[1], 1), start)
-            for start, shape in zip(starts[:5], shapes, strict=True)
+            numbers.as_strided(shape, (shape[1], 1), start) for start, shape in zip(starts[:5], shapes, strict=True)
         )
-        self.digests = digests.view(blocks, layers, 2)
+        self.digests = digests.view(blocks, pools.layers, 2)
         told = np.empty(starts[4], np.int64)
-        told[: pools.layers * len(pools.widths)] = copy.addresses.reshape(-1)
+        told[: copy.addresses.size] = copy.addresses.reshape(-1)
         told[starts[1] : starts[1] + rows.size] = rows.reshape(-1)
         told[starts[2] : starts[2] + blocks] = payloads
         told[starts[3] :] = 0
-        copy.ways.device.copy(np.array([[self._memory.host_at], [told.ctypes.data], [told.nbytes]]))
+        copy.ways.device.copy(np.array([[self._places[1]], [told.ctypes.data], [told.nbytes]]))
         self.pools = [pools.part(part.first, part.stop, addresses) for part in copy.layers]
-        self._told_bytes = 8 * starts[4]
+        self._told_bytes = told.nbytes
         self._found = [(8 * start, 8 * shape[1]) for start, shape in zip(starts[3:5], shapes[3:], strict=True)]
 
     def __enter__(self) -> Moving:
-        memory, device = self._memory, self.copy.ways.device
-        stream = device.lanes(self.direction)[0]
-        try:
-            stream.wait(device.compute().record())
-            stream.copy(np.array([[memory.device_at], [memory.host_at], [self._told_bytes]]))
-            self._uploaded = stream.record()
-        except BaseException:
-            stream.record().synchronize()
-            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        for transfer in self._transfers:
-            transfer.cancel()
-        for transfer in self._transfers:
-            transfer.wait(None)
-        if not any([transfer.is_stranded for transfer in self._transfers]):
-            self._uploaded.synchronize()
-            self.copy.ways.tables.give_back(self._memory)
+        self.wait()
 
-    def start(self, blocks: range) -> Transfer | None:
-        """None as `PageMover.start`."""
-        mover, payloads = self.copy.ways.movers[self.direction], self.payloads[blocks.start : blocks.stop]
-        transfer = mover.start(payloads, self.copy.layers, MovingKernel(self, blocks), self._uploaded)
-        if transfer is not None:
-            self._transfers.append(transfer)
-        return transfer
+    def tell(self, stream: CudaStream) -> None:
+        stream.copy(np.array([*self._places, self._told_bytes]).reshape(3, 1))
 
-    def found(self, blocks: range, transfer: Transfer) -> tuple[list[int], bytes]:
-        """Once the transfer is done, of each of its blocks: the status, and the digests of all its layer slices."""
-        transfer.wait(None)
-        if transfer.outcome is not TransferOutcome.DONE:
-            raise transfer.error or RuntimeError(f"a transfer ended as {transfer.outcome.value}")
+    def launch(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
+        self.copy.ways.device.run(partial(self._launch, staged, slice(frames.start, frames.stop), layers))
+
+    def _launch(self, staged: torch.Tensor, rows: slice, layers: LayerSlice) -> None:
+        copy, at = self.copy, self.copy.layers.index(layers)
+        how = self.pools[at], copy.form, self.table[rows], staged
+        digests, status = self.digests[rows, layers.first : layers.stop], self.status[rows, at]
+        if staged.dim() == 1:
+            reached = triton_pools.Reached(self.places[rows], layers.offset_bytes, digests, copy.ways.keys)
+            triton_pools.reach(*how, status, reached, is_load=self._is_load)
+            return
+        if not self._is_load:
+            triton_pools.save(*how, status)
+        digest_slices(staged, copy.slice_bytes, digests, copy.ways.keys)
+        if self._is_load:
+            triton_pools.load(*how)
+
+    def bring(self, frames: range, stream: CudaStream) -> None:
+        device_at, host_at = self._places
+        targets = [host_at + start + row_bytes * frames.start for start, row_bytes in self._found]
+        stream.copy(self._found_rows(targets, device_at, frames))
+
+    def found(self, number: int) -> tuple[list[int], bytes]:
+        """Of each block of an end, once it is there: the status, and the digests of all its layer slices."""
+        if not self.wait(number):
+            raise RuntimeError("the device failed") from self.error
+        blocks = self.ends[number][0]
         status = np.empty((len(blocks), len(self.copy.layers)), np.int64)
         digests = np.empty((len(blocks), self.copy.pools.layers, 2), np.int64)
-        self.copy.ways.device.copy(
-            self._found_rows([array.ctypes.data for array in (status, digests)], self._memory.host_at, blocks)
-        )
+        targets = [array.ctypes.data for array in (status, digests)]
+        self.copy.ways.device.copy(self._found_rows(targets, self._places[1], blocks))
         halves = digests[..., ::-1].astype(">i8")  # as frames have them: the high one first
         return status.max(1).tolist(), halves.tobytes()
-
-    def bring(self, blocks: range, stream: CudaStream) -> None:
-        """What the kernels found of these blocks, to the host."""
-        memory = self._memory
-        targets = [memory.host_at + start + row_bytes * blocks.start for start, row_bytes in self._found]
-        stream.copy(self._found_rows(targets, memory.device_at, blocks))
 
     def _found_rows(self, targets: Sequence[int], base: int, blocks: range) -> Rows:
         rows = [(base + start + row_bytes * blocks.start, row_bytes * len(blocks)) for start, row_bytes in self._found]
         return np.array([(target, *row) for target, row in zip(targets, rows, strict=True)], np.int64).T.copy()
-
-
-class MovingKernel:
-    """`PageKernel` of some blocks. Holds the tables until the transfer is waited for."""
-
-    def __init__(self, moving: Moving, blocks: range) -> None:
-        self.moving = moving
-        self.blocks = blocks
-        copy, layers = moving.copy, moving.copy.pools.layers
-        takes = copy.ways.reaches(moving.direction, copy.form is not None, copy.slice_bytes * layers)
-        programs = copy.ways.programs
-        have_work = len(blocks) * layers >= programs and copy.slice_bytes * programs <= copy.ways.segment_bytes
-        self.reaches = takes and have_work and not (moving.payloads % ALIGN_BYTES).any()
-
-    def __call__(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
-        self.moving.copy.ways.device.run(partial(self._launch, staged, self.rows(frames), layers))
-
-    def rows(self, frames: range) -> slice:
-        """Of the tables."""
-        return slice(self.blocks.start + frames.start, self.blocks.start + frames.stop)
-
-    def _launch(self, staged: torch.Tensor, rows: slice, layers: LayerSlice) -> None:
-        moving, copy = self.moving, self.moving.copy
-        at, is_load = copy.layers.index(layers), moving.direction is Direction.LOAD
-        how = moving.pools[at], copy.form, moving.table[rows], staged
-        digests, status = moving.digests[rows, layers.first : layers.stop], moving.status[rows, at]
-        if staged.dim() == 1:
-            reached = triton_pools.Reached(moving.places[rows], layers.offset_bytes, digests, copy.ways.keys)
-            triton_pools.reach(*how, status, reached, is_load=is_load)
-            return
-        if not is_load:
-            triton_pools.save(*how, status)
-        digest_slices(staged, copy.slice_bytes, digests, copy.ways.keys)
-        if is_load:
-            triton_pools.load(*how)
-
-    def end(self, stream: CudaStream) -> None:
-        self.moving.bring(self.blocks, stream)
 
 
 def _in_rows(planes: Sequence[Sequence[torch.Tensor]]) -> Sequence[Sequence[torch.Tensor]]:
@@ -330,65 +279,16 @@ def _in_rows(planes: Sequence[Sequence[torch.Tensor]]) -> Sequence[Sequence[torc
     ]
 
 
-class Memory(NamedTuple):
-    """Of equal size: flat int64 on the device, and bytes that are page-locked on the host; and where they begin."""
-
-    device: torch.Tensor
-    host: torch.Tensor
-    device_at: int
-    host_at: int
-
-
-class TableMemory:
-    """Memory for tables, taken at first use. Any thread may call."""
-
-    def __init__(self, device: CudaDevice) -> None:
-        self._device = device
-        self._lock = threading.Lock()
-        self._free: list[Memory] = []
-
-    def take(self, numbers: int) -> Memory:
-        """At least so many. New memory waits for the whole device, so it is allocated large. Raises RuntimeError."""
-        with self._lock:
-            for at, memory in enumerate(self._free):
-                if len(memory.device) >= numbers:
-                    return self._free.pop(at)
-            if self._free:  # too small for what is done now
-                self._free.pop(0)
-        size = max(_LEAST_TABLES_BYTES, 8 << (numbers - 1).bit_length())
-        device, host = self._device.memory(size), self._device.pinned(size)
-        return Memory(device.view(torch.int64), host, device.data_ptr(), host.data_ptr())
-
-    def give_back(self, memory: Memory) -> None:
-        with self._lock:
-            self._free.append(memory)
-
-
-# What the copies of a device share ------------------------------------------------------------------------------------
-
-
-class Workers(NamedTuple):
-    """Threads: one that page-locks, and one that waits for the ends of each direction."""
-
-    pins: Worker
-    loads: Worker
-    saves: Worker
-
-
 class DeviceTransfers:
-    """The route of one device, with threads and memory of its own. Any thread may call."""
+    """The route of one device, with memory of its own. Any thread may call."""
 
-    def __init__(self, device: CudaDevice, workers: Workers, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(self, device: CudaDevice, segment_bytes: int = SEGMENT_BYTES) -> None:
         """Raises RuntimeError where the device has no memory for it. segment_bytes: a multiple of 16."""
         assert segment_bytes % ALIGN_BYTES == 0, "rows of a segment are aligned"
         self.device = device
         self.segment_bytes = segment_bytes
-        self.extents = PinnedExtents(device, workers.pins)
-        self.movers = {
-            direction: PageMover(device, direction, self.extents, worker, segment_bytes)
-            for direction, worker in ((Direction.LOAD, workers.loads), (Direction.SAVE, workers.saves))
-        }
-        self.tables = TableMemory(device)
+        self.extents = PinnedExtents(device)
+        self.movers = {direction: PageMover(device, direction, self.extents, segment_bytes) for direction in Direction}
         self.keys = digest_keys(device.memory(ALIGN_BYTES).device)
         if not IS_USABLE:
             _log.warning(
@@ -398,7 +298,6 @@ class DeviceTransfers:
         self.extents.runs(none, 1), _pages_of(none, 1, 0, none, none[None])  # compiled now, not by the first load
         self.programs = REACHING  # with less to do for each, copies are faster
         self._reaching: dict[tuple[Direction, bool, bool], bool] = {}
-        self._workers = workers
         self._refused: set[str] = set()
 
     def take(self, direction: Direction, is_int8: bool, payload_bytes: int, *, reaches: bool) -> None:
@@ -429,7 +328,7 @@ class DeviceTransfers:
         return None
 
     def close(self, timeout_s: float) -> bool:
-        """Take no more transfers, finish those under way, and end the threads; returns whether that was in time."""
-        workers = self._workers
-        have_ended = [workers.loads.close(timeout_s), workers.saves.close(timeout_s), self.extents.close(timeout_s)]
-        return workers.pins.close(timeout_s) and all(have_ended)
+        """Begin no more transfers, and page-lock no more; returns whether those under way were over in time."""
+        for mover in self.movers.values():
+            mover.takes_more = False
+        return self.extents.close(timeout_s)

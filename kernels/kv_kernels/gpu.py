@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kv_kernels.cuda import CudaDevice, Direction, host_tensor, local_cpus
-from kv_kernels.device_copy import DeviceTransfers, Workers
+from kv_kernels.cuda import CudaDevice, Direction, host_tensor
+from kv_kernels.device_copy import DeviceTransfers
 from kv_kernels.int8_form import KC64, SliceForm, slice_form
-from kv_kernels.worker import Worker
+from kv_kernels.pinned import Leave
 
 KV_BYTES, LAPS, SECONDS = 64 << 20, 4, 90.0
 """Of a measurement; turns of each way; and how long another process may take for all of it."""
@@ -60,9 +60,8 @@ class _Slot(NamedTuple):
 def on_cuda(index: int, *, learns: bool = True) -> DeviceTransfers:
     """The transfers of a GPU. Raises RuntimeError if there is none, or no memory on it. learns: which way is faster, in
     the background."""
-    device, cpus = CudaDevice(index), local_cpus(index)
-    workers = [Worker(f"kv-{name}-{index}", cpus) for name in Workers._fields]
-    ways = DeviceTransfers(device, Workers(*workers))
+    ways = DeviceTransfers(CudaDevice(index))
+    ways.extents.run()
     if learns:
         threading.Thread(target=_learn, args=(ways, index), name=f"kv-gpu-{index}", daemon=True).start()
     return ways
@@ -151,13 +150,14 @@ def _both_mappings(ways: DeviceTransfers, size_bytes: int) -> Iterator[tuple[int
     maps = [mmap.mmap(number, size_bytes), mmap.mmap(number, size_bytes, prot=mmap.PROT_READ)]
     os.close(number)
     filled, read = addresses = [np.frombuffer(one, np.uint8).ctypes.data for one in maps]
-    ways.extents.add(filled, size_bytes, maps, writable=True)
-    ways.extents.add(read, size_bytes, maps, writable=False)
+    leaves: list[Leave] = []
+    for address in addresses:
+        ways.extents.adopt(address, size_bytes, leaves.append, writable=address == filled)
     try:
         yield filled, read
     finally:
-        for address in addresses:
-            ways.extents.remove(address, _PIN_SECONDS)
+        for leave in leaves:
+            leave(partial(list, maps))  # which keeps them until then
 
 
 if __name__ == "__main__":

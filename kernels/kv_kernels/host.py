@@ -21,6 +21,8 @@ import numpy as np
 from kv_kernels.copies import Digest, Encoded, Flaw, Span
 
 Array = np.ndarray[Any, Any]
+Planes = Sequence[Sequence[Any]]
+"""Per layer slice, per plane, a tensor [pages, page_tokens, heads, width] with any strides."""
 
 _UNSIGNED: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
@@ -74,8 +76,32 @@ class _Group(NamedTuple):
     array: Array
 
 
-class BlockByBlock:
-    """A copy that does one block after another, on the calling thread."""
+class SliceBySlice:
+    """A copy that does one block after another on the calling thread, slice by slice. Pages are written from
+    a private copy whose digest was compared: they see no other byte. Holds the tensors for as long as it lives."""
+
+    def __init__(
+        self,
+        planes: Planes,
+        table: Sequence[int] | Array,
+        page_tokens: int,
+        block_tokens: int,
+        slice_bytes: int,
+        writable: bool | None = None,
+    ) -> None:
+        """planes: per layer slice, per plane, [pages, page_tokens, heads, width]. table: physical pages. writable:
+        whether they can be loaded into, if it is known."""
+        self._planes, self._table = [list(layer) for layer in planes], table
+        self._page_tokens, self._block_tokens, self._slice_bytes = page_tokens, block_tokens, slice_bytes
+        self._known_writable = writable
+
+    def encode_slice(self, layer: int, pages: Any, into: Array) -> Flaw | None:
+        """Encode a layer slice of a block into uint8 [slice_bytes]. pages: those of the block."""
+        raise NotImplementedError
+
+    def decode_slice(self, layer: int, pages: Any, skip: int, private: Array) -> None:
+        """The mirror, without the block's first `skip` tokens. pages: of the others."""
+        raise NotImplementedError
 
     def encode(self, tokens: Sequence[int], into: Sequence[Span], digest: Digest) -> Encoded:
         encode_block = self.encode_block
@@ -105,38 +131,61 @@ class BlockByBlock:
 
     def encode_block(self, token: int, into: Span, digest: Digest) -> list[bytes] | Flaw:
         """The block at `token` into a payload: the digests of its layer slices, taken from the payload, or a flaw."""
-        raise NotImplementedError
+        pages, digests = self._pages(token, 0), []
+        for layer in range(len(self._planes)):
+            target = np.ndarray(self._slice_bytes, _BYTE, into.view, layer * self._slice_bytes)
+            flaw = self.encode_slice(layer, pages, target)
+            if flaw is not None:
+                return flaw
+            digests.append(digest(target))
+        return digests
 
     def decode_block(self, payload: Span, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
         """A payload into the block at `token`, without its first `skip` tokens; False if a digest differs."""
-        raise NotImplementedError
+        self._check_writable()
+        pages, private = self._pages(token, skip), self._scratch
+        for layer, want in zip(range(len(self._planes)), expected, strict=True):
+            source = np.ndarray(self._slice_bytes, _BYTE, payload.view, layer * self._slice_bytes)
+            private[:] = source
+            if digest(private) != want:
+                return False
+            self.decode_slice(layer, pages, skip, private)
+        return True
+
+    @cached_property
+    def _writable(self) -> bool:
+        return are_writable(self._planes) if self._known_writable is None else self._known_writable
+
+    @cached_property
+    def _scratch(self) -> Array:
+        return np.empty(self._slice_bytes, dtype=_BYTE)
+
+    def _check_writable(self) -> None:
+        if not self._writable:
+            raise ValueError(UNWRITABLE_PAGES)
+
+    def _pages(self, token: int, skip: int) -> Any:
+        first, rest = divmod(token + skip, self._page_tokens)
+        stop = first + (self._block_tokens - skip) // self._page_tokens
+        assert not rest and 0 <= first <= stop <= len(self._table), "the block is not inside the pages"
+        return self._table[first:stop]
 
 
-class RawCopy(BlockByBlock):
-    """Copies blocks between host pages and payloads, bit for bit. Holds the tensors for as long as it lives."""
+class RawCopy(SliceBySlice):
+    """Copies blocks between host pages and payloads, bit for bit."""
 
-    def __init__(
-        self, planes: Sequence[Sequence[Any]], table: Sequence[int], page_tokens: int, block_tokens: int
-    ) -> None:
-        """planes: per layer slice, per plane, a tensor [pages, page_tokens, heads, width]; table: physical pages.
-
-        Layers differ in their strides and in the number of their pages only.
-        """
-        self._planes = [list(layer) for layer in planes]
-        self._table = table
-        self._page_tokens = page_tokens
-        self._block_tokens = block_tokens
-        lengths = [_bytes_of_block(plane, block_tokens) for plane in self._planes[0]]
-        self._slice_bytes = sum(lengths)
+    def __init__(self, planes: Planes, table: Sequence[int], page_tokens: int, block_tokens: int) -> None:
+        """Layers differ in their strides and in the number of their pages only."""
+        lengths = [_bytes_of_block(plane, block_tokens) for plane in planes[0]]
+        super().__init__(planes, table, page_tokens, block_tokens, sum(lengths))
         # Where the one or two planes are runs of equal length; else nothing.
         alike = len(set(lengths)) == 1 and len(lengths) <= 2
-        heads = self._planes[0][0].shape[2]
+        heads = planes[0][0].shape[2]
         runs, has_gaps = _runs(self._planes, lengths[0] // heads, block_tokens) if alike else ([], False)
         piece = (heads, lengths[0] // heads) if has_gaps else (1, lengths[0])
         self._groups = _groups(runs, max(1, _COPY_BYTES // self._slice_bytes), *piece)
-        self._shape: tuple[int, ...] = (len(planes), self._slice_bytes)
         if self._groups:
-            self._shape = (len(planes), *self._groups[0].array.shape[2:])
+            self._shape: tuple[int, ...] = (len(planes), *self._groups[0].array.shape[2:])
 
     @cached_property
     def _arrays(self) -> list[list[Array]]:
@@ -152,24 +201,11 @@ class RawCopy(BlockByBlock):
             for layer in range(array.shape[1])
         ]
 
-    @cached_property
-    def _writable(self) -> bool:
-        return are_writable(self._planes)
-
-    @cached_property
-    def _scratch(self) -> Array:
-        return np.empty(self._slice_bytes, dtype=_BYTE)
-
-    def encode_block(self, token: int, into: Span, digest: Digest) -> list[bytes]:
-        """Copy the block at `token` into a payload; returns each layer slice's digest, taken from the payload."""
-        slices = np.ndarray(self._shape, _BYTE, into.view)
-        digests = []
+    def encode_block(self, token: int, into: Span, digest: Digest) -> list[bytes] | Flaw:
+        """As `SliceBySlice.encode_block`; never a flaw."""
         if not self._groups:
-            pages = self._pages(token)
-            for layer, target in enumerate(slices):
-                self._gather(layer, pages, target)
-                digests.append(digest(target))
-            return digests
+            return super().encode_block(token, into, digest)
+        slices, digests = np.ndarray(self._shape, _BYTE, into.view), []
         page, address = self._page(token), into.address
         for start, stop, low, high, array in self._groups:
             if low < address + slices.size and address < high:
@@ -214,37 +250,20 @@ class RawCopy(BlockByBlock):
         return len(tokens)
 
     def decode_block(self, payload: Span, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
-        """Copy a payload into the block at `token`, without its first `skip` tokens; False if any digest differs."""
+        """As `SliceBySlice.decode_block`; without a private copy where pages are runs."""
         if self._groups and not skip:
             return self.decode([payload], [token], 0, [expected], digest) == 1
-        self._check_writable()
-        slices = np.ndarray(self._shape, _BYTE, payload.view)
-        return self._decode_through_scratch(slices, self._pages(token, skip), skip, expected, digest)
+        return super().decode_block(payload, token, skip, expected, digest)
 
-    def _check_writable(self) -> None:
-        if not self._writable:
-            raise ValueError(UNWRITABLE_PAGES)
-
-    def _decode_through_scratch(
-        self, slices: Array, pages: Sequence[int], skip: int, expected: Sequence[bytes], digest: Digest
-    ) -> bool:
-        private = self._scratch
-        for layer, (source, want) in enumerate(zip(slices, expected, strict=True)):
-            private[:] = source.reshape(-1)
-            if digest(private) != want:
-                return False
-            self._scatter(layer, pages, skip, private)
-        return True
-
-    def _gather(self, layer: int, pages: Sequence[int], slice_bytes: Array) -> None:
-        for plane, block in self._blocks(layer, slice_bytes):
+    def encode_slice(self, layer: int, pages: Sequence[int], into: Array) -> None:
+        for plane, block in self._blocks(layer, into):
             position = 0
             for page in pages:
                 block[:, position : position + self._page_tokens] = plane[page]
                 position += self._page_tokens
 
-    def _scatter(self, layer: int, pages: Sequence[int], skip: int, slice_bytes: Array) -> None:
-        for plane, block in self._blocks(layer, slice_bytes):
+    def decode_slice(self, layer: int, pages: Sequence[int], skip: int, private: Array) -> None:
+        for plane, block in self._blocks(layer, private):
             position = skip
             for page in pages:
                 plane[page] = block[:, position : position + self._page_tokens]
@@ -263,12 +282,6 @@ class RawCopy(BlockByBlock):
         number, rest = divmod(token, self._page_tokens)
         assert not rest and 0 <= number < len(self._table), "the block is not inside the pages"
         return self._table[number]
-
-    def _pages(self, token: int, skip: int = 0) -> Sequence[int]:
-        first, rest = divmod(token + skip, self._page_tokens)
-        stop = first + (self._block_tokens - skip) // self._page_tokens
-        assert not rest and 0 <= first <= stop <= len(self._table), "the block is not inside the pages"
-        return self._table[first:stop]
 
 
 def is_tensor(given: Any) -> bool:

@@ -1,25 +1,20 @@
 """The 8-bit codecs between pages in host memory and a payload, through compiled loops.
 
-A payload is one layer slice after another, each as `int8.SliceForm` has it. Encoding writes straight into the payload
-and takes the digest of a slice while it is in the cache. Decoding copies a slice, compares the digest of that copy, and
-only then writes pages from it: pages never see a byte that was not compared.
+A payload is one layer slice after another, each as `int8.SliceForm` has it, written straight from the pages; its digest
+is taken while it is in the cache.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from kv_kernels.copies import Digest, Flaw, Span
-from kv_kernels.host import UNWRITABLE_PAGES, BlockByBlock, are_writable
+from kv_kernels.copies import Flaw
+from kv_kernels.host import Array, Planes, SliceBySlice
 from kv_kernels.int8 import SliceForm
-
-Array = np.ndarray[Any, Any]
 
 
 class Field(IntEnum):
@@ -43,79 +38,37 @@ class Int8Loops(NamedTuple):
     encode(planes, pages, page_tokens, heads, tokens, into) -> 0, or the value of a `Flaw`. planes: see `Field`; pages:
     int64, those of the block, page_tokens each; into: the address of the layer slice. Padding is left alone.
     decode(planes, pages, page_tokens, heads, tokens, source, skip): the mirror, without the block's first `skip`
-    tokens, whose pages are not touched.
+    tokens; pages: of the others.
     """
 
     encode: Callable[..., int]
     decode: Callable[..., None]
 
 
-class Int8Copy(BlockByBlock):
-    """Encodes and decodes blocks between host pages and payloads. Holds the tensors for as long as it lives."""
+class Int8Copy(SliceBySlice):
+    """Encodes and decodes blocks between host pages and payloads."""
 
     def __init__(
-        self, loops: Int8Loops, form: SliceForm, planes: Sequence[Sequence[Any]], table: Sequence[int], page_tokens: int
+        self, loops: Int8Loops, form: SliceForm, planes: Planes, table: Sequence[int], page_tokens: int
     ) -> None:
-        """planes: per layer slice, per plane, a tensor [pages, page_tokens, heads, width] of the dtype for which the
-        loops were compiled, or of integers of its width; table: physical pages. Raises `ValueError` where strides are
-        not whole numbers of elements, or the numbers of a token run backwards."""
-        self._loops = loops
-        self._form = form
-        self._planes = [list(layer) for layer in planes]
-        self._table = np.array(table, np.int64)
-        self._page_tokens = page_tokens
+        """planes: of the dtype for which the loops were compiled, or of integers of its width. Raises `ValueError`
+        where strides are not whole numbers of elements, or the numbers of a token run backwards."""
+        super().__init__(planes, np.array(table, np.int64), page_tokens, form.tokens, form.size_bytes)
+        self._loops, self._form = loops, form
         self._fields = [_fields(layer, form) for layer in self._planes]
 
-    @cached_property
-    def _writable(self) -> bool:
-        return are_writable(self._planes)
+    def encode_slice(self, layer: int, pages: Array, into: Array) -> Flaw | None:
+        form = self._form
+        how = self._fields[layer], pages, self._page_tokens, form.heads, form.tokens, into.ctypes.data
+        found = self._loops.encode(*how)
+        for first, end in (form.gap, form.padding):
+            into[first:end] = 0
+        return Flaw(found) if found else None
 
-    @cached_property
-    def _scratch(self) -> Array:
-        return np.empty(self._form.size_bytes, np.uint8)
-
-    def encode_block(self, token: int, into: Span, digest: Digest) -> list[bytes] | Flaw:
-        """Encode the block at `token` into a payload; returns each layer slice's digest, taken from the payload."""
-        form, view = self._form, into.view
-        pages = self._pages(token, 0)
-        digests = []
-        start = 0
-        for fields in self._fields:
-            stop = start + form.size_bytes
-            found = self._loops.encode(fields, pages, self._page_tokens, form.heads, form.tokens, into.address + start)
-            if found:
-                return Flaw(found)
-            for first, end in (form.gap, form.padding):
-                view[start + first : start + end] = bytes(end - first)
-            digests.append(digest(view[start:stop]))
-            start = stop
-        return digests
-
-    def decode_block(self, payload: Span, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
-        """Decode a payload into the block at `token`, without its first `skip` tokens; False if any digest differs."""
-        if not self._writable:
-            raise ValueError(UNWRITABLE_PAGES)
-        form, scratch = self._form, self._scratch
-        private, source = scratch.ctypes.data, payload.address
-        pages = self._pages(token, skip)
-        for fields, want in zip(self._fields, expected, strict=True):
-            ctypes.memmove(private, source, form.size_bytes)
-            if digest(scratch) != want:
-                return False
-            self._loops.decode(fields, pages, self._page_tokens, form.heads, form.tokens, private, skip)
-            source += form.size_bytes
-        return True
-
-    def _pages(self, token: int, skip: int) -> Array:
-        """Physical pages of the block at `token`; those before its `skip`-th token need not be in the table."""
-        count = self._form.tokens // self._page_tokens
-        first, rest = divmod(token, self._page_tokens)
-        missing = max(0, -first)
-        assert not rest and missing * self._page_tokens <= skip, "the block is not inside the pages"
-        assert first + count <= len(self._table), "the block is not inside the pages"
-        if not missing:
-            return self._table[first : first + count]
-        return np.concatenate([np.zeros(missing, np.int64), self._table[: first + count]])
+    def decode_slice(self, layer: int, pages: Array, skip: int, private: Array) -> None:
+        form = self._form
+        how = self._fields[layer], pages, self._page_tokens, form.heads, form.tokens, private.ctypes.data
+        self._loops.decode(*how, skip)
 
 
 def _fields(layer: Sequence[Any], form: SliceForm) -> Array:

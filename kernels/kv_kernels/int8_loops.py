@@ -10,11 +10,12 @@ Everything is an address. A caller must have checked shapes, bounds and alignmen
 
 from __future__ import annotations
 
+from functools import partial
 from logging import getLogger
 from typing import Any
 
 import numpy as np
-from numba import carray, float32, int8, int16, int32, int64, njit, types, uint32, uint64
+from numba import carray, float32, int8, int16, int32, int64, njit, typeof, types, uint32, uint64
 from numba.extending import intrinsic, overload
 
 from kv_kernels.compiled import OPTIONS, compiled
@@ -27,9 +28,8 @@ _log = getLogger(__name__)
 def prepare(dtype: str) -> Int8Loops:
     """Compile for `bfloat16`, `float16` or `float32`. Seconds the first time on a machine: later processes find the
     result on disk, where numba has a place to keep it. A place that is full or damaged costs these seconds only."""
-    loops = _LOOPS[dtype]
     try:
-        _compile(loops)
+        _compile(dtype)
     except Exception as error:  # of a disk, or whatever damaged bytes make; what else is wrong shows below again
         _log.warning(
             "what numba compiled cannot be kept or read: %s: %s; it is compiled for this process alone: free the disk, "
@@ -37,14 +37,16 @@ def prepare(dtype: str) -> Int8Loops:
             type(error).__name__,
             error,
         )
-        loops = _LOOPS[dtype] = Int8Loops(*[njit(**OPTIONS)(loop.py_func) for loop in loops])  # type: ignore[attr-defined]
-        _compile(loops)
-    return loops
+        _LOOPS[dtype] = tuple([njit(**OPTIONS)(loop.py_func) for loop in _LOOPS[dtype]])
+        _compile(dtype)
+    return Int8Loops(*[partial(loop, _KINDS[dtype]) for loop in _LOOPS[dtype]])
 
 
-def _compile(loops: Int8Loops) -> None:
-    for loop, arguments in zip(loops, (_ENCODED, _DECODED), strict=True):
-        loop.compile(arguments)  # type: ignore[attr-defined]
+def _compile(dtype: str) -> None:
+    encode, decode = _LOOPS[dtype]
+    taken = (typeof(_KINDS[dtype]), int64[:, ::1], int64[::1], int64, int64, int64, int64)
+    encode.compile(taken)
+    decode.compile((*taken, int64))
 
 
 # Compiled code. Integers are cast at every step, because numba computes in 64 bits otherwise -------------------------
@@ -130,110 +132,67 @@ def _narrow_bfloat(number):
     return uint32(uint32(uint32(bits + uint32(0x7FFF)) + even) >> uint32(16))
 
 
-def _row(kind, address, count):
-    """Numbers side by side, as their bits."""
+def _by_kind(bfloat16, float16, float32):
+    """A function that is compiled as one of these, by the kind of its first argument."""
+
+    def chosen(*arguments): ...
+
+    @overload(chosen, jit_options=_INLINED, strict=False)
+    def chosen_of(kind, *more):
+        return {BFLOAT16: bfloat16, FLOAT16: float16, FLOAT32: float32}[kind]
+
+    return chosen
 
 
-@overload(_row, jit_options=_INLINED)
-def _row_of(kind, address, count):
-    word = int32 if kind is FLOAT32 else int16
-
-    def row(kind, address, count):
-        return carray(_pointer(address), (count,), word)
-
-    return row
+def _halves(kind, address, count):
+    return carray(_pointer(address), (count,), int16)
 
 
-def _size(kind):
-    """Bytes of a number."""
+def _words(kind, address, count):
+    return carray(_pointer(address), (count,), int32)
 
 
-@overload(_size, jit_options=_INLINED)
-def _size_of(kind):
-    if kind is FLOAT32:
-        return lambda kind: int64(4)
-    return lambda kind: int64(2)
-
-
-def _empty(kind, count):
-    """Room for the bits of so many numbers."""
-
-
-@overload(_empty, jit_options=_INLINED)
-def _empty_of(kind, count):
-    word = np.int32 if kind is FLOAT32 else np.int16
-
-    def empty(kind, count):
-        return np.empty(count, word)
-
-    return empty
-
-
-def _number(kind, bits):
-    """A finite number as float32."""
-
-
-@overload(_number, jit_options=_INLINED)
-def _number_of(kind, bits):
-    if kind is FLOAT32:
-        return lambda kind, bits: _as_float(uint32(bits))
-    if kind is FLOAT16:
-        return lambda kind, bits: _widen_half(uint32(bits))
-    return lambda kind, bits: _as_float(uint32(uint32(bits) << uint32(16)))
-
-
-def _narrow(kind, number):
-    """A float32 in the pool's dtype, as its bits."""
-
-
-@overload(_narrow, jit_options=_INLINED)
-def _narrow_of(kind, number):
-    if kind is FLOAT32:
-        return lambda kind, number: int32(_as_bits(number))
-    if kind is FLOAT16:
-        return lambda kind, number: int16(_narrow_half(number))
-    return lambda kind, number: int16(_narrow_bfloat(number))
-
-
-def _infinity(kind):
-    """Its bits; above are NaNs."""
-
-
-@overload(_infinity, jit_options=_INLINED)
-def _infinity_of(kind):
-    if kind is FLOAT32:
-        return lambda kind: int32(0x7F800000)
-    if kind is FLOAT16:
-        return lambda kind: int16(0x7C00)
-    return lambda kind: int16(0x7F80)
-
-
-def _ordered(kind, bits):
-    """The bits of a number as an integer that sorts as the numbers do; it is its own mirror."""
-
-
-@overload(_ordered, jit_options=_INLINED)
-def _ordered_of(kind, bits):
-    if kind is FLOAT32:
-        return lambda kind, bits: int32(bits ^ int32(int32(bits >> int32(31)) & int32(0x7FFFFFFF)))
-    return lambda kind, bits: int16(bits ^ int16(int16(bits >> int16(15)) & int16(0x7FFF)))
-
-
-def _magnitude(kind, bits):
-    """Without the sign."""
-
-
-@overload(_magnitude, jit_options=_INLINED)
-def _magnitude_of(kind, bits):
-    if kind is FLOAT32:
-        return lambda kind, bits: int32(bits & int32(0x7FFFFFFF))
-    return lambda kind, bits: int16(bits & int16(0x7FFF))
+_row = _by_kind(_halves, _halves, _words)
+"""Numbers side by side, as their bits."""
+_size = _by_kind(lambda kind: int64(2), lambda kind: int64(2), lambda kind: int64(4))
+"""Bytes of a number."""
+_empty = _by_kind(
+    lambda kind, count: np.empty(count, np.int16),
+    lambda kind, count: np.empty(count, np.int16),
+    lambda kind, count: np.empty(count, np.int32),
+)
+"""Room for the bits of so many numbers."""
+_number = _by_kind(
+    lambda kind, bits: _as_float(uint32(uint32(bits) << uint32(16))),
+    lambda kind, bits: _widen_half(uint32(bits)),
+    lambda kind, bits: _as_float(uint32(bits)),
+)
+"""A finite number as float32."""
+_narrow = _by_kind(
+    lambda kind, number: int16(_narrow_bfloat(number)),
+    lambda kind, number: int16(_narrow_half(number)),
+    lambda kind, number: int32(_as_bits(number)),
+)
+"""A float32 in the pool's dtype, as its bits."""
+_infinity = _by_kind(lambda kind: int16(0x7F80), lambda kind: int16(0x7C00), lambda kind: int32(0x7F800000))
+"""Its bits; above are NaNs."""
+_ordered = _by_kind(
+    lambda kind, bits: int16(bits ^ int16(int16(bits >> int16(15)) & int16(0x7FFF))),
+    lambda kind, bits: int16(bits ^ int16(int16(bits >> int16(15)) & int16(0x7FFF))),
+    lambda kind, bits: int32(bits ^ int32(int32(bits >> int32(31)) & int32(0x7FFFFFFF))),
+)
+"""The bits of a number as an integer that sorts as the numbers do; it is its own mirror."""
+_magnitude = _by_kind(
+    lambda kind, bits: int16(bits & int16(0x7FFF)),
+    lambda kind, bits: int16(bits & int16(0x7FFF)),
+    lambda kind, bits: int32(bits & int32(0x7FFFFFFF)),
+)
+"""Without the sign."""
 
 
 @_function
-def _places(plane, pages, page_tokens, size, places):
-    """Where each token of the block begins in a plane."""
-    token = 0
+def _places(plane, pages, page_tokens, size, token, places):
+    """Where each token of the block begins in a plane, from `token` on. pages: of these."""
     for page in pages:
         place = plane[_ADDRESS] + plane[_PAGE] * page * size
         for _ in range(page_tokens):
@@ -449,7 +408,7 @@ def _decode_turned(kind, address, apart, start, width, codes_at, zeros, scales, 
             row[token] = _narrow(kind, (float32(int32(codes[token])) + np.float32(128.0)) * scale + zero)
 
 
-@_function
+@compiled
 def _encode(kind, planes, pages, page_tokens, heads, tokens, out):
     size = _size(kind)
     widest = planes[:, _WIDTH].max()
@@ -461,7 +420,7 @@ def _encode(kind, planes, pages, page_tokens, heads, tokens, out):
         width, step = plane[_WIDTH], plane[_NUMBER]
         share = GROUP if plane[_AXIS] == LATENT else width
         is_turned = _is_turned(plane, page_tokens)
-        _places(plane, pages, page_tokens, size, places)
+        _places(plane, pages, page_tokens, size, 0, places)
         for head in range(heads):
             for group in range(tokens // GROUP):
                 for token in range(GROUP):
@@ -492,8 +451,8 @@ def _encode(kind, planes, pages, page_tokens, heads, tokens, out):
     return _FINE
 
 
-@_function
-def _decode(kind, planes, pages, page_tokens, heads, tokens, skip, source):
+@compiled
+def _decode(kind, planes, pages, page_tokens, heads, tokens, source, skip):
     size = _size(kind)
     widest = planes[:, _WIDTH].max()
     zeros, scales = np.empty(widest, np.float32), np.empty(widest, np.float32)
@@ -503,7 +462,7 @@ def _decode(kind, planes, pages, page_tokens, heads, tokens, skip, source):
         width, step = plane[_WIDTH], plane[_NUMBER]
         share = GROUP if plane[_AXIS] == LATENT else width
         is_turned = _is_turned(plane, page_tokens)
-        _places(plane, pages, page_tokens, size, places)
+        _places(plane, pages, page_tokens, size, skip, places)
         for head in range(heads):
             for group in range(skip // GROUP, tokens // GROUP):
                 start = max(0, skip - group * GROUP)
@@ -535,41 +494,5 @@ def _decode(kind, planes, pages, page_tokens, heads, tokens, skip, source):
                         _spread(kind, _row(kind, rows[token], width), place, step, width)
 
 
-@compiled
-def _encode_bfloat16(planes, pages, page_tokens, heads, tokens, out):
-    return _encode(int8(0), planes, pages, page_tokens, heads, tokens, out)
-
-
-@compiled
-def _decode_bfloat16(planes, pages, page_tokens, heads, tokens, source, skip):
-    _decode(int8(0), planes, pages, page_tokens, heads, tokens, skip, source)
-
-
-@compiled
-def _encode_float16(planes, pages, page_tokens, heads, tokens, out):
-    return _encode(int16(0), planes, pages, page_tokens, heads, tokens, out)
-
-
-@compiled
-def _decode_float16(planes, pages, page_tokens, heads, tokens, source, skip):
-    _decode(int16(0), planes, pages, page_tokens, heads, tokens, skip, source)
-
-
-@compiled
-def _encode_float32(planes, pages, page_tokens, heads, tokens, out):
-    return _encode(int32(0), planes, pages, page_tokens, heads, tokens, out)
-
-
-@compiled
-def _decode_float32(planes, pages, page_tokens, heads, tokens, source, skip):
-    _decode(int32(0), planes, pages, page_tokens, heads, tokens, skip, source)
-
-
-_TABLE, _PAGES = int64[:, ::1], int64[::1]
-_ENCODED = (_TABLE, _PAGES, int64, int64, int64, int64)
-_DECODED = (*_ENCODED, int64)
-_LOOPS = {
-    "bfloat16": Int8Loops(_encode_bfloat16, _decode_bfloat16),
-    "float16": Int8Loops(_encode_float16, _decode_float16),
-    "float32": Int8Loops(_encode_float32, _decode_float32),
-}
+_KINDS = {"bfloat16": np.int8(0), "float16": np.int16(0), "float32": np.int32(0)}
+_LOOPS: dict[str, Any] = dict.fromkeys(_KINDS, (_encode, _decode))

@@ -1,18 +1,14 @@
-"""Extents that copies may read and write, and which of their bytes are page-locked.
+"""Memory of slots: which of its bytes are page-locked, so that a device copies them by itself.
 
-    adopt    the mapping of a slot that was seen: added, for as long as it is mapped; the worker unmaps it, after it was
-             unregistered
-    add      known at once; a worker registers it with the device in chunks, and until a chunk is in, copies of its
-             slots go through a bounce ring
-    hold     a transfer uses some of it: the memory stays, registered or not as it is; any other memory bounces
-    remove   once no transfer holds it, it is unregistered, and only then may the memory go
+    adopt    the mapping of a slot that was seen; a thread page-locks it with the device, chunk after chunk. Until a
+             chunk is in, or where the device refuses it, copies of its slots are slower (`cuda.CudaStream.copy`)
+    hold     a transfer uses some of it: it stays as it is until the transfer lets go
+    leave    the last view of a mapping is gone: it is unregistered by the thread, and only then unmapped
 
-Registering page-locks pages where they are and moves none: the first touch of its pages has decided which NUMA node an
-extent lies on. The bounce rings, which this process touches first, lie near the CPUs of the thread that uses them
-(`worker.Worker`, `cuda.local_cpus`). No memory policy is set.
-
-A reader's mapping is read-only; a device that cannot page-lock such memory refuses it, and everything bounces. Must
-never call a run page-locked that is not wholly inside one registered chunk: a copy across two may be refused.
+Page-locking leaves pages where they are: the first touch has decided which NUMA node an extent lies on. No memory
+policy is set. Must never call a run page-locked that is not wholly inside one registered chunk: a copy across two may
+be refused. Must never register or unregister on a thread that launches kernels: a refusal by CUDA stays behind as the
+thread's last error.
 """
 
 from __future__ import annotations
@@ -23,17 +19,14 @@ import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from kv_kernels.compiled import compiled
-from kv_kernels.cuda import CudaDevice, host_tensor
-from kv_kernels.worker import Worker
+from kv_kernels.cuda import CudaDevice
 
 CHUNK_BYTES = 1 << 30
 """At most so much is registered at once: the driver takes long, and other calls wait for it."""
@@ -57,100 +50,101 @@ class Runs(NamedTuple):
     are_pinned: list[bool]
 
 
-@dataclass(eq=False)
 class _Extent:
-    address: int
-    memory: torch.Tensor
-    keep: object
-    writable: bool
-    pinned: list[bool]
-    holds: int = 0
-    is_going: bool = False
-    end: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.end = self.address + self.memory.numel()
+    def __init__(self, address: int, size_bytes: int, writable: bool, chunks: int) -> None:
+        self.address, self.end, self.writable = address, address + size_bytes, writable
+        self.pinned = [False] * chunks
+        self.holds = 0
 
 
 class PinnedExtents:
-    """The extents of one process, for one device. Any thread may call; `worker` is its own."""
+    """The extents of one process, for one device. Any thread may call, a finalizer too.
 
-    def __init__(self, device: CudaDevice, worker: Worker, chunk_bytes: int = CHUNK_BYTES) -> None:
+    Work is done by a thread (`run`), or where there is none by `step`.
+    """
+
+    def __init__(self, device: CudaDevice, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._device = device
-        self._worker = worker
         self.chunk_bytes = chunk_bytes
+        self._changed = threading.Condition()  # of a reentrant lock: a finalizer may run while it is held
         self._starts: list[int] = []
-        self._known: Table | None = None  # until something changes
         self._extents: list[_Extent] = []
-        self._lock = threading.RLock()  # reentrant: a finalizer may run while it is held
-        self._was_refused = False
-        self._is_closed = False
-        self._process = os.getpid()
+        self._known: Table | None = None  # until something changes
+        self._leaving: deque[Callable[[], object]] = deque()
+        self._waiting: deque[tuple[_Extent, int]] = deque()  # chunks to be registered
         self._kept: list[Callable[[], object]] = []
-        self._waiting: deque[tuple[_Extent, int]] = deque()  # to be registered
-        self._is_registering = False
+        self._was_refused = self._is_closed = self._has_ended = False
+        self._process = os.getpid()
+        self._thread: threading.Thread | None = None
+
+    def run(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name="kv-pins", daemon=True)
+        self._thread.start()
+
+    def step(self) -> bool:
+        """Do the next piece of work, first for those that leave; False if there is none."""
+        with self._changed:
+            if self._leaving:
+                work = self._leaving.popleft()
+            elif self._waiting:
+                work = partial(self._register, *self._waiting.popleft())
+            else:
+                return False
+        try:
+            work()
+        finally:
+            with self._changed:
+                self._changed.notify_all()
+        return True
 
     def adopt(self, address: int, size_bytes: int, before_unmap: Callable[[Leave], object], *, writable: bool) -> None:
         """Memory of slots that stays mapped while the caller has views of it. before_unmap: takes what the finalizer
-        of the last view calls. Memory that is known already is only looked up."""
-        with self._lock:
-            at = bisect_right(self._starts, address) - 1
-            if self._is_closed or (at >= 0 and address < self._extents[at].end):
+        of the last view calls. Memory that is known already is only looked up; what overlaps other memory is left out.
+        """
+        with self._changed:
+            at = bisect_right(self._starts, address)
+            if self._is_closed or any(
+                other.address < address + size_bytes and address < other.end
+                for other in self._extents[max(0, at - 1) : at + 1]
+            ):
                 return
-        if self._insert(address, size_bytes, None, writable):
-            before_unmap(partial(self._leaves, address))
+            extent = _Extent(address, size_bytes, writable, -(-size_bytes // self.chunk_bytes))
+            self._starts.insert(at, address)
+            self._extents.insert(at, extent)
+            self._known = None
+            self._waiting.extend([(extent, chunk) for chunk in range(len(extent.pinned))])
+            self._changed.notify_all()
+        before_unmap(partial(self._leaves, extent))
 
     def close(self, timeout_s: float) -> bool:
-        """Unregister all that no transfer holds, and adopt no more; returns whether that was done in time."""
+        """Adopt no more, and unregister all that no transfer holds, or will let go in time; returns whether that was
+        everything."""
         if os.getpid() != self._process:
             return True
-        with self._lock:
+        with self._changed:
             self._is_closed = True
-            addresses = [extent.address for extent in self._extents if not extent.holds]
-        return all([self.remove(address, timeout_s) for address in addresses])
-
-    def add(self, address: int, size_bytes: int, keep: object, *, writable: bool) -> None:
-        """keep: what keeps the memory mapped, until after `remove`. writable: whether the mapping is.
-
-        Raises ValueError if it overlaps a known extent.
-        """
-        if not self._insert(address, size_bytes, keep, writable):
-            raise ValueError(f"memory at {address:#x} of {size_bytes} bytes is here already: remove it first")
-
-    def remove(self, address: int, timeout_s: float) -> bool:
-        """Unregister an added extent, once no transfer holds it; until then the memory must stay.
-
-        False if that takes longer than the timeout, or the worker has too much to do: it is still here then, to be
-        removed by another call.
-        """
-        with self._lock:
-            extent = next((known for known in self._extents if known.address == address), None)
-            if extent is None:
-                return True
-            extent.is_going = True
-        if not self._worker.wait(lambda: not extent.holds, timeout_s):
-            with self._lock:
-                extent.is_going = False
-            return False
-        gone = threading.Event()
-        if not self._worker.submit(lambda: self._unregister(extent, gone)):
-            with self._lock:
-                extent.is_going = False
-            return False
-        return self._worker.wait(gone.is_set, timeout_s)
+            self._waiting.clear()
+            are_free = self._changed.wait_for(lambda: not any([one.holds for one in self._extents]), timeout_s)
+            self._leaving.extend([partial(self._unregister, one) for one in self._extents if not one.holds])
+            self._changed.notify_all()
+        if self._thread is None:
+            while self.step():
+                pass
+            self._has_ended = True
+        else:
+            self._thread.join(timeout_s)
+        return are_free and self._has_ended
 
     def hold(self, slots: Addresses, size_bytes: int) -> Hold:
         """Keep these slots' memory in place. The caller keeps memory that is in no extent. Raises ValueError if a slot
-        is in an extent that is being removed, or only partly in one."""
-        with self._lock:
+        is only partly in one."""
+        with self._changed:
             table, places = self._table(), np.empty(len(slots), np.int64)
             cut = _find(slots, size_bytes, table[0], places)
             if cut >= 0:
                 raise ValueError(f"the slot at {slots[cut]:#x} of {size_bytes} bytes is not wholly inside its extent")
             extents = [self._extents[at] for at in set(places.tolist()) if at >= 0]
-            for extent in extents:
-                if extent.is_going:
-                    raise ValueError(f"slots are in the extent at {extent.address:#x}, which is being removed")
             for extent in extents:
                 extent.holds += 1
         return Hold(self, extents, slots, places, table)
@@ -163,14 +157,16 @@ class PinnedExtents:
 
     def wait(self, slots: Addresses, size_bytes: int, timeout_s: float = 60.0) -> bool:
         """Until all of these slots are page-locked; returns whether that was in time."""
-        return self._worker.wait(lambda: all(self.runs(slots, size_bytes).are_pinned), timeout_s)
+        with self._changed:
+            return self._changed.wait_for(lambda: all(self.runs(slots, size_bytes).are_pinned), timeout_s)
 
     def let_go(self, extents: Sequence[_Extent]) -> None:
-        with self._lock:
+        with self._changed:
             for extent in extents:
                 assert extent.holds > 0, "held as often as let go"
                 extent.holds -= 1
-        self._worker.notify()
+            if self._is_closed:
+                self._changed.notify_all()
 
     def _table(self) -> Table:
         """As they are now. Under the lock."""
@@ -181,92 +177,69 @@ class PinnedExtents:
             self._known = np.array(rows, np.int64).reshape(-1, 3), pinned
         return self._known
 
-    def _leaves(self, address: int, unmap: Callable[[], object]) -> None:
-        """The last view of an adopted extent is gone. Does not block."""
-        if os.getpid() != self._process:  # a forked child has neither the worker nor the device
+    def _leaves(self, extent: _Extent, unmap: Callable[[], object]) -> None:
+        """The last view of an extent is gone. Does not block."""
+        if os.getpid() != self._process:  # a forked child has neither the thread nor the device
             unmap()
             return
-        with self._lock:
-            self._waiting = deque([one for one in self._waiting if one[0].address != address])
-        if not self._worker.submit(partial(self._leave, address, unmap)):
-            self._leave(address, unmap)
-
-    def _leave(self, address: int, unmap: Callable[[], object]) -> None:
-        with self._lock:
-            extent = next((known for known in self._extents if known.address == address), None)
-        if extent is not None:
-            if extent.holds:  # by a transfer whose device failed: it may still be running
-                self._kept.append(unmap)
+        with self._changed:
+            self._waiting = deque([one for one in self._waiting if one[0] is not extent])
+            if not self._has_ended:
+                self._leaving.append(partial(self._leave, extent, unmap))
+                self._changed.notify_all()
                 return
-            self._unregister(extent, threading.Event())
+        self._leave(extent, unmap)
+
+    def _leave(self, extent: _Extent, unmap: Callable[[], object]) -> None:
+        if extent.holds:  # by a transfer whose device failed: it may still be running
+            self._kept.append(unmap)
+            return
+        self._unregister(extent)
         unmap()
 
-    def _insert(self, address: int, size_bytes: int, keep: object, writable: bool) -> bool:
-        chunks = -(-size_bytes // self.chunk_bytes)
-        extent = _Extent(address, host_tensor(address, size_bytes), keep, writable, [False] * chunks)
-        with self._lock:
-            at = bisect_right(self._starts, address)
-            neighbours = self._extents[max(0, at - 1) : at + 1]
-            if any(other.address < extent.end and address < other.end for other in neighbours):
-                return False
-            self._starts.insert(at, address)
-            self._extents.insert(at, extent)
-            self._known = None
-            self._waiting.extend((extent, chunk) for chunk in range(chunks))
-            is_idle, self._is_registering = not self._is_registering, True
-        if is_idle:
-            self._go_on()
-        return True
-
-    def _go_on(self) -> None:
-        """Register one chunk at a time: a removal waits for one at most. Not under the lock: the worker has its own."""
-        with self._lock:
-            self._is_registering = bool(self._waiting)
-        if self._is_registering and not self._worker.submit(self._register_next):
-            self._is_registering = False
-
-    def _register_next(self) -> None:
-        with self._lock:
-            extent, chunk = self._waiting.popleft() if self._waiting else (None, 0)
-        if extent is not None:
-            self._register(extent, chunk)
-        self._go_on()
-
     def _register(self, extent: _Extent, chunk: int) -> None:
-        start = chunk * self.chunk_bytes
-        size = min(self.chunk_bytes, extent.memory.numel() - start)
-        refusal = self._device.register(extent.address + start, size, writable=extent.writable)
+        start = extent.address + chunk * self.chunk_bytes
+        size = min(self.chunk_bytes, extent.end - start)
+        refusal = self._device.register(start, size, writable=extent.writable)
         if not refusal:
             self._note_pinned(extent, chunk, True)
         elif not self._was_refused:
             self._was_refused = True
             kind = "writable" if extent.writable else "read-only"
             _log.warning(
-                "the device refused to page-lock %d bytes of %s shared memory: %s; their copies take a detour through "
-                "a small pinned buffer and cost CPU time (said once)",
+                "the device refused to page-lock %d bytes of %s shared memory: %s; the driver copies it through memory "
+                "of its own, which is slower and costs CPU time (said once)",
                 size,
                 kind,
                 refusal,
             )
 
     def _note_pinned(self, extent: _Extent, chunk: int, is_pinned: bool) -> None:
-        with self._lock:
+        with self._changed:
             extent.pinned[chunk], self._known = is_pinned, None
 
-    def _unregister(self, extent: _Extent, gone: threading.Event) -> None:
-        if extent not in self._extents:  # a call before this one was slow, and did it
-            gone.set()
+    def _unregister(self, extent: _Extent) -> None:
+        if extent not in self._extents:  # done by `close`
             return
         for chunk, is_pinned in enumerate(extent.pinned):
             if is_pinned:
                 self._device.unregister(extent.address + chunk * self.chunk_bytes)
-                self._note_pinned(extent, chunk, False)  # where the next one fails, another call does the rest
-        with self._lock:
+                self._note_pinned(extent, chunk, False)
+        with self._changed:
             at = self._extents.index(extent)
             del self._starts[at], self._extents[at]
             self._known = None
-            self._waiting = deque([one for one in self._waiting if one[0] is not extent])
-        gone.set()
+
+    def _run(self) -> None:
+        while not self._has_ended:
+            try:
+                while self.step():
+                    pass
+            except Exception:
+                _log.exception("page-locking failed")
+            with self._changed:
+                self._changed.wait_for(lambda: self._leaving or self._waiting or self._is_closed)
+                self._has_ended = self._is_closed and not self._leaving
 
 
 class Hold:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kv_kernels.copies import Digest, Flaw, Span
-from kv_kernels.host import UNWRITABLE_PAGES, BlockByBlock
+from kv_kernels.copies import Flaw
+from kv_kernels.host import Array, SliceBySlice
 from kv_kernels.int8 import SliceForm, Unwritable, dequantize, packed, quantize, unpacked
 from kv_kernels.pools import PoolTable
 
@@ -19,8 +19,8 @@ Planes = Sequence[torch.Tensor]
 """Of one layer, each [pages, page_tokens, heads, width]."""
 
 
-class PlainCopy(BlockByBlock):
-    """Holds the tensors for as long as it lives."""
+class PlainCopy(SliceBySlice):
+    """Through a block in memory of its own."""
 
     def __init__(
         self,
@@ -30,49 +30,23 @@ class PlainCopy(BlockByBlock):
         page_tokens: int,
         block_tokens: int,
         *,
-        writable: bool = True,
+        writable: bool | None = None,
     ) -> None:
-        """form: of a layer slice in 8 bits; None for bytes as they are. planes: of each layer slice. table: physical
-        pages. writable: whether they can be loaded into, which torch cannot tell of memory that it was given."""
+        """form: of a layer slice in 8 bits; None for bytes as they are. writable: whether pages can be loaded into,
+        which torch cannot tell of memory that it was given."""
+        super().__init__(planes, table, page_tokens, block_tokens, slice_bytes(planes[0], block_tokens, form), writable)
         self._form = form
-        self._writable = writable
-        self._planes = planes
-        self._table = table
-        self._page_tokens = page_tokens
-        self._block_tokens = block_tokens
 
-    def encode_block(self, token: int, into: Span, digest: Digest) -> list[bytes] | Flaw:
-        """The block at `token` into a payload: the digests of its layer slices, taken from the payload, or a flaw."""
-        pages, digests, start = self._pages(token, 0), [], 0
-        for layer in self._planes:
-            try:
-                made = layer_slice(layer, pages, self._form).cpu()
-            except Unwritable as unwritable:
-                return unwritable.flaw
-            view = into.view[start : start + len(made)]
-            torch.frombuffer(view, dtype=torch.uint8).copy_(made)
-            digests.append(digest(view))
-            start += len(made)
-        return digests
+    def encode_slice(self, layer: int, pages: Sequence[int], into: Array) -> Flaw | None:
+        try:
+            torch.from_numpy(into).copy_(layer_slice(self._planes[layer], pages, self._form))
+        except Unwritable as unwritable:
+            return unwritable.flaw
+        return None
 
-    def decode_block(self, payload: Span, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
-        """A payload into the block at `token`, without its first `skip` tokens; False if a digest differs. A layer
-        slice is verified in a private copy before any of it reaches the pages."""
-        if not self._writable:
-            raise ValueError(UNWRITABLE_PAGES)
-        pages, start = self._pages(token, skip), 0
-        for layer, want in zip(self._planes, expected, strict=True):
-            stop = start + slice_bytes(layer, self._block_tokens, self._form)
-            private = torch.frombuffer(bytearray(payload.view[start:stop]), dtype=torch.uint8)
-            if digest(private.numpy()) != want:
-                return False
-            into_pages(private.to(layer[0].device), layer, pages, skip, self._form)
-            start = stop
-        return True
-
-    def _pages(self, token: int, skip: int) -> Sequence[int]:
-        first, stop = (token + skip) // self._page_tokens, (token + self._block_tokens) // self._page_tokens
-        return self._table[first:stop]
+    def decode_slice(self, layer: int, pages: Sequence[int], skip: int, private: Array) -> None:
+        planes = self._planes[layer]
+        into_pages(torch.from_numpy(private).to(planes[0].device), planes, pages, skip, self._form)
 
 
 def save(

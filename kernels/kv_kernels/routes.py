@@ -21,10 +21,8 @@ import torch
 
 from kv_kernels import host, int8_host, plain
 from kv_kernels.copies import BlockCopy
+from kv_kernels.host import Planes
 from kv_kernels.int8 import SliceForm
-
-Planes = Sequence[Sequence[Any]]
-"""Per layer slice, per plane, a tensor [pages, page_tokens, heads, width] with any strides."""
 
 _log = getLogger(__name__)
 

@@ -270,21 +270,15 @@ def _move_line(
     if KIND == "raw":
         numbers = payload.to(tl.pointer_type(INTEGER)) + head * tokens * K_WIDTH
         _move_numbers(pool, k_strides, row, group, tokens, numbers, LOADS, PAGE_TOKENS, K)
-    elif LOADS:
-        if K_AXIS == 0:
-            _read_channels(pool, k_strides, row, group, payload, k_places, line, PAGE_TOKENS, KIND, K)
-        else:
-            _read_tokens(pool, k_strides, row, group, payload, k_places, line, PAGE_TOKENS, KIND, K)
+    elif PAIRS:
+        # 0, of which the compiler does not know that 16 divides it: it gives each thread one pair at a time, not four.
+        apart, into = pool + nothing, payload + nothing
+        _write_pairs(apart, k_strides, row, group, into, k_places, line, state, PAGE_TOKENS, KIND, K_WIDTH, PAIRS)
+    elif K_AXIS == 0:
+        _move_channels(pool, k_strides, row, group, payload, k_places, line, state, LOADS, PAGE_TOKENS, KIND, K)
     else:
-        if PAIRS:
-            # 0, of which the compiler does not know that 16 divides it: it gives each thread one pair at a time, not
-            # four.
-            apart, into = pool + nothing, payload + nothing
-            _write_pairs(apart, k_strides, row, group, into, k_places, line, state, PAGE_TOKENS, KIND, K_WIDTH, PAIRS)
-        elif K_AXIS == 0:
-            _write_channels(pool, k_strides, row, group, payload, k_places, line, state, PAGE_TOKENS, KIND, K)
-        else:
-            _write_tokens(pool, k_strides, row, group, payload, k_places, line, state, PAGE_TOKENS, KIND, K)
+        _move_tokens(pool, k_strides, row, group, payload, k_places, line, state, LOADS, PAGE_TOKENS, KIND, K)
+    if KIND != "raw" and not LOADS:
         if line == 0:
             # What no other program writes: between K's scales and its zero points, and behind all.
             bytes_ = tl.arange(0, 16)
@@ -297,10 +291,8 @@ def _move_line(
             V_WIDTH: tl.constexpr = V[1]
             numbers = payload.to(tl.pointer_type(INTEGER)) + heads * tokens * K_WIDTH
             _move_numbers(pool, v_strides, row, group, tokens, numbers + head * tokens * V_WIDTH, LOADS, PAGE_TOKENS, V)
-        elif LOADS:
-            _read_tokens(pool, v_strides, row, group, payload, v_places, line, PAGE_TOKENS, KIND, V)
         else:
-            _write_tokens(pool, v_strides, row, group, payload, v_places, line, state, PAGE_TOKENS, KIND, V)
+            _move_tokens(pool, v_strides, row, group, payload, v_places, line, state, LOADS, PAGE_TOKENS, KIND, V)
 
 
 @triton.jit
@@ -341,19 +333,10 @@ def _pool_at(address, INTEGER: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _write_channels(
-    pool,
-    strides,
-    row,
-    group,
-    payload,
-    places,
-    line,
-    state,
-    PAGE_TOKENS: tl.constexpr,
-    KIND: tl.constexpr,
-    FORM: tl.constexpr,
-):
+def _move_channels(
+    pool, strides, row, group, payload, places, line, state,
+    LOADS: tl.constexpr, PAGE_TOKENS: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
     WIDTH: tl.constexpr = FORM[1]
     STEP: tl.constexpr = FORM[2]
     page, within = _pages_of(row, group * 64, 64, PAGE_TOKENS)
@@ -364,14 +347,22 @@ def _write_channels(
     for at in range(0, WIDTH, STEP):
         column = at + tl.arange(0, STEP)
         inside = column < WIDTH
-        bits = tl.load(lines[:, None] + column[None, :].to(tl.int64) * strides[3], mask=inside[None, :], other=0)
-        least, most = _ends(bits, KIND)
-        low, scale = _channel_scale(least, most, state, KIND, STEP)
-        y = (_to_float(bits, KIND) - low[None, :]) * _inverse(scale)[None, :]
-        codes = _steps(y, 0.0, 255.0) - 128.0
-        tl.store(codes_at[:, None] + column[None, :], codes.to(tl.int8), mask=inside[None, :])
-        tl.store(scales_at + column, scale.to(tl.int16), mask=inside)
-        tl.store(zeros_at + column, _to_bits(low, KIND), mask=inside)
+        there = lines[:, None] + column[None, :].to(tl.int64) * strides[3]
+        here = codes_at[:, None] + column[None, :]
+        if LOADS:
+            wanted = (page >= 0)[:, None] & inside[None, :]
+            scale = tl.load(scales_at + column, mask=inside, other=0).to(tl.float16, bitcast=True).to(tl.float32)
+            zero = _to_float(tl.load(zeros_at + column, mask=inside, other=0), KIND)
+            codes = tl.load(here, mask=wanted, other=0).to(tl.float32)
+            tl.store(there, _to_bits((codes + 128.0) * scale[None, :] + zero[None, :], KIND), mask=wanted)
+        else:
+            bits = tl.load(there, mask=inside[None, :], other=0)
+            least, most = _ends(bits, KIND)
+            low, scale = _channel_scale(least, most, state, KIND, STEP)
+            y = (_to_float(bits, KIND) - low[None, :]) * _inverse(scale)[None, :]
+            tl.store(here, (_steps(y, 0.0, 255.0) - 128.0).to(tl.int8), mask=inside[None, :])
+            tl.store(scales_at + column, scale.to(tl.int16), mask=inside)
+            tl.store(zeros_at + column, _to_bits(low, KIND), mask=inside)
 
 
 @triton.jit
@@ -436,19 +427,10 @@ def _channel_scale(least, most, state, KIND: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _write_tokens(
-    pool,
-    strides,
-    row,
-    group,
-    payload,
-    places,
-    line,
-    state,
-    PAGE_TOKENS: tl.constexpr,
-    KIND: tl.constexpr,
-    FORM: tl.constexpr,
-):
+def _move_tokens(
+    pool, strides, row, group, payload, places, line, state,
+    LOADS: tl.constexpr, PAGE_TOKENS: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
     WIDTH: tl.constexpr = FORM[1]
     STEP: tl.constexpr = FORM[2]
     TOKENS: tl.constexpr = FORM[3]
@@ -462,58 +444,21 @@ def _write_tokens(
         for step in range(0, GROUPS):
             column = step * STEP + tl.arange(0, STEP)
             inside = (column < WIDTH)[None, :]
-            bits = tl.load(lines[:, None] + column[None, :].to(tl.int64) * strides[3], mask=inside, other=0)
-            largest = tl.max(_magnitude(bits, KIND), 1)
-            scale = _scale_up(tl.div_rn(_of_ordered(largest, KIND), tl.full([TOKENS], 127.0, tl.float32)))
-            _report(state, largest >= _infinity(KIND), scale)
-            codes = _steps(_to_float(bits, KIND) * _inverse(scale)[:, None], -127.0, 127.0)
-            tl.store(codes_at[:, None] + column[None, :], codes.to(tl.int8), mask=inside)
-            tl.store(scales_at + step, scale.to(tl.int16))
-
-
-@triton.jit
-def _read_channels(
-    pool, strides, row, group, payload, places, line, PAGE_TOKENS: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr
-):
-    WIDTH: tl.constexpr = FORM[1]
-    STEP: tl.constexpr = FORM[2]
-    page, within = _pages_of(row, group * 64, 64, PAGE_TOKENS)
-    lines = pool + page * strides[0] + within * strides[1]
-    codes_at = (payload + places[0]).to(tl.pointer_type(tl.int8)) + (line * 64 + tl.arange(0, 64)) * WIDTH
-    scales_at = (payload + places[1]).to(tl.pointer_type(tl.int16)) + line * WIDTH
-    zeros_at = (payload + places[2]).to(lines.dtype.scalar) + line * WIDTH
-    for at in range(0, WIDTH, STEP):
-        column = at + tl.arange(0, STEP)
-        inside = column < WIDTH
-        wanted = (page >= 0)[:, None] & inside[None, :]
-        scale = tl.load(scales_at + column, mask=inside, other=0).to(tl.float16, bitcast=True).to(tl.float32)
-        zero = _to_float(tl.load(zeros_at + column, mask=inside, other=0), KIND)
-        codes = tl.load(codes_at[:, None] + column[None, :], mask=wanted, other=0).to(tl.float32)
-        x = (codes + 128.0) * scale[None, :] + zero[None, :]
-        tl.store(lines[:, None] + column[None, :].to(tl.int64) * strides[3], _to_bits(x, KIND), mask=wanted)
-
-
-@triton.jit
-def _read_tokens(
-    pool, strides, row, group, payload, places, line, PAGE_TOKENS: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr
-):
-    WIDTH: tl.constexpr = FORM[1]
-    STEP: tl.constexpr = FORM[2]
-    TOKENS: tl.constexpr = FORM[3]
-    GROUPS: tl.constexpr = (WIDTH + STEP - 1) // STEP
-    for token in range(0, 64, TOKENS):
-        page, within = _pages_of(row, group * 64 + token, TOKENS, PAGE_TOKENS)
-        lines = pool + page * strides[0] + within * strides[1]
-        number = line * 64 + token + tl.arange(0, TOKENS)
-        codes_at = (payload + places[0]).to(tl.pointer_type(tl.int8)) + number * WIDTH
-        scales_at = (payload + places[1]).to(tl.pointer_type(tl.int16)) + number * GROUPS
-        for step in range(0, GROUPS):
-            column = step * STEP + tl.arange(0, STEP)
-            wanted = (page >= 0)[:, None] & (column < WIDTH)[None, :]
-            scale = tl.load(scales_at + step).to(tl.float16, bitcast=True).to(tl.float32)
-            codes = tl.load(codes_at[:, None] + column[None, :], mask=wanted, other=0).to(tl.float32)
-            x = codes * scale[:, None]
-            tl.store(lines[:, None] + column[None, :].to(tl.int64) * strides[3], _to_bits(x, KIND), mask=wanted)
+            there = lines[:, None] + column[None, :].to(tl.int64) * strides[3]
+            here = codes_at[:, None] + column[None, :]
+            if LOADS:
+                wanted = (page >= 0)[:, None] & inside
+                scale = tl.load(scales_at + step).to(tl.float16, bitcast=True).to(tl.float32)
+                codes = tl.load(here, mask=wanted, other=0).to(tl.float32)
+                tl.store(there, _to_bits(codes * scale[:, None], KIND), mask=wanted)
+            else:
+                bits = tl.load(there, mask=inside, other=0)
+                largest = tl.max(_magnitude(bits, KIND), 1)
+                scale = _scale_up(tl.div_rn(_of_ordered(largest, KIND), tl.full([TOKENS], 127.0, tl.float32)))
+                _report(state, largest >= _infinity(KIND), scale)
+                codes = _steps(_to_float(bits, KIND) * _inverse(scale)[:, None], -127.0, 127.0)
+                tl.store(here, codes.to(tl.int8), mask=inside)
+                tl.store(scales_at + step, scale.to(tl.int16))
 
 
 # Numbers and their bits -----------------------------------------------------------------------------------------------

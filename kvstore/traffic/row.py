@@ -178,8 +178,8 @@ class BenchResult:
 def table_of(rows: Sequence[Row], left_out: Iterable[str] = ()) -> Table:
     """A line for each row. Columns are what these rows have; what they differ in names of is no column."""
     marks = {None: "", True: "met", False: "missed"}
-    columns = {_heading(name): [cell(name, row.what.get(name)) for row in rows] for row in rows for name in row.what}
-    columns |= {
+    what = {_heading(name): [cell(name, row.what.get(name)) for row in rows] for row in rows for name in row.what}
+    columns = what | {
         "samples": [str(row.samples) for row in rows],
         "measured": [f"{cell('', row.value)} {row.unit}".rstrip() for row in rows],
         "low .. high": [_spread(row.low, row.high) for row in rows],
@@ -187,6 +187,7 @@ def table_of(rows: Sequence[Row], left_out: Iterable[str] = ()) -> Table:
         "ratio": ["" if row.ratio is None else number(row.ratio) for row in rows],
         "quartiles": [_spread(row.ratio_low, row.ratio_high) for row in rows],
     }
+    columns |= what  # what rows are of is never left out for a figure of that name
     columns |= {_heading(name): [cell(name, row.details[name]) for row in rows] for name in _shared(rows)}
     columns["target"] = [f"{row.target or ''} {marks[row.met]}".strip() for row in rows]
     shown = {name: cells for name, cells in columns.items() if name not in left_out and any(cells)}

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from kv_kernels.cuda import CopyBatch, CudaDevice, Direction, cpu_list, local_cpus
-from kv_kernels.pinned import PinnedExtents
-from kv_kernels.transfer import LayerSlice, PageMover, TransferOutcome, layer_slices
-from kv_kernels.worker import Worker
+from kv_kernels.cuda import CopyBatch, CudaDevice, Direction
+from kv_kernels.pinned import Addresses, PinnedExtents
+from kv_kernels.transfer import LayerSlice, PageMover, Transfer, layer_slices
 
 LAYERS, FRAMES, LAYER_BYTES = 8, 24, 1 << 16
 FRAME_BYTES = 4096 + LAYERS * LAYER_BYTES
@@ -27,62 +26,44 @@ def test_where_there_is_no_gpu_it_says_so() -> None:
         CudaDevice(index)
 
 
-def test_the_list_of_cpus_is_the_kernels() -> None:
-    assert cpu_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert cpu_list("5") == {5}
-    for text in ("", "a-b", "1-x"):
-        with pytest.raises(ValueError):
-            cpu_list(text)
+class Moved(Transfer):
+    """Frames to rows of a pool [frame, layer, bytes] and back, by torch."""
 
-
-class TorchKernel:
-    """Frames to rows of a pool [frame, layer, bytes] and back."""
-
-    reaches = False
-
-    def __init__(self, pool: torch.Tensor, direction: Direction) -> None:
+    def __init__(self, mover: PageMover, slots: Addresses, pool: torch.Tensor) -> None:
+        super().__init__(mover, slots, layer_slices(LAYERS, LAYER_BYTES, 3, 4096))
         self._pool = pool
-        self._direction = direction
 
-    def __call__(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
+    def launch(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
         held = staged.view(len(frames), layers.stop - layers.first, LAYER_BYTES)
         pages = self._pool[frames.start : frames.stop, layers.first : layers.stop]
-        target, source = (pages, held) if self._direction is Direction.LOAD else (held, pages)
+        target, source = (pages, held) if self.mover.loads else (held, pages)
         target.copy_(source)
-
-    def end(self, stream: object) -> None:
-        pass
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("is_registered", [True, False])
 def test_what_is_saved_is_loaded(is_registered: bool) -> None:
     device = CudaDevice(0)
-    threads = [Worker(name, local_cpus(0)) for name in ("pin", "load", "save")]
-    extents = PinnedExtents(device if is_registered else _Refusing(0), threads[0])
+    extents = PinnedExtents(device if is_registered else _Refusing(0))
+    extents.run()
     size = -(-FRAMES * FRAME_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
     extent = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-    extents.add(extent.data_ptr(), size, extent, writable=True)
+    extents.adopt(extent.data_ptr(), size, lambda leave: None, writable=True)
     slots = extent.data_ptr() + FRAME_BYTES * np.arange(FRAMES)
-    if is_registered:
-        assert threads[0].wait(lambda: extents.runs(slots, FRAME_BYTES).are_pinned[0], 60.0)
-    loads, saves = (
-        PageMover(device, *it, 5 * LAYER_BYTES) for it in zip(Direction, [extents] * 2, threads[1:], strict=True)
-    )
-    slices = layer_slices(LAYERS, LAYER_BYTES, 3, 4096)
+    assert extents.wait(slots, FRAME_BYTES, 60.0 if is_registered else 0.0) is is_registered
+    loads, saves = (PageMover(device, direction, extents, 5 * LAYER_BYTES) for direction in Direction)
     made = torch.randint(0, 256, (FRAMES, LAYERS, LAYER_BYTES), dtype=torch.uint8, device="cuda")
-    saving = saves.start(slots, slices, TorchKernel(made, Direction.SAVE), device.compute().record())
-    assert saving is not None and saving.wait(60.0)
+    saving = Moved(saves, slots, made)
+    assert saving.start() and saving.wait() and saving.is_done()
     expected = made.clone()
     made.zero_()
-    assert saving.outcome is TransferOutcome.DONE and saving.is_direct is is_registered
+    assert saving.is_direct is is_registered
     assert torch.equal(extent.view(-1)[4096:FRAME_BYTES], expected[0].cpu().view(-1))
     pool = torch.zeros_like(made)
-    loading = loads.start(slots, slices, TorchKernel(pool, Direction.LOAD), device.compute().record())
-    assert loading is not None and loading.wait(60.0) and loading.outcome is TransferOutcome.DONE
+    loading = Moved(loads, slots, pool)
+    assert loading.start() and loading.wait()
     assert torch.equal(pool, expected)
-    assert extents.remove(extent.data_ptr(), 60.0)
-    assert all(thread.close(60.0) for thread in threads)
+    assert extents.close(60.0)
 
 
 class _Refusing(CudaDevice):
@@ -135,6 +116,18 @@ def test_copies_are_one_call_in_the_form_that_the_driver_has(
     assert of(driver, "stream_of_last", ctypes.c_uint64) == STREAM
     if batches:
         assert list((ctypes.c_int * 6).in_dll(driver, "attributes_of_last")) == [1, 0, 0, 0, 0, 1]
+
+
+def test_memory_that_is_not_page_locked_is_copied_row_by_row(driver: ctypes.CDLL) -> None:
+    told(driver, version=13_000)
+    source, target = torch.arange(200, dtype=torch.uint8), torch.zeros(200, dtype=torch.uint8)
+    places = np.array([0, 100])
+    copies = CopyBatch(driver)
+    copies(
+        np.stack([target.data_ptr() + places, source.data_ptr() + places, np.array([50, 100])]), STREAM, is_pinned=False
+    )
+    assert torch.equal(target[:50], source[:50]) and torch.equal(target[100:], source[100:])
+    assert (of(driver, "batches"), of(driver, "singles")) == (0, 2)
 
 
 @pytest.mark.parametrize("version", [12_040, 12_080, 13_000])

@@ -22,10 +22,10 @@ from happens_before import HazardError, Region
 from kv_bench.on_device import AtOnceDevice
 from kv_kernels import gpu, int8, triton_pools
 from kv_kernels.copies import BlockCopy, Flaw
-from kv_kernels.device_copy import DeviceCopy, DeviceTransfers, Workers
+from kv_kernels.cuda import Direction
+from kv_kernels.device_copy import DeviceCopy, DeviceTransfers, Moving
 from kv_kernels.plain import PlainCopy
 from kv_kernels.routes import int8_copy, raw_copy
-from kv_kernels.worker import Worker
 from paged_memory import kernels_can_run
 from tiering.frame import digest
 from tiering.tier import FrameSpan
@@ -105,8 +105,8 @@ class Story:
         if self.is_locked:
             start = self.slots[0].address - 64
             size = self.slots[-1].address + len(self.slots[-1].view) - start
-            self.route.transfers.extents.add(start, size, self.slots, writable=True)
-            self.route.workers.pins.wait(lambda: False, None) if not self.route.has_threads else None
+            self.route.transfers.extents.adopt(start, size, lambda leave: None, writable=True)
+            self.route.lock()
 
     def steps(self, values: list[list[torch.Tensor]], writes: bool = True) -> None:
         """The engine's own work with these pages, which nobody waits for: they are written, or read."""
@@ -153,7 +153,7 @@ def segment_of(codec: str, blocks: float = 2) -> int:
     return int(blocks * LAYERS * SLICE_BYTES[codec]) // 16 * 16
 
 
-@pytest.mark.parametrize("way", ["bounced", "page-locked", "reached", "reached where it can be"])
+@pytest.mark.parametrize("way", ["by the driver", "page-locked", "reached", "reached where it can be"])
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("seed", range(2))
 def test_every_legal_order_gives_the_right_bytes(seed: int, codec: str, way: str) -> None:
@@ -173,9 +173,9 @@ def test_payloads_that_are_larger_than_a_segment_go_by_layers(codec: str) -> Non
 HAZARDS = {
     "pages are written while a step reads them": ("load 0", "compute"),
     "kernels read tables before they are uploaded": ("load 1", "load 0"),
-    "digests are read, and pages called loaded, before the kernels end": ("load worker", "load 1"),
+    "digests are read, and pages called loaded, before the kernels end": ("engine", "load 1"),
     "pages are stored before the forward has written them": ("save 0", "compute"),
-    "a frame is sealed, and its digests read, before they have landed": ("save worker", "save 0"),
+    "a frame is sealed, and its digests read, before they have landed": ("engine", "save 0"),
 }
 
 
@@ -188,7 +188,7 @@ def test_a_wait_that_is_missing_is_found(name: str) -> None:
             story.run()
             story.route.close()
         print(found.value)
-    assert no_wait.times, f"nobody was about to wait: {name}"
+    assert no_wait.times, f"no such wait was about to be done: {name}"
 
 
 def test_a_flaw_in_the_middle_ends_it_and_nothing_is_under_way_then() -> None:
@@ -219,7 +219,7 @@ def test_who_stops_early_has_his_slots_for_himself() -> None:
 
 
 def test_what_was_first_can_be_used_while_the_rest_is_under_way() -> None:
-    """With a worker that does only what is waited for: the first segment comes without the others."""
+    """On a device that does only what is waited for, the first segment comes without the others."""
     story = Story(ChaosRoute(1, segment_of("raw"), eagerness=0.0), blocks=7, is_locked=True)
     story.steps(planes_of(story.pages, 1))
     encoding = copy_of("raw", story.planes, story.table, story.route).encode(story.tokens, story.slots, digest)
@@ -300,18 +300,6 @@ def test_pages_that_are_left_out_are_not_touched(codec: str) -> None:
     story.route.close()
 
 
-def test_tables_are_used_again() -> None:
-    route = ChaosRoute(1, segment_of("raw"))
-    memory = route.transfers.tables
-    for blocks in (1, 4, 2):
-        story = Story(route, blocks=blocks)
-        copy = copy_of("raw", planes_of(story.pages, 1), story.table, route)
-        digests = good(copy.encode(story.tokens, story.slots, digest))
-        assert copy.decode(story.slots, story.tokens, 0, digests, digest) == blocks
-        assert len(memory._free) == 1
-    route.close()
-
-
 def test_a_closed_way_leaves_the_plain_route() -> None:
     story = Story(ChaosRoute(1, segment_of("raw"), eagerness=0.0))
     planes = planes_of(story.pages, 1)
@@ -325,24 +313,22 @@ def test_a_closed_way_leaves_the_plain_route() -> None:
 
 def test_a_device_that_fails_is_told_and_keeps_what_it_may_still_use(monkeypatch: pytest.MonkeyPatch) -> None:
     story = Story(ChaosRoute(1, segment_of("raw")))
-    copy = copy_of("raw", planes_of(story.pages, 1), story.table, story.route)
+    planes = planes_of(story.pages, 1)
+    copy = copy_of("raw", planes, story.table, story.route)
     digests = good(copy.encode(story.tokens, story.slots, digest))
-    memory = story.route.transfers.tables
-    assert len(memory._free) == 1
-
-    wait = ChaosEvent.synchronize
 
     def broken(self: ChaosEvent) -> None:
-        if self.stream.device.actor.endswith("worker"):
-            raise RuntimeError("an illegal memory access was encountered")
-        wait(self)
+        raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(ChaosEvent, "synchronize", broken)
-    with pytest.raises(RuntimeError, match="an illegal memory access"):
-        copy.decode(story.slots, story.tokens, 0, digests, digest)
-    with pytest.raises(RuntimeError, match="an illegal memory access"):
-        good(copy.encode(story.tokens, story.slots, digest))
-    assert not memory._free, "kernels may still read them"
+    with monkeypatch.context() as failing:
+        failing.setattr(ChaosEvent, "synchronize", broken)
+        with pytest.raises(RuntimeError, match="the device failed") as found:
+            copy.decode(story.slots, story.tokens, 0, digests, digest)
+        assert "an illegal memory access" in str(found.value.__cause__)
+    (kept,) = story.route.transfers.movers[Direction.LOAD].under_way
+    assert isinstance(kept, Moving) and kept.copy is copy, "kernels may still read its tables, and write its pages"
+    assert copy.decode(story.slots, story.tokens, 0, digests, digest) == 5, "by the other route"
+    story.route.chaos.finish()
 
 
 def test_a_kernel_that_fails_is_told_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +353,8 @@ def test_a_kernel_that_fails_is_told_and_waited_for(monkeypatch: pytest.MonkeyPa
 
 def test_both_ways_are_measured_and_one_that_moves_other_bytes_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> list[gpu.Measured]:
-        ways = DeviceTransfers(AtOnceDevice(), Workers(*map(Worker, Workers._fields)), 1 << 16)
+        ways = DeviceTransfers(AtOnceDevice(), 1 << 16)
+        ways.extents.run()
         ways.programs = 4
         measured = list(gpu.measured(ways, 1 << 13, heads=1, width=8, layers=(1,)))
         assert ways.close(30.0) and all(one.copied_gb_per_second > 0 for one in measured)
@@ -419,7 +406,8 @@ def test_planes_on_two_devices_take_the_plain_route() -> None:
 
 
 def test_several_threads_on_one_device() -> None:
-    route = ChaosRoute(9, segment_of("raw"), has_threads=True)
+    route = ChaosRoute(9, segment_of("raw"))
+    route.transfers.extents.run()
     wrong: list[str] = []
 
     def work(number: int) -> None:

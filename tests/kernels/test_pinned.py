@@ -1,10 +1,10 @@
-"""Extents that copies may reach: chunks, runs, refusals, and memory that stays as long as somebody uses it."""
+"""Memory that copies may reach: chunks, runs, refusals, and memory that stays as long as something uses it."""
 
 from __future__ import annotations
 
 import logging
 import os
-import weakref
+import threading
 from pathlib import Path
 from random import Random
 
@@ -13,28 +13,36 @@ import pytest
 import torch
 
 from chaos import ChaosDevice
-from chaos_worker import ChaosWorker
 from happens_before import Region
 from kv_kernels.cuda import host_tensor
-from kv_kernels.pinned import PinnedExtents
-from kv_kernels.worker import Worker
+from kv_kernels.pinned import Leave, PinnedExtents
 from tiering.dram.extents import Extent
+from waiting import wait_until
 
 CHUNK, SLOT = 64, 24
 
 
-def _extents(refused: bool = False) -> tuple[PinnedExtents, ChaosWorker, ChaosDevice]:
+def _extents(refused: bool = False) -> tuple[PinnedExtents, ChaosDevice]:
     device = ChaosDevice(Random(1), lambda *_: "operation not supported (801)" if refused else "")
-    worker = ChaosWorker(device, "pin worker")
-    return PinnedExtents(device, worker, CHUNK), worker, device
+    return PinnedExtents(device, CHUNK), device
+
+
+def _add(extents: PinnedExtents, memory: torch.Tensor, *, writable: bool = True) -> Leave:
+    leaves: list[Leave] = []
+    extents.adopt(memory.data_ptr(), len(memory), leaves.append, writable=writable)
+    return leaves[0]
+
+
+def _do_all(extents: PinnedExtents) -> None:
+    while extents.step():
+        pass
 
 
 def test_runs_are_whole_and_in_order_and_end_where_a_chunk_does() -> None:
-    extents, worker, _ = _extents()
+    extents, _ = _extents()
     memory = torch.randint(0, 256, (10 * SLOT,), dtype=torch.uint8)
-    extents.add(memory.data_ptr(), len(memory), memory, writable=True)
-    while worker.pump():
-        pass
+    _add(extents, memory)
+    _do_all(extents)
     for seed in range(200):
         slots = Random(seed).sample(range(10), Random(seed).randint(1, 10))
         if seed % 2:
@@ -51,115 +59,105 @@ def test_runs_are_whole_and_in_order_and_end_where_a_chunk_does() -> None:
 
 
 def test_a_slot_is_pinned_when_all_its_chunks_are() -> None:
-    extents, worker, _ = _extents()
+    extents, _ = _extents()
     memory = torch.zeros(10 * SLOT, dtype=torch.uint8)
-    extents.add(memory.data_ptr(), len(memory), memory, writable=True)
+    _add(extents, memory)
     seen = []
     for _ in range(3):
         seen.append(
             [extents.runs(np.array([memory.data_ptr() + slot * SLOT]), SLOT).are_pinned[0] for slot in range(4)]
         )
-        worker.pump()
+        extents.step()
     assert seen == [[False] * 4, [True, True, False, False], [True] * 4]
 
 
 def test_a_refusal_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    extents, worker, device = _extents(refused=True)
+    extents, device = _extents(refused=True)
     memory = torch.zeros(10 * SLOT, dtype=torch.uint8)
     with caplog.at_level(logging.INFO, "kv_kernels"):
-        extents.add(memory.data_ptr(), len(memory), memory, writable=False)
-        while worker.pump():
-            pass
+        _add(extents, memory, writable=False)
+        _do_all(extents)
     assert device.refused == 4
     (record,) = caplog.records
     assert "64 bytes of read-only shared memory: operation not supported (801)" in record.getMessage()
-    assert not extents.runs(np.array([memory.data_ptr()]), SLOT).are_pinned[0]
-    assert extents.remove(memory.data_ptr(), 1.0)
+    assert not extents.runs(np.array([memory.data_ptr()]), SLOT).are_pinned[0] and extents.close(1.0)
 
 
 def test_memory_stays_while_it_is_held_and_goes_then() -> None:
-    extents, _, device = _extents()
+    extents, device = _extents()
     memory = torch.zeros(10 * SLOT, dtype=torch.uint8)
     address, gone = memory.data_ptr(), list[bool]()
-    owner = memory.view(-1)
-    weakref.finalize(owner, gone.append, True)
-    extents.add(address, len(memory), owner, writable=True)
-    del owner
+    leave = _add(extents, memory)
+    _do_all(extents)
     hold = extents.hold(np.array([address, address + SLOT]), SLOT)
-    assert not extents.remove(address, 0.0) and not gone
-    extents.hold(np.array([address]), SLOT).release()
+    assert not extents.close(0.0) and device.reaches(Region(address, 1)), "it is held"
     hold.release()
     hold.release()  # once is enough
-    assert extents.remove(address, 1.0)
-    assert gone and not device.reaches(Region(address, 1))
-    assert extents.remove(address, 1.0), "it is gone already"
+    assert extents.close(1.0) and not device.reaches(Region(address, 1))
+    leave(lambda: gone.append(True))
+    assert gone == [True]
     extents.hold(np.array([address]), SLOT).release()  # it is a stranger's, who keeps it
 
 
-def test_memory_that_could_not_be_removed_can_be_used_and_removed_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    extents, worker, device = _extents()
-    memory = torch.zeros(10 * SLOT, dtype=torch.uint8)
-    address = memory.data_ptr()
-    extents.add(address, len(memory), memory, writable=True)
-    while worker.pump():
-        pass
-    with monkeypatch.context() as busy:
-        busy.setattr(worker, "submit", lambda job: False)
-        assert not extents.remove(address, 1.0)
-    extents.hold(np.array([address]), SLOT).release()
-    unregister, failures = device.unregister, [address + CHUNK]
+def test_memory_that_cannot_be_unregistered_stays_mapped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    extents, device = _extents()
+    memory, other = (torch.zeros(10 * SLOT, dtype=torch.uint8) for _ in range(2))
+    unregister, gone = device.unregister, list[str]()
 
-    def fails_once(at: int) -> None:
-        if at in failures:
-            failures.remove(at)
+    def fails(at: int) -> None:
+        if at == memory.data_ptr() + CHUNK:
             raise RuntimeError("busy")
         unregister(at)
 
-    monkeypatch.setattr(device, "unregister", fails_once)
-    with pytest.raises(RuntimeError, match="busy"):  # of the worker; a thread logs it
-        extents.remove(address, 1.0)
-    assert extents.remove(address, 1.0) and not device.reaches(Region(address, len(memory)))
+    monkeypatch.setattr(device, "unregister", fails)
+    leaves = [_add(extents, one) for one in (memory, other)]
+    extents.run()
+    assert extents.wait(np.array([memory.data_ptr(), other.data_ptr()]), 10 * SLOT, 30.0)
+    leaves[0](lambda: gone.append("memory"))
+    leaves[1](lambda: gone.append("other"))
+    wait_until(lambda: gone == ["other"])
+    assert "page-locking failed" in caplog.text and "busy" in caplog.text
+    assert device.reaches(Region(memory.data_ptr() + CHUNK, CHUNK))
 
 
-def test_what_overlaps_is_refused() -> None:
-    extents, _, _ = _extents()
-    memory = torch.zeros(100, dtype=torch.uint8)
-    extents.add(memory.data_ptr() + 20, 40, memory, writable=True)
-    for start, size in ((0, 21), (59, 10), (30, 5), (0, 100)):
-        with pytest.raises(ValueError, match="is here already"):
-            extents.add(memory.data_ptr() + start, size, memory, writable=True)
-    extents.add(memory.data_ptr(), 20, memory, writable=True)
-    extents.add(memory.data_ptr() + 60, 40, memory, writable=True)
+def test_what_overlaps_other_memory_is_left_out() -> None:
+    extents, _ = _extents()
+    memory, leaves = torch.zeros(100, dtype=torch.uint8), list[Leave]()
+    _add(extents, memory[20:60])
+    for start, size in ((0, 21), (59, 10), (30, 5), (0, 100), (20, 40)):
+        extents.adopt(memory.data_ptr() + start, size, leaves.append, writable=True)
+    assert not leaves
+    _add(extents, memory[:20])
+    _add(extents, memory[60:])
     for start in (10, 12, 90):  # two extents are not one, though they are neighbours
         with pytest.raises(ValueError, match="not wholly inside its extent"):
             extents.runs(np.array([memory.data_ptr() + start]), SLOT)
 
 
-def test_other_memory_is_the_callers_and_bounces() -> None:
-    extents, worker, _ = _extents()
+def test_other_memory_is_the_callers_and_is_not_page_locked() -> None:
+    extents, _ = _extents()
     memory, other = (torch.zeros(10 * SLOT, dtype=torch.uint8) for _ in range(2))
-    extents.add(memory.data_ptr(), len(memory), memory, writable=True)
-    while worker.pump():
-        pass
+    _add(extents, memory)
+    _do_all(extents)
     slots = [memory.data_ptr(), other.data_ptr() + SLOT, other.data_ptr() + 2 * SLOT]
-    hold, runs = extents.hold(np.array(slots), SLOT), extents.runs(np.array(slots), SLOT)
+    runs = extents.runs(np.array(slots), SLOT)
     assert runs.rows[1].tolist() == slots and runs.are_pinned == [False]
-    hold.release()
-    assert extents.remove(memory.data_ptr(), 1.0)
 
 
-def test_a_thread_of_its_own_registers() -> None:
-    device = ChaosDevice(Random(1))
-    worker = Worker("pin")
-    extents = PinnedExtents(device, worker, CHUNK)
-    memory = torch.zeros(10 * SLOT, dtype=torch.uint8)
-    extents.add(memory.data_ptr(), len(memory), memory, writable=True)
-    assert worker.wait(lambda: extents.runs(np.array([memory.data_ptr() + 9 * SLOT]), SLOT).are_pinned[0], 30.0)
-    assert extents.remove(memory.data_ptr(), 30.0)
-    assert worker.close(30.0)
+def test_its_thread_does_what_there_is_and_ends() -> None:
+    extents, device = _extents()
+    memory, seen = torch.zeros(10 * SLOT, dtype=torch.uint8), list[str]()
+    leave = _add(extents, memory)
+    extents.run()
+    assert extents.wait(memory.data_ptr() + SLOT * np.arange(10), SLOT, 30.0)
+    leave(lambda: seen.append(threading.current_thread().name))
+    assert extents.close(30.0) and not device.reaches(Region(memory.data_ptr(), 1))
+    assert seen == ["kv-pins"]
 
 
-# Adopted ones: memory that goes when its last view does --------------------------------------------------------------
+# Memory of a store goes when its last view does ----------------------------------------------------------------------
 
 SIZE = 1 << 16
 
@@ -176,11 +174,10 @@ def _new(extents: PinnedExtents) -> Extent:
     return extent
 
 
-def _adopted() -> tuple[PinnedExtents, ChaosWorker, ChaosDevice, Extent]:
+def _adopted() -> tuple[PinnedExtents, ChaosDevice, Extent]:
     device = ChaosDevice(Random(1), knows_host=False)
-    worker = ChaosWorker(device, "pin worker")
-    extents = PinnedExtents(device, worker, SIZE // 4)
-    return extents, worker, device, _new(extents)
+    extents = PinnedExtents(device, SIZE // 4)
+    return extents, device, _new(extents)
 
 
 def _is_mapped(address: int) -> bool:
@@ -188,71 +185,66 @@ def _is_mapped(address: int) -> bool:
 
 
 def test_what_is_adopted_is_unregistered_before_it_is_unmapped() -> None:
-    extents, worker, device, extent = _adopted()
+    extents, device, extent = _adopted()
     address, everything = extent.address, Region(extent.address, 1)
     _adopt(extents, extent)  # it is known
     for _ in range(4):
-        assert worker.pump()
-    assert not worker.pump() and device.reaches(everything)
+        assert extents.step()
+    assert not extents.step() and device.reaches(everything)
     unregistered = []
     unregister = device.unregister
     device.unregister = lambda at: (unregistered.append(_is_mapped(address)), unregister(at))  # type: ignore
     del extent
     assert _is_mapped(address) and device.reaches(everything), "no finalizer has waited"
-    assert worker.pump() and not _is_mapped(address)
+    assert extents.step() and not _is_mapped(address)
     assert unregistered == [True] * 4 and not device.reaches(everything)
 
 
 def test_what_goes_before_it_is_registered_is_not() -> None:
-    _, worker, device, extent = _adopted()
+    extents, device, extent = _adopted()
     address = extent.address
-    assert worker.pump() and device.reaches(Region(address, 1))
+    assert extents.step() and device.reaches(Region(address, 1))
     del extent
-    while worker.pump():
-        pass
+    _do_all(extents)
     assert not _is_mapped(address) and not device._registered
 
 
 def test_the_same_address_may_come_again() -> None:
-    extents, worker, _, extent = _adopted()
+    extents, _, extent = _adopted()
     for _ in range(3):
         address = extent.address
         del extent
-        while worker.pump():
-            pass
+        _do_all(extents)
         extent = _new(extents)
-        while worker.pump():
-            pass
+        _do_all(extents)
         assert extents.runs(np.array([extent.address]), 4096).are_pinned[0]
         assert address  # mostly the same one
 
 
 def test_after_the_close_memory_goes_at_once() -> None:
-    extents, worker, device, extent = _adopted()
-    worker.pump()
+    extents, device, extent = _adopted()
+    extents.step()
     assert extents.close(1.0) and not device._registered
     _adopt(extents, extent)
-    assert worker.close(1.0) and _is_mapped(extent.address)
+    assert _is_mapped(extent.address)
     address = extent.address
     del extent
     assert not _is_mapped(address)
 
 
 def test_memory_that_a_failed_device_may_still_use_stays() -> None:
-    extents, worker, _, extent = _adopted()
-    while worker.pump():
-        pass
+    extents, _, extent = _adopted()
+    _do_all(extents)
     extents.hold(np.array([extent.address]), 4096)
     address = extent.address
     del extent
-    while worker.pump():
-        pass
-    assert _is_mapped(address) and extents.close(1.0)
+    _do_all(extents)
+    assert _is_mapped(address) and not extents.close(0.0) and _is_mapped(address)
 
 
 def test_a_forked_child_unmaps_by_itself() -> None:
-    extents, worker, device, extent = _adopted()
-    worker.pump()
+    extents, device, extent = _adopted()
+    extents.step()
     address = extent.address
     child = os.fork()
     if child == 0:
@@ -264,15 +256,14 @@ def test_a_forked_child_unmaps_by_itself() -> None:
 
 
 def test_who_leaves_does_not_wait_for_all_that_is_to_be_page_locked() -> None:
-    extents, worker, device, extent = _adopted()
+    extents, device, extent = _adopted()
     others = [_new(extents) for _ in range(3)]
     for _ in range(4):
-        worker.pump()
+        extents.step()
     address = extent.address
     assert len(device._registered) == 4
     del extent
-    assert worker.pump() and worker.pump() and not _is_mapped(address)
+    assert extents.step() and extents.step() and not _is_mapped(address)
     assert len(device._registered) < 4
-    while worker.pump():
-        pass
+    _do_all(extents)
     assert len(device._registered) == 4 * len(others)

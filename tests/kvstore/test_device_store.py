@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from chaos_route import ChaosRoute, needs_interpreter
-from chaos_worker import ChaosWorker
 from groups import assert_same_planes, canary_planes, full, sliding
 from kvstore import MissReason
 from kvstore.block.codec import codec_named
@@ -158,14 +157,6 @@ def test_through_a_sidecar(codec: str, route: ChaosRoute, tmp_path: Path) -> Non
             assert same_tokens(one, source, range(64 * blocks))
 
 
-def page_lock(route: ChaosRoute) -> None:
-    """Let the worker that page-locks do all that it has to."""
-    worker = route.workers.pins
-    assert isinstance(worker, ChaosWorker)
-    while worker.pump():
-        pass
-
-
 @pytest.mark.parametrize("is_locked", [False, True])
 def test_memory_of_the_store_is_page_locked_once_it_was_seen(is_locked: bool, route: ChaosRoute) -> None:
     a = bench()
@@ -173,7 +164,7 @@ def test_memory_of_the_store_is_page_locked_once_it_was_seen(is_locked: bool, ro
     source, into = numbers(TINY, 3), blank_pages(TINY, 3)
     assert there.put(ids(64), Pages(source.planes, [0], 64)).stored == 1
     if is_locked:
-        page_lock(route)
+        route.lock()
     assert there.put(ids(192), source) == PutResult(1, 2, None, None)
     with there.lease(there.match(ids(192))) as lease:
         assert there.get(lease, into).tokens == 192
@@ -192,7 +183,8 @@ def registered(route: ChaosRoute) -> list[int]:
 @pytest.mark.parametrize("refused", [False, True], ids=["page-locked", "refused"])
 def test_a_client_lets_go_of_what_the_sidecar_takes_back(refused: bool, tmp_path: Path) -> None:
     """Unregistered first, by a thread of its own: memory that is registered is not unmapped."""
-    route = ChaosRoute(13, refused=refused, has_threads=True)
+    route = ChaosRoute(13, refused=refused)
+    route.transfers.extents.run()
     with Sidecar(tmp_path) as sidecar, sidecar.client() as client:
         here = client.namespace(model="m", layout=TINY, codec="raw")
         there = NamespaceHandle(here.door, here.namespace, codec_named("raw", route))
@@ -203,7 +195,7 @@ def test_a_client_lets_go_of_what_the_sidecar_takes_back(refused: bool, tmp_path
                 assert there.get(lease, into).tokens == 192
             assert same_tokens(into, source, range(192))
             if not refused:  # its mapping to fill, and the one to read
-                assert route.workers.pins.wait(lambda: len(registered(route)) == 2, 30.0)
+                wait_until(lambda: len(registered(route)) == 2)
             assert client.drop(here) == 3
             wait_until(lambda: sidecar.core.usage().dram.taken_bytes == 0)
             assert not registered(route)
