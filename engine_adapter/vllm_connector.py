@@ -179,15 +179,15 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Find out how KV lies in the pages, and start the worker's half; again where the engine has moved them."""
-        if self._worker is not None:
-            self._worker.close()
         pages = registered_pages(self._config, self._groups, kv_caches)
-        if pages.facts.refused:
-            logger.warning("nothing is stored by this worker: %s", pages.facts.refused)
-        elif not self._settings.without_prefix_caching:
+        if not pages.facts.refused and not self._settings.without_prefix_caching:
             # A layer may have switched prefix caching off when it was built, which only this process knows.
             pages.facts = replace(pages.facts, refused=reuse_refused(self._config))
-        self._worker = PagedWorker(
+        if self._worker is not None:
+            self._worker.register(pages)
+        if pages.facts.refused:
+            logger.warning("nothing is stored by this worker: %s", pages.facts.refused)
+        self._worker = self._worker or PagedWorker(
             pages,
             lambda session: _open_store(self._settings.url, session),
             time.monotonic,

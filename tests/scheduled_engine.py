@@ -166,21 +166,12 @@ class FormulaEngine:
         for rank in range(shards):  # as vLLM does it: workers are made first
             parallel.rank = rank
             worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, groups[rank])
-            tensors = allocate_kv_cache(groups[rank], torch.device("cpu"), self.layout)
             if proven:
                 modules = {name: SimpleNamespace(impl=Writes()) for name in self.of_rank[rank]}
                 config.compilation_config.static_forward_context.update(modules)
-            worker.register_kv_caches(tensors)
-            numbers = {name: 64 * rank + at for at, name in enumerate(self.of_rank[rank])}
             self.workers.append(worker)
-            self.layers.append(
-                [
-                    Layer(numbers[name], table, spec, tensors[name].view(torch.uint8), (rank % context[0], *context))
-                    for table, group in enumerate(groups[rank].kv_cache_groups)
-                    for name, spec in layer_specs(group.kv_cache_spec, group.layer_names).items()
-                ]
-            )
-        parallel.rank = 0
+            self.layers.append(self._with_pages(rank, groups[rank]))
+        self._groups = groups
         self.scheduler = Scheduler(
             config, scheduler_groups, StructuredOutputManager(config), block_size=sizes[0], hash_block_size=sizes[1]
         )
@@ -195,6 +186,29 @@ class FormulaEngine:
         """Of a step: requests that read what is not theirs."""
         self.brought, self.compared = 0, 0
         """Tokens that requests began with, the engine's own and loaded ones; and how often what they read was right."""
+
+    def _with_pages(self, rank: int, groups: KVCacheConfig) -> list[Layer]:
+        tensors = allocate_kv_cache(groups, torch.device("cpu"), self.layout)
+        parallel, names = self.vllm_config.parallel_config, list(self.of_rank[rank])
+        parallel.rank = rank  # each is a process of its own
+        self.workers[rank].register_kv_caches(tensors)
+        parallel.rank = 0
+        ranks, turn = parallel.decode_context_parallel_size, parallel.cp_kv_cache_interleave_size
+        return [
+            Layer(
+                64 * rank + names.index(name), table, spec, tensors[name].view(torch.uint8), (rank % ranks, ranks, turn)
+            )
+            for table, group in enumerate(groups.kv_cache_groups)
+            for name, spec in layer_specs(group.kv_cache_spec, group.layer_names).items()
+        ]
+
+    def move_pages(self) -> None:
+        """To other memory, as after a sleep; what was in them is gone, and the engine forgets it."""
+        assert self.scheduler.reset_prefix_cache()
+        for rank, (before, groups) in enumerate(zip(self.layers, self._groups, strict=True)):
+            self.layers[rank] = self._with_pages(rank, groups)
+            for layer in before:
+                layer.pages.fill_(GARBAGE)
 
     @contextmanager
     def _as(self, worker: Any) -> Iterator[None]:

@@ -118,7 +118,10 @@ class EnginePages:
         return runs
 
     def _page_tokens(self, group: KvGroup, layout: Layout) -> int:
-        """A page of a state has the state behind a whole block, whatever the engine's page is."""
+        """A page of a state has the state behind a whole block, whatever the engine's page is. Raises `BadInput` where
+        pages are refused: the scheduler knows others."""
+        if self.facts.refused:
+            raise BadInput(self.facts.refused)
         if group.attention is Attention.STATE:
             return layout.block_tokens
         return self._sizes.get(group.name, self.facts.page_tokens)

@@ -143,6 +143,21 @@ class PagedWorker:
         for thread in self._threads:
             thread.start()
 
+    def register(self, pages: EnginePages) -> None:
+        """The engine has these pages from here on, and what was in the others is gone: saves are dropped, and loads end
+        first. Where they lie otherwise than those of which the scheduler was told, they are refused."""
+        with self._changed:
+            numbers = {reader.order.number for reader in (*self._saves, *self._saving)}
+        self._fence(numbers)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or not (self.awaited_layers or len(self._done_loads) < self._loading)
+            )
+            if pages.facts != self.pages.facts:
+                why = "its pages were registered again, and lie otherwise than before"
+                pages.facts = replace(pages.facts, refused=pages.facts.refused or why)
+            self.pages = pages
+
     # A step ----------------------------------------------------------------------------------------------------------
 
     def begin(self, orders: StepPlan) -> None:

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 from engine_adapter.paged.worker import PagedWorker
 from engines import models
 from kvstore.block.account import HitTier, MissReason
-from scheduled_engine import VOCAB, ScheduledEngine
+from scheduled_engine import VOCAB, ScheduledEngine, Writes
 from service.sidecar import Sidecar
 
 pytestmark = [
@@ -277,3 +277,26 @@ def test_another_state_is_found_by_the_first_hit(begin: Begin) -> None:
     assert other.ask("e", [*PROMPT, 1]) == 0
     assert other.half._refused is not None and other.half._refused[0] is MissReason.AUDIT
     assert other.total().audited["drifted"] == 1
+
+
+@pytest.mark.parametrize("name", ["full attention", "windows", "full and states", "states of two ranks"])
+def test_pages_that_moved_are_read_and_written_where_they_are(begin: Begin, name: str) -> None:
+    engine, other = begin(name, save_patience_ms=0), PROMPT[::-1]
+    assert engine.ask("a", PROMPT) == 0
+    engine.move_pages()
+    assert engine.ask("b", [*PROMPT, 1]) >= 256 and engine.ask("c", other) == 0
+    engine.move_pages()
+    assert engine.ask("d", [*other, 1]) >= 256
+    assert not engine.total().failed_loads
+
+
+def test_pages_that_moved_and_are_of_no_form_are_left_alone(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = begin("full attention", save_patience_ms=0)
+    assert engine.ask("a", PROMPT) == 0
+    monkeypatch.setattr(Writes, "do_kv_cache_update", lambda *_: None)
+    engine.move_pages()
+    saved = engine.total().saved_blocks
+    assert engine.ask("b", [*PROMPT, 1]) == 256 and engine.ask("c", PROMPT[::-1]) == 0
+    told = engine.total()
+    assert told.misses[MissReason.UNSUPPORTED] == 256, "what was promised before it was known was computed"
+    assert told.saved_blocks == saved
