@@ -197,7 +197,7 @@ class ChaosDevice:
         self.touched = touched
         self._refuse = refuse
         self._registered: dict[int, int] = {}
-        self.refused = 0
+        self.refused = self.registrations = 0
         self._compute = ChaosStream(self, "compute")
         self._lanes = {
             direction: [ChaosStream(self, f"{direction.value} {number}") for number in range(LANES)]
@@ -257,6 +257,7 @@ class ChaosDevice:
             else:
                 assert address not in self._registered, "registered once"
                 self._registered[address] = size_bytes
+                self.registrations += 1
         return refusal
 
     def unregister(self, address: int) -> None:

@@ -85,7 +85,7 @@ class Engine:
         self.pool = self._pool.view(LAYERS, POOL_PAGES, PAGE_BYTES)
         self.wrong: list[str] = []
         self.memory = [torch.zeros(SLOTS * FRAME_BYTES, dtype=torch.uint8) for _ in range(2)]
-        self.extents = PinnedExtents(self.chaos, chunk_bytes=5 * FRAME_BYTES + 16)
+        self.extents = PinnedExtents(self.chaos)
         for memory in self.memory:
             self.extents.adopt(memory.data_ptr(), len(memory), lambda leave: None, writable=True)
         self.movers = {one: PageMover(self.device, one, self.extents, SEGMENT_BYTES) for one in Direction}

@@ -1,19 +1,13 @@
-"""Blocks between pages on a device and payloads in host memory, many at a time.
+"""Blocks between pages on a device and payloads in host memory, many at a time, by `transfer`.
 
-    decode    payloads > segments: digests of what is staged, then from there into the pages     the digests come back
-              in one copy and are compared here; only then is anything called good
-    encode    pages > segments: digests of what is staged, before it crosses to the host > payloads; yielded in order
-              as they land
-    either    one kernel between page-locked payloads and pages, with the digests, where that is known to be faster
+    decode    digests of what is staged, then from there into the pages; the digests come back in one copy and are
+              compared here
+    encode    digests of what is staged, before it crosses to the host; blocks are yielded in order as they land
 
-All segments are put into the streams at once; the calling thread waits without the interpreter lock. A payload is moved
-without its frame's header: neighbouring slots are then separate copies, which costs nothing if a payload is larger than
-about 64 KiB, and a copy never writes a header. Must never say that a block is good, or has landed, before the host has
-waited for it; pages of a block that is not good hold garbage.
-
-What all copies of one device share is made once, by the store's codecs, when pages on that device are first seen:
-streams, segments and page-locked extents; 640 MiB of the device's memory.
-Must never be made when a module is imported.
+A payload is moved without its frame's header: neighbouring slots are then separate copies, which costs nothing if a
+payload is larger than about 64 KiB, and a copy never writes a header. What all copies of one device share is made by
+the store's codecs when pages there are first seen, never on import. Must never say that a block is good, or has landed,
+before the host has waited for it; pages of a block that is not good hold garbage.
 """
 
 from __future__ import annotations
@@ -223,15 +217,15 @@ class Moving(Transfer):
         copy, at = self.copy, self.copy.layers.index(layers)
         how = self.pools[at], copy.form, self.table[rows], staged
         digests, status = self.digests[rows, layers.first : layers.stop], self.status[rows, at]
+        reached = None
         if staged.dim() == 1:
             reached = triton_pools.Reached(self.places[rows], layers.offset_bytes, digests, copy.ways.keys)
-            triton_pools.reach(*how, status, reached, is_load=self._is_load)
-            return
         if not self._is_load:
-            triton_pools.save(*how, status)
-        digest_slices(staged, copy.slice_bytes, digests, copy.ways.keys)
+            triton_pools.save(*how, status, reached)
+        if reached is None:
+            digest_slices(staged, copy.slice_bytes, digests, copy.ways.keys)
         if self._is_load:
-            triton_pools.load(*how)
+            triton_pools.load(*how, reached)
 
     def bring(self, frames: range, stream: CudaStream) -> None:
         device_at, host_at = self._places
@@ -328,7 +322,9 @@ class DeviceTransfers:
         return None
 
     def close(self, timeout_s: float) -> bool:
-        """Begin no more transfers, and page-lock no more; returns whether those under way were over in time."""
+        """Begin no more transfers, and page-lock no more; returns whether those under way were over in time. On a
+        device that has failed they never are, and are not waited for."""
+        has_failed = not all([mover.takes_more for mover in self.movers.values()])
         for mover in self.movers.values():
             mover.takes_more = False
-        return self.extents.close(timeout_s)
+        return self.extents.close(0.0 if has_failed else timeout_s)

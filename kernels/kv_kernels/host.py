@@ -46,20 +46,14 @@ _RUN_BYTES = 1 << 19
 caches, which is slower (`kvstore bench tiers --only door`)."""
 
 
-class RunForm(NamedTuple):
-    """A plane whose pages lie in memory as the payload does, but for gaps between heads: head h of page p begins at
-    address + p * stride + h * of_head."""
+class _Form(NamedTuple):
+    """Of a layer whose one or two planes have pages that lie in memory as the payload does, but for gaps between heads:
+    head h of page p begins at address + p * stride + h * of_head, in the second plane `between` further."""
 
     stride: int
     pages: int
     of_head: int
-
-
-class PlaneRun(NamedTuple):
-    """Such a plane."""
-
-    address: int
-    form: RunForm
+    between: int
 
 
 class _Group(NamedTuple):
@@ -179,11 +173,12 @@ class RawCopy(SliceBySlice):
         lengths = [_bytes_of_block(plane, block_tokens) for plane in planes[0]]
         super().__init__(planes, table, page_tokens, block_tokens, sum(lengths))
         # Where the one or two planes are runs of equal length; else nothing.
-        alike = len(set(lengths)) == 1 and len(lengths) <= 2
-        heads = planes[0][0].shape[2]
-        runs, has_gaps = _runs(self._planes, lengths[0] // heads, block_tokens) if alike else ([], False)
-        piece = (heads, lengths[0] // heads) if has_gaps else (1, lengths[0])
-        self._groups = _groups(runs, max(1, _COPY_BYTES // self._slice_bytes), *piece)
+        alike, heads = len(set(lengths)) == 1 and len(lengths) <= 2, planes[0][0].shape[2]
+        runs = _runs(self._planes, lengths[0] // heads, block_tokens) if alike else []
+        has_gaps = any([form.of_head != lengths[0] // heads for _, form in runs])
+        pieces = heads if has_gaps else 1
+        most = max(1, _COPY_BYTES // self._slice_bytes)
+        self._groups = _groups(runs, most, (len(lengths), pieces, lengths[0] // pieces))
         if self._groups:
             self._shape: tuple[int, ...] = (len(planes), *self._groups[0].array.shape[2:])
 
@@ -307,7 +302,7 @@ def page_step(tensor: Any) -> tuple[int, int]:
     return step, max(step, reach + tensor.dtype.itemsize)
 
 
-def are_writable(planes: Sequence[Sequence[Any]]) -> bool:
+def are_writable(planes: Planes) -> bool:
     """Whether pages can be loaded into all of these: none is read-only, and no two numbers of one share their memory,
     as those of an expanded tensor do."""
     return all([_is_writable(plane) for layer in planes for plane in layer])
@@ -330,62 +325,53 @@ def is_same_width_numpy(tensor: Any, element_bytes: int) -> bool:
     return isinstance(tensor, np.ndarray) and tensor.dtype == _UNSIGNED.get(element_bytes)
 
 
-def _runs(planes: Sequence[Sequence[Any]], head_bytes: int, block_tokens: int) -> tuple[list[list[PlaneRun]], bool]:
-    """Of each layer the planes as runs, and whether any has gaps between heads; nothing where the pages of any lie in
-    another order than the payload. head_bytes: of one head of a block."""
+def _runs(planes: Planes, head_bytes: int, block_tokens: int) -> list[tuple[int, _Form]]:
+    """Of each layer where its first plane begins, and its form; nothing where any layer has another kind of pages.
+    head_bytes: of one head of a block."""
     known: Any = None
-    run_form: RunForm | None = None
-    has_gaps = False
+    run: tuple[int, int, int] | None = None
     layers = []
     for layer in planes:
-        runs = []
+        found, addresses = [], []
         for plane in layer:
             if isinstance(plane, np.ndarray):
                 form, address = (plane.shape, plane.strides, plane.dtype), plane.ctypes.data
             else:
                 form, address = (plane.shape, plane.stride(), plane.dtype), plane.data_ptr()
             if form != known:  # nearly always that of the plane before
-                known, run_form = form, _run_form(plane, head_bytes, block_tokens)
-                has_gaps |= run_form is not None and run_form.of_head != head_bytes
-            if run_form is None:
-                return [], False
-            runs.append(PlaneRun(address, run_form))
-        layers.append(runs)
-    return layers, has_gaps
-
-
-def _groups(layers: Sequence[Sequence[PlaneRun]], most: int, pieces: int, length: int) -> list[_Group]:
-    """Neighbouring layers of one or two planes each, up to `most`, in as few groups as can be; of those that adjoin no
-    more than `_RUN_BYTES`."""
-    starts = [runs[0].address for runs in layers]
-    forms = [(runs[0].form, runs[-1].form, runs[-1].address - runs[0].address) for runs in layers]
-    groups = []
-    start = 0
-    while start < len(layers):
-        form, step, stop = forms[start], 0, start + 1
-        if form[0] != form[1]:
+                known, run = form, _run_form(plane, head_bytes, block_tokens)
+            if run is None:
+                return []
+            found.append(run)
+            addresses.append(address)
+        if found[0] != found[-1]:
             return []
-        while stop < len(layers) and stop - start < most and forms[stop] == form:
-            further = starts[stop] - starts[stop - 1]
+        layers.append((addresses[0], _Form(*found[0], addresses[-1] - addresses[0])))
+    return layers
+
+
+def _groups(layers: Sequence[tuple[int, _Form]], most: int, shape: tuple[int, int, int]) -> list[_Group]:
+    """Neighbouring layers, up to `most`, in as few groups as can be; of those that adjoin no more than `_RUN_BYTES`.
+    shape: planes, pieces and length."""
+    groups: list[_Group] = []
+    start = 0
+    planes, pieces, length = shape
+    while start < len(layers):
+        (address, form), step, stop = layers[start], 0, start + 1
+        while stop < len(layers) and stop - start < most and layers[stop][1] == form:
+            further = layers[stop][0] - layers[stop - 1][0]
             if stop - start > 1 and further != step:
                 break
-            if further == len(layers[start]) * pieces * length and (stop - start + 1) * further > _RUN_BYTES:
+            if further == planes * pieces * length and (stop - start + 1) * further > _RUN_BYTES:
                 break
             step = further
             stop += 1
-        (stride, pages, of_head), _, between = form
-        planes = len(layers[start])
-        array = np.ndarray(
-            (pages, stop - start, planes, pieces, length),
-            _BYTE,
-            _MEMORY,
-            starts[start] - _FIRST_ADDRESS,
-            (stride, step, between, of_head, 1),
-        )
-        reach = (stride * (pages - 1), step * (stop - start - 1), between, of_head * (pieces - 1))
-        low = starts[start] + sum([way for way in reach if way < 0])
-        high = starts[start] + sum([way for way in reach if way > 0]) + length
-        groups.append(_Group(start, stop, low, high, array))
+        sizes = form.pages, stop - start, planes, pieces
+        steps = form.stride, step, form.between, form.of_head
+        array = np.ndarray((*sizes, length), _BYTE, _MEMORY, address - _FIRST_ADDRESS, (*steps, 1))
+        reach = [way * (size - 1) for way, size in zip(steps, sizes, strict=True)]
+        low, high = sum([way for way in reach if way < 0]), sum([way for way in reach if way > 0])
+        groups.append(_Group(start, stop, address + low, address + high + length, array))
         start = stop
     return groups
 
@@ -401,9 +387,9 @@ def _copy_apart(target: Array, source: Array) -> None:
             into[plane] = layer[plane]
 
 
-def _run_form(tensor: Any, head_bytes: int, block_tokens: int) -> RunForm | None:
-    """Of a plane where a page [page_tokens, heads, width] is a block, and in memory [head, token, width] in C order,
-    with or without gaps between heads; None where it lies otherwise."""
+def _run_form(tensor: Any, head_bytes: int, block_tokens: int) -> tuple[int, int, int] | None:
+    """Stride, pages and of_head of a plane where a page [page_tokens, heads, width] is a block, and in memory [head,
+    token, width] in C order, with or without gaps between heads; None where it lies otherwise."""
     pages, tokens, heads, width = tensor.shape
     stride, of_token, of_head, of_number = _strides(tensor)
     item = tensor.dtype.itemsize
@@ -413,7 +399,7 @@ def _run_form(tensor: Any, head_bytes: int, block_tokens: int) -> RunForm | None
         and (of_number == item or width == 1)
         and (of_token == width * item or tokens == 1)
     )
-    return RunForm(stride, pages, of_head if heads > 1 else head_bytes) if is_run else None
+    return (stride, pages, of_head if heads > 1 else head_bytes) if is_run else None
 
 
 def _strides(tensor: Any) -> tuple[int, ...]:
@@ -427,22 +413,9 @@ def _bytes_of_block(tensor: Any, block_tokens: int) -> int:
     return int(heads * block_tokens * width * tensor.dtype.itemsize)
 
 
-class _Borrowed:
-    """A torch tensor's memory in the form that numpy adopts without a copy (the array interface, version 3)."""
-
-    def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor  # keeps the memory alive
-        size = tensor.element_size()
-        self.__array_interface__ = {
-            "data": (tensor.data_ptr(), False),
-            "shape": tuple(tensor.shape),
-            "strides": tuple(stride * size for stride in tensor.stride()),
-            "typestr": _UNSIGNED[size].str,
-            "version": 3,
-        }
-
-
 def _as_unsigned(tensor: Any) -> Array:
+    """A tensor's memory, which the caller holds."""
     if isinstance(tensor, np.ndarray):
         return tensor.view(_UNSIGNED[tensor.dtype.itemsize])
-    return np.asarray(_Borrowed(tensor))
+    number = _UNSIGNED[tensor.dtype.itemsize]
+    return np.ndarray(tuple(tensor.shape), number, _MEMORY, tensor.data_ptr() - _FIRST_ADDRESS, _strides(tensor))

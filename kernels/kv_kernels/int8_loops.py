@@ -1,35 +1,98 @@
-"""The 8-bit forms between pages in host memory and a payload, as loops that numba compiles.
+"""The 8-bit codec between pages in host memory and a payload, as loops that numba compiles.
 
 One call encodes or decodes one layer slice, without the interpreter lock. The arithmetic is that of `int8`, operation
 by operation: float32, rounded to nearest even, nothing fused; fp16 is widened and narrowed in integers, so that no mode
 of the processor matters. What a row of numbers needs is done while it is in the cache: its extremes (as integers that
 sort as the numbers do, sixteen or thirty-two at a time), its scale, its codes.
 
-Everything is an address. A caller must have checked shapes, bounds and alignment, and must hold the memory.
+Loops take addresses: `Int8Copy` has checked shapes, bounds and alignment, and holds the memory.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
+from enum import IntEnum
+from functools import cache, partial
 from logging import getLogger
 from typing import Any
 
 import numpy as np
-from numba import carray, float32, int8, int16, int32, int64, njit, typeof, types, uint32, uint64
+from numba import boolean, carray, float32, int8, int16, int32, int64, njit, typeof, types, uint32, uint64
 from numba.extending import intrinsic, overload
 
 from kv_kernels.compiled import OPTIONS, compiled
 from kv_kernels.copies import Flaw
-from kv_kernels.int8_host import Field, Int8Loops
+from kv_kernels.host import Array, Planes, SliceBySlice
+from kv_kernels.int8_form import SliceForm
 
 _log = getLogger(__name__)
 
 
-def prepare(dtype: str) -> Int8Loops:
-    """Compile for `bfloat16`, `float16` or `float32`. Seconds the first time on a machine: later processes find the
-    result on disk, where numba has a place to keep it. A place that is full or damaged costs these seconds only."""
+class Field(IntEnum):
+    """Columns of a table of planes, int64 [planes, fields]. Strides in numbers, offsets in the layer slice in bytes."""
+
+    ADDRESS = 0
+    PAGE = 1
+    TOKEN = 2
+    HEAD = 3
+    NUMBER = 4
+    WIDTH = 5
+    AXIS = 6
+    CODES_AT = 7
+    SCALES_AT = 8
+    ZEROS_AT = 9
+
+
+class Int8Copy(SliceBySlice):
+    """Encodes and decodes blocks between host pages and payloads."""
+
+    def __init__(self, dtype: str, form: SliceForm, planes: Planes, table: Sequence[int], page_tokens: int) -> None:
+        """dtype: as for `prepare`. planes: of it, or of integers of its width. Raises `ValueError` where strides are
+        not whole numbers of elements, or the numbers of a token run backwards."""
+        super().__init__(planes, np.array(table, np.int64), page_tokens, form.tokens, form.size_bytes)
+        self._loops = prepare(dtype)
+        self._form, self._fields = form, [_fields(layer, form) for layer in self._planes]
+
+    def encode_slice(self, layer: int, pages: Array, into: Array) -> Flaw | None:
+        found = self._move(layer, pages, into, 0, False)
+        for first, end in (self._form.gap, self._form.padding):
+            into[first:end] = 0
+        return Flaw(found) if found else None
+
+    def decode_slice(self, layer: int, pages: Array, skip: int, private: Array) -> None:
+        self._move(layer, pages, private, skip, True)
+
+    def _move(self, layer: int, pages: Array, payload: Array, skip: int, loads: bool) -> int:
+        how = self._fields[layer], pages, self._page_tokens, self._form.heads, self._form.tokens
+        return self._loops(*how, payload.ctypes.data, skip, loads)
+
+
+def _fields(layer: Sequence[Any], form: SliceForm) -> Array:
+    rows = np.zeros((len(layer), len(Field)), np.int64)
+    for row, plane, of_plane in zip(rows, layer, form.planes, strict=True):
+        if isinstance(plane, np.ndarray):
+            address, bytes_apart, size = plane.ctypes.data, plane.strides, plane.itemsize
+            if any(stride % size for stride in bytes_apart) or bytes_apart[3] < 0:
+                raise ValueError(f"strides of {bytes_apart} bytes; give whole numbers of {size} bytes, the last one up")
+            strides: Sequence[int] = [stride // size for stride in bytes_apart]
+        else:
+            address, strides = plane.data_ptr(), plane.stride()
+        row[Field.ADDRESS] = address
+        row[Field.PAGE], row[Field.TOKEN], row[Field.HEAD], row[Field.NUMBER] = strides
+        row[Field.WIDTH], row[Field.AXIS] = of_plane.width, of_plane.axis
+        row[Field.CODES_AT], row[Field.SCALES_AT] = of_plane.codes_at, of_plane.scales_at
+        row[Field.ZEROS_AT] = of_plane.zeros_at
+    return rows
+
+
+@cache
+def prepare(dtype: str) -> Any:
+    """The loops for `bfloat16`, `float16` or `float32`, compiled. Seconds the first time on a machine: later processes
+    find the result on disk, where numba has a place to keep it. A place that is full or damaged costs these seconds."""
+    kind, loops = _KINDS[dtype], _move
+    taken = typeof(kind), int64[:, ::1], int64[::1], int64, int64, int64, int64, int64, boolean
     try:
-        _compile(dtype)
+        loops.compile(taken)
     except Exception as error:  # of a disk, or whatever damaged bytes make; what else is wrong shows below again
         _log.warning(
             "what numba compiled cannot be kept or read: %s: %s; it is compiled for this process alone: free the disk, "
@@ -37,16 +100,9 @@ def prepare(dtype: str) -> Int8Loops:
             type(error).__name__,
             error,
         )
-        _LOOPS[dtype] = tuple([njit(**OPTIONS)(loop.py_func) for loop in _LOOPS[dtype]])
-        _compile(dtype)
-    return Int8Loops(*[partial(loop, _KINDS[dtype]) for loop in _LOOPS[dtype]])
-
-
-def _compile(dtype: str) -> None:
-    encode, decode = _LOOPS[dtype]
-    taken = (typeof(_KINDS[dtype]), int64[:, ::1], int64[::1], int64, int64, int64, int64)
-    encode.compile(taken)
-    decode.compile((*taken, int64))
+        loops = njit(**OPTIONS)(_move.py_func)
+        loops.compile(taken)
+    return partial(loops, kind)
 
 
 # Compiled code. Integers are cast at every step, because numba computes in 64 bits otherwise -------------------------
@@ -54,6 +110,7 @@ def _compile(dtype: str) -> None:
 GROUP = 64
 CHANNEL, LATENT = 0, 2
 BFLOAT16, FLOAT16, FLOAT32 = types.int8, types.int16, types.int32
+_KINDS = {"bfloat16": np.int8(0), "float16": np.int16(0), "float32": np.int32(0)}
 """Kinds of numbers. `kind` is an argument whose type says which, so that the choice is made while compiling."""
 
 _ADDRESS, _PAGE, _TOKEN, _HEAD, _NUMBER, _WIDTH, _AXIS, _CODES_AT, _SCALES_AT, _ZEROS_AT = (int(f) for f in Field)
@@ -395,104 +452,79 @@ def _encode_turned(kind, address, apart, width, zeros, inverse, tile, codes_at, 
 
 
 @_function
-def _decode_turned(kind, address, apart, start, width, codes_at, zeros, scales, tile, block):
+def _decode_turned(kind, address, apart, width, codes_at, zeros, scales, tile, block):
     for i in range(0, width, GROUP):
         for token in range(0, GROUP, 8):
             _turn(codes_at + token * width + i, width, tile + i * GROUP + token, GROUP, block)
-    count = GROUP - start
     for i in range(width):
-        row = _row(kind, address + i * apart + start * _size(kind), count)
-        codes = carray(_pointer(tile + i * GROUP + start), (count,), int8)
+        row = _row(kind, address + i * apart, GROUP)
+        codes = carray(_pointer(tile + i * GROUP), (GROUP,), int8)
         zero, scale = zeros[i], scales[i]
-        for token in range(count):
+        for token in range(GROUP):
             row[token] = _narrow(kind, (float32(int32(codes[token])) + np.float32(128.0)) * scale + zero)
 
 
 @compiled
-def _encode(kind, planes, pages, page_tokens, heads, tokens, out):
+def _move(kind, planes, pages, page_tokens, heads, tokens, payload, skip, loads):
+    """A slice into a payload, or back. planes: int64 [planes, fields]. pages: int64, of the block, or of its tokens
+    from `skip` on. payload: the address of the slice, whose padding is left alone. Returns 0, or a `Flaw`'s value."""
     size = _size(kind)
     widest = planes[:, _WIDTH].max()
     low, high = _empty(kind, widest), _empty(kind, widest)
-    zeros, inverse = np.empty(widest, np.float32), np.empty(widest, np.float32)
+    zeros, factors = np.empty(widest, np.float32), np.empty(widest, np.float32)  # scales, or their inverse
     tile, block = np.empty((GROUP, widest * size), np.uint8), np.empty(128, np.uint64)
-    places, rows = np.empty(tokens, np.int64), np.empty(GROUP, np.int64)
+    places, rows, tile_at = np.empty(tokens, np.int64), np.empty(GROUP, np.int64), int64(tile.ctypes.data)
     for plane in planes:
         width, step = plane[_WIDTH], plane[_NUMBER]
         share = GROUP if plane[_AXIS] == LATENT else width
         is_turned = _is_turned(plane, page_tokens)
-        _places(plane, pages, page_tokens, size, 0, places)
-        for head in range(heads):
-            for group in range(tokens // GROUP):
-                for token in range(GROUP):
-                    rows[token] = places[group * GROUP + token] + plane[_HEAD] * head * size
-                    if step != 1 and not is_turned:
-                        _collect(kind, rows[token], step, _row(kind, int64(tile[token].ctypes.data), width), width)
-                        rows[token] = int64(tile[token].ctypes.data)
-                codes_at = out + plane[_CODES_AT] + (head * tokens + group * GROUP) * width
-                if plane[_AXIS] == CHANNEL:
-                    at = (head * (tokens // GROUP) + group) * width
-                    if is_turned:
-                        _extremes_turned(kind, rows[0], step * size, width, low, high)
-                    else:
-                        _extremes(kind, rows, width, low, high)
-                    scales = carray(_pointer(out + plane[_SCALES_AT] + 2 * at), (width,), int16)
-                    kept = _row(kind, out + plane[_ZEROS_AT] + size * at, width)
-                    found = _parameters(kind, low, high, width, zeros, inverse, scales, kept)
-                    if found == _FINE and is_turned:
-                        at = int64(tile.ctypes.data)
-                        _encode_turned(kind, rows[0], step * size, width, zeros, inverse, at, codes_at, block)
-                    elif found == _FINE:
-                        _encode_channels(kind, rows, width, codes_at, zeros, inverse)
-                else:
-                    at = (head * tokens + group * GROUP) * -(-width // share)
-                    found = _encode_tokens(kind, rows, width, share, codes_at, out + plane[_SCALES_AT] + 2 * at)
-                if found != _FINE:
-                    return found
-    return _FINE
-
-
-@compiled
-def _decode(kind, planes, pages, page_tokens, heads, tokens, source, skip):
-    size = _size(kind)
-    widest = planes[:, _WIDTH].max()
-    zeros, scales = np.empty(widest, np.float32), np.empty(widest, np.float32)
-    tile, block = np.empty((GROUP, widest * size), np.uint8), np.empty(128, np.uint64)
-    places, rows = np.empty(tokens, np.int64), np.empty(GROUP, np.int64)
-    for plane in planes:
-        width, step = plane[_WIDTH], plane[_NUMBER]
-        share = GROUP if plane[_AXIS] == LATENT else width
-        is_turned = _is_turned(plane, page_tokens)
+        is_apart = step != 1 and not is_turned
         _places(plane, pages, page_tokens, size, skip, places)
         for head in range(heads):
             for group in range(skip // GROUP, tokens // GROUP):
                 start = max(0, skip - group * GROUP)
                 for token in range(start, GROUP):
                     rows[token] = places[group * GROUP + token] + plane[_HEAD] * head * size
-                    if step != 1 and not is_turned:
-                        rows[token] = int64(tile[token].ctypes.data)
-                codes_at = source + plane[_CODES_AT] + (head * tokens + group * GROUP) * width
+                    if is_apart:
+                        row = _row(kind, tile_at + token * widest * size, width)
+                        if not loads:
+                            _collect(kind, rows[token], step, row, width)
+                        rows[token] = tile_at + token * widest * size
+                codes_at = payload + plane[_CODES_AT] + (head * tokens + group * GROUP) * width
+                found = _FINE
                 if plane[_AXIS] == CHANNEL:
                     at = (head * (tokens // GROUP) + group) * width
-                    halves = carray(_pointer(source + plane[_SCALES_AT] + 2 * at), (width,), int16)
-                    kept = _row(kind, source + plane[_ZEROS_AT] + size * at, width)
-                    for i in range(width):
-                        scales[i] = _widen_half(uint32(halves[i]))
-                        zeros[i] = _number(kind, kept[i])
-                    if is_turned:
-                        place = places[group * GROUP] + plane[_HEAD] * head * size
-                        data = int64(tile.ctypes.data)
-                        _decode_turned(kind, place, step * size, start, width, codes_at, zeros, scales, data, block)
+                    scales = carray(_pointer(payload + plane[_SCALES_AT] + 2 * at), (width,), int16)
+                    kept = _row(kind, payload + plane[_ZEROS_AT] + size * at, width)
+                    apart = step * size
+                    if loads:
+                        for i in range(width):
+                            factors[i] = _widen_half(uint32(scales[i]))
+                            zeros[i] = _number(kind, kept[i])
+                        if is_turned:
+                            _decode_turned(kind, rows[0], apart, width, codes_at, zeros, factors, tile_at, block)
+                        else:
+                            _decode_channels(kind, rows, start, width, codes_at, zeros, factors)
                     else:
-                        _decode_channels(kind, rows, start, width, codes_at, zeros, scales)
+                        if is_turned:
+                            _extremes_turned(kind, rows[0], apart, width, low, high)
+                        else:
+                            _extremes(kind, rows, width, low, high)
+                        found = _parameters(kind, low, high, width, zeros, factors, scales, kept)
+                        if found == _FINE and is_turned:
+                            _encode_turned(kind, rows[0], apart, width, zeros, factors, tile_at, codes_at, block)
+                        elif found == _FINE:
+                            _encode_channels(kind, rows, width, codes_at, zeros, factors)
                 else:
-                    at = (head * tokens + group * GROUP) * -(-width // share)
-                    scales_at = source + plane[_SCALES_AT] + 2 * at
-                    _decode_tokens(kind, rows, start, width, share, codes_at, scales_at)
-                if step != 1 and not is_turned:
+                    scales_at = payload + plane[_SCALES_AT] + 2 * (head * tokens + group * GROUP) * -(-width // share)
+                    if loads:
+                        _decode_tokens(kind, rows, start, width, share, codes_at, scales_at)
+                    else:
+                        found = _encode_tokens(kind, rows, width, share, codes_at, scales_at)
+                if found != _FINE:
+                    return found
+                if loads and is_apart:
                     for token in range(start, GROUP):
                         place = places[group * GROUP + token] + plane[_HEAD] * head * size
                         _spread(kind, _row(kind, rows[token], width), place, step, width)
-
-
-_KINDS = {"bfloat16": np.int8(0), "float16": np.int16(0), "float32": np.int32(0)}
-_LOOPS: dict[str, Any] = dict.fromkeys(_KINDS, (_encode, _decode))
+    return _FINE

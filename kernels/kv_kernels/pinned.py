@@ -1,13 +1,13 @@
-"""Memory of slots: which of its bytes are page-locked, so that a device copies them by itself.
+"""Memory of slots: which of it is page-locked, so that a device copies it by itself.
 
-    adopt    the mapping of a slot that was seen; a thread page-locks it with the device, chunk after chunk. Until a
-             chunk is in, or where the device refuses it, copies of its slots are slower (`cuda.CudaStream.copy`)
+    adopt    the mapping of a slot that was seen, at most a GiB; a thread page-locks it with the device. Until then, or
+             where the device refuses it, copies of its slots are slower (`cuda.CudaStream.copy`)
     hold     a transfer uses some of it: it stays as it is until the transfer lets go
     leave    the last view of a mapping is gone: it is unregistered by the thread, and only then unmapped
 
 Page-locking leaves pages where they are: the first touch has decided which NUMA node an extent lies on. No memory
-policy is set. Must never call a run page-locked that is not wholly inside one registered chunk: a copy across two may
-be refused. Must never register or unregister on a thread that launches kernels: a refusal by CUDA stays behind as the
+policy is set. Must never call a run page-locked that is not wholly inside one extent: a copy across two may be refused.
+Must never register or unregister on a thread that launches kernels: a refusal by CUDA stays behind as the
 thread's last error.
 """
 
@@ -20,7 +20,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,13 +27,9 @@ import numpy as np
 from kv_kernels.compiled import compiled
 from kv_kernels.cuda import CudaDevice
 
-CHUNK_BYTES = 1 << 30
-"""At most so much is registered at once: the driver takes long, and other calls wait for it."""
-
 Addresses = np.ndarray[Any, np.dtype[np.int64]]
 Table = tuple[Addresses, np.ndarray[Any, np.dtype[np.bool_]]]
-"""Of extents, int64 [extents, 3]: where each starts and ends, and the number of its first chunk; and of each chunk
-whether it is page-locked."""
+"""Of extents in order, int64 [extents, 2]: where each starts and ends; and whether it is page-locked."""
 Leave = Callable[[Callable[[], object]], object]
 """Called by a finalizer in place of unmapping, with a function that unmaps."""
 
@@ -51,10 +46,9 @@ class Runs(NamedTuple):
 
 
 class _Extent:
-    def __init__(self, address: int, size_bytes: int, writable: bool, chunks: int) -> None:
+    def __init__(self, address: int, size_bytes: int, writable: bool) -> None:
         self.address, self.end, self.writable = address, address + size_bytes, writable
-        self.pinned = [False] * chunks
-        self.holds = 0
+        self.is_pinned, self.holds = False, 0
 
 
 class PinnedExtents:
@@ -63,15 +57,14 @@ class PinnedExtents:
     Work is done by a thread (`run`), or where there is none by `step`.
     """
 
-    def __init__(self, device: CudaDevice, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, device: CudaDevice) -> None:
         self._device = device
-        self.chunk_bytes = chunk_bytes
         self._changed = threading.Condition()  # of a reentrant lock: a finalizer may run while it is held
         self._starts: list[int] = []
         self._extents: list[_Extent] = []
         self._known: Table | None = None  # until something changes
         self._leaving: deque[Callable[[], object]] = deque()
-        self._waiting: deque[tuple[_Extent, int]] = deque()  # chunks to be registered
+        self._waiting: deque[_Extent] = deque()  # to be registered
         self._kept: list[Callable[[], object]] = []
         self._was_refused = self._is_closed = self._has_ended = False
         self._process = os.getpid()
@@ -88,7 +81,7 @@ class PinnedExtents:
             if self._leaving:
                 work = self._leaving.popleft()
             elif self._waiting:
-                work = partial(self._register, *self._waiting.popleft())
+                work = partial(self._register, self._waiting.popleft())
             else:
                 return False
         try:
@@ -109,11 +102,11 @@ class PinnedExtents:
                 for other in self._extents[max(0, at - 1) : at + 1]
             ):
                 return
-            extent = _Extent(address, size_bytes, writable, -(-size_bytes // self.chunk_bytes))
+            extent = _Extent(address, size_bytes, writable)
             self._starts.insert(at, address)
             self._extents.insert(at, extent)
             self._known = None
-            self._waiting.extend([(extent, chunk) for chunk in range(len(extent.pinned))])
+            self._waiting.append(extent)
             self._changed.notify_all()
         before_unmap(partial(self._leaves, extent))
 
@@ -171,10 +164,9 @@ class PinnedExtents:
     def _table(self) -> Table:
         """As they are now. Under the lock."""
         if self._known is None:
-            chunks = [0, *accumulate([len(extent.pinned) for extent in self._extents])]
-            rows = [(one.address, one.end, first) for one, first in zip(self._extents, chunks, strict=False)]
-            pinned = np.array([is_pinned for extent in self._extents for is_pinned in extent.pinned], np.bool_)
-            self._known = np.array(rows, np.int64).reshape(-1, 3), pinned
+            rows = [(one.address, one.end) for one in self._extents]
+            pinned = np.array([one.is_pinned for one in self._extents], np.bool_)
+            self._known = np.array(rows, np.int64).reshape(-1, 2), pinned
         return self._known
 
     def _leaves(self, extent: _Extent, unmap: Callable[[], object]) -> None:
@@ -183,7 +175,7 @@ class PinnedExtents:
             unmap()
             return
         with self._changed:
-            self._waiting = deque([one for one in self._waiting if one[0] is not extent])
+            self._waiting = deque([one for one in self._waiting if one is not extent])
             if not self._has_ended:
                 self._leaving.append(partial(self._leave, extent, unmap))
                 self._changed.notify_all()
@@ -197,12 +189,12 @@ class PinnedExtents:
         self._unregister(extent)
         unmap()
 
-    def _register(self, extent: _Extent, chunk: int) -> None:
-        start = extent.address + chunk * self.chunk_bytes
-        size = min(self.chunk_bytes, extent.end - start)
-        refusal = self._device.register(start, size, writable=extent.writable)
+    def _register(self, extent: _Extent) -> None:
+        size = extent.end - extent.address
+        refusal = self._device.register(extent.address, size, writable=extent.writable)
         if not refusal:
-            self._note_pinned(extent, chunk, True)
+            with self._changed:
+                extent.is_pinned, self._known = True, None
         elif not self._was_refused:
             self._was_refused = True
             kind = "writable" if extent.writable else "read-only"
@@ -214,17 +206,11 @@ class PinnedExtents:
                 refusal,
             )
 
-    def _note_pinned(self, extent: _Extent, chunk: int, is_pinned: bool) -> None:
-        with self._changed:
-            extent.pinned[chunk], self._known = is_pinned, None
-
     def _unregister(self, extent: _Extent) -> None:
         if extent not in self._extents:  # done by `close`
             return
-        for chunk, is_pinned in enumerate(extent.pinned):
-            if is_pinned:
-                self._device.unregister(extent.address + chunk * self.chunk_bytes)
-                self._note_pinned(extent, chunk, False)
+        if extent.is_pinned:
+            self._device.unregister(extent.address)
         with self._changed:
             at = self._extents.index(extent)
             del self._starts[at], self._extents[at]
@@ -255,10 +241,9 @@ class Hold:
     def runs(self, offset_bytes: int, size_bytes: int, at_once: int = 1 << 40) -> Runs:
         """So much of each slot, in batches of `at_once` slots, of each neighbours as one run. Memory in no extent is
         not page-locked, nor what became so since it is held."""
-        count, chunk_bytes = len(self._slots), self._extents.chunk_bytes
-        rows = np.empty((3, count * (2 + size_bytes // chunk_bytes)), np.int64)
-        cuts, slots = np.empty((2, 1 - (-count // at_once)), np.int64), self._slots + offset_bytes
-        _put_together(slots, size_bytes, at_once, self._places, *self._table, chunk_bytes, rows, cuts)
+        count = len(self._slots)
+        rows, cuts = np.empty((3, count), np.int64), np.empty((2, 1 - (-count // at_once)), np.int64)
+        _put_together(self._slots + offset_bytes, size_bytes, at_once, self._places, self._table[1], rows, cuts)
         firsts, are_pinned = cuts.tolist()
         return Runs(rows[:, : firsts[-1]], firsts, [is_pinned == 1 for is_pinned in are_pinned[:-1]])
 
@@ -284,28 +269,18 @@ def _find(slots: Any, size: int, extents: Any, places: Any) -> int:
 
 
 @compiled
-def _put_together(
-    slots: Any, size: int, at_once: int, places: Any, extents: Any, pinned: Any, chunk_bytes: int, rows: Any, cuts: Any
-) -> None:
-    """See `Runs`; cuts: int64 [2, batches + 1], of each batch its first run, and whether all is page-locked. A run ends
-    where a chunk does."""
-    runs, place, end, last = 0, 0, -1, -1
+def _put_together(slots: Any, size: int, at_once: int, places: Any, pinned: Any, rows: Any, cuts: Any) -> None:
+    """See `Runs`; cuts: int64 [2, batches + 1], of each batch its first run, and whether all is page-locked."""
+    runs, end, last = 0, -1, -1
     for number in range(len(slots)):
-        batch, low, at = number // at_once, slots[number], places[number]
-        high = low + size
-        if number % at_once == 0:
-            cuts[0, batch], cuts[1, batch], place, end = runs, 1, 0, -1
-        while low < high:
-            chunk, stop, is_pinned = -1, high, False
-            if at >= 0:
-                own = (low - extents[at, 0]) // chunk_bytes
-                chunk, stop = extents[at, 2] + own, min(high, extents[at, 0] + (own + 1) * chunk_bytes)
-                is_pinned = pinned[chunk]
-            if low == end and chunk == last and chunk >= 0:
-                rows[2, runs - 1] += stop - low
-            else:
-                rows[0, runs], rows[1, runs], rows[2, runs] = place, low, stop - low
-                runs += 1
-            cuts[1, batch] &= is_pinned
-            place, end, last, low = place + stop - low, stop, chunk, stop
+        batch, within, at = number // at_once, number % at_once, places[number]
+        if within == 0:
+            cuts[0, batch], cuts[1, batch], end = runs, 1, -1
+        if slots[number] == end and at == last and at >= 0:
+            rows[2, runs - 1] += size
+        else:
+            rows[0, runs], rows[1, runs], rows[2, runs] = within * size, slots[number], size
+            runs += 1
+        cuts[1, batch] &= at >= 0 and pinned[at]
+        end, last = slots[number] + size, at
     cuts[0, -1] = runs

@@ -1,7 +1,7 @@
 """Which route moves blocks between these pages and a payload.
 
     pages in host memory      raw    numpy, at memcpy speed (`host`)
-                              8 bits loops compiled by numba (`int8_host`); plain torch where there is no numba
+                              8 bits loops compiled by numba (`int8_loops`); plain torch where there is no numba
     pages on one GPU          streams and kernels (`device_copy`), if the store was opened with a route to that GPU that
                               takes the pages
     anything else             plain torch (`plain`): no triton, planes on different devices
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kv_kernels import host, int8_host, plain
+from kv_kernels import host, plain
 from kv_kernels.copies import BlockCopy
 from kv_kernels.host import Planes
 from kv_kernels.int8 import SliceForm
@@ -47,23 +47,21 @@ def raw_copy(
     planes: Planes, table: Sequence[int], page_tokens: int, block_tokens: int, devices: Devices | None = None
 ) -> BlockCopy:
     """Bit for bit."""
-    way = _way(planes, devices)
-    copy = way.bind(None, planes, table, page_tokens, block_tokens) if way is not None else None
-    if copy is not None:
-        return copy
-    if _is_on_host(planes):
-        return host.RawCopy(planes, table, page_tokens, block_tokens)
-    return plain.PlainCopy(None, planes, table, page_tokens, block_tokens)
+    way, how = _way(planes, devices), (planes, table, page_tokens, block_tokens)
+    copy = way.bind(None, *how) if way is not None else None
+    if copy is None:
+        copy = host.RawCopy(*how) if _is_on_host(planes) else plain.PlainCopy(None, *how)
+    return copy
 
 
 def prepare_int8(dtypes: Iterable[str]) -> None:
     """Compile, which takes time at first. dtypes: `bfloat16`, `float16`, `float32`."""
-    prepare = compiler()
-    if prepare is None:
+    loops = compiled_loops()
+    if loops is None:
         _say_that_it_is_slow()
         return
     for dtype in dtypes:
-        prepare(dtype)
+        loops.prepare(dtype)
 
 
 def int8_copy(
@@ -77,9 +75,9 @@ def int8_copy(
     """dtype: of the pool's numbers; tensors may be of integers of its width. Raises `ValueError` if strides are not
     whole numbers of elements."""
     way = _way(planes, devices)
-    prepare = compiler() if way is None else None
-    if prepare is not None and _is_on_host(planes):
-        return int8_host.Int8Copy(prepare(dtype), form, planes, table, page_tokens)
+    loops = compiled_loops() if way is None else None
+    if loops is not None and _is_on_host(planes):
+        return loops.Int8Copy(dtype, form, planes, table, page_tokens)  # type: ignore[no-any-return]
     kind = getattr(torch, dtype)
     tensors = [[_as_torch(plane, kind) for plane in layer] for layer in planes]
     how = form, tensors, table, page_tokens, form.tokens
@@ -88,8 +86,8 @@ def int8_copy(
 
 
 @cache
-def compiler() -> Callable[[str], int8_host.Int8Loops] | None:
-    """Compiles the loops of a dtype; None without numba.
+def compiled_loops() -> Any:
+    """`int8_loops`; None without numba.
 
     Imported when 8 bits are first asked for, and not with this file: it takes 0.2 s, and vLLM 0.31 and 0.32 cannot make
     a worker for a CPU in a process where llvmlite is loaded.
@@ -100,7 +98,7 @@ def compiler() -> Callable[[str], int8_host.Int8Loops] | None:
         return None
     from kv_kernels import int8_loops
 
-    return int8_loops.prepare
+    return int8_loops
 
 
 @cache

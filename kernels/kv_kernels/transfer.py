@@ -4,13 +4,11 @@
     save    kernel: pages > segment; copy: segment > slots          likewise
     either  a kernel that reaches into the slots itself, with a segment as its scratch, where they are page-locked
 
-A direction has two streams and each of them a segment, used in turn, so that a copy goes on beside a kernel. Since one
-stream does all work on a segment, in order, nothing else has to order it: each stream waits once, for the event after
-which the pages may be used and the tables are there.
-
-The calling thread puts all of it into the streams, one copy and one kernel a segment whatever the number of blocks, and
-waits for the ends later, without the interpreter lock. Slots that are not page-locked yet are copied by the driver,
-through memory of its own: `start` takes as long as that, and `is_direct` says so.
+A direction has two streams with a segment each, used in turn, so that a copy goes on beside a kernel. One stream does
+all work on a segment, so nothing else has to order it: each waits once, until the pages may be used and the tables are
+there. The calling thread puts everything in, one copy and one kernel a segment whatever the number of blocks, and waits
+for the ends later, without the interpreter lock. Slots that are not page-locked yet are copied by the driver, through
+memory of its own: `start` takes as long as that.
 
 Where the device fails so that the end of the work cannot be learnt, slots and tables are kept until the process ends,
 and no transfer is begun any more. Must never call a transfer done while any of its work may still touch pages, slots or

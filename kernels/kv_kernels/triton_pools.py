@@ -43,26 +43,10 @@ _KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _ABSENT = Strides(0, 0, 0, 0)
 
 
-def save(
-    pools: PoolTable, form: SliceForm | None, table: torch.Tensor, payloads: torch.Tensor, status: torch.Tensor
-) -> None:
-    """Put the blocks of `table` into payloads, into the current stream.
-
-    form: of a layer slice in 8 bits; None for bytes as they are. table: int32 or int64 [blocks, pages of a block] of
-    page ids, all of them in the pool. payloads: uint8 [blocks, bytes], rows at multiples of 16. status: int64 [blocks]
-    with any stride, zeroed by the caller: in 8 bits it gets of each block the worst `Flaw` as its value, or stays 0.
-    Nothing is promised about the payload of a block that is not 0. Raises ValueError for too many blocks.
-    """
-    _launch(pools, form, table, payloads, status, None, is_load=False)
-
-
-def load(pools: PoolTable, form: SliceForm | None, table: torch.Tensor, payloads: torch.Tensor) -> None:
-    """The mirror of `save`. A page id of -1 leaves that page out; no page may be named twice."""
-    _launch(pools, form, table, payloads, table, None, is_load=True)
-
-
 class Reached(NamedTuple):
-    """Payloads in page-locked host memory, which a kernel reads and writes by itself.
+    """Payloads in page-locked host memory, which few programs read or write by themselves: each takes a layer slice
+    into its part of a scratch on the device, and is done with it before the next one. Digests are those of the words
+    that it read, or wrote, on the host.
 
     addresses: int64 [blocks, 1] on the device, of the payloads, multiples of 16. at: bytes into each where its first
     layer slice begins. digests: int64 [blocks, layers, 2], as `triton_digest.digest_slices` writes them. keys:
@@ -75,20 +59,34 @@ class Reached(NamedTuple):
     keys: torch.Tensor
 
 
-def reach(
+def save(
     pools: PoolTable,
     form: SliceForm | None,
     table: torch.Tensor,
-    scratch: torch.Tensor,
+    payloads: torch.Tensor,
     status: torch.Tensor,
-    reached: Reached,
-    *,
-    is_load: bool,
+    reached: Reached | None = None,
 ) -> None:
-    """As `load` or `save`, with digests and the way over the wire in the same launch, by few programs: each takes a
-    layer slice into its part of `scratch`, flat uint8 on the device, and is done with it before the next one. What it
-    digests are the words that it read, or wrote, on the host."""
-    _launch(pools, form, table, scratch, status, reached, is_load=is_load)
+    """Put the blocks of `table` into payloads, into the current stream.
+
+    form: of a layer slice in 8 bits; None for bytes as they are. table: int32 or int64 [blocks, pages of a block] of
+    page ids, all of them in the pool. payloads: uint8 [blocks, bytes], rows at multiples of 16; a flat
+    scratch where others are reached. status: int64 [blocks] with any stride, zeroed by the caller: in 8 bits it gets
+    of each block the worst `Flaw` as its value, or stays 0. Nothing is promised about the payload of a block that is
+    not 0. Raises ValueError for too many blocks.
+    """
+    _launch(pools, form, table, payloads, status, reached, is_load=False)
+
+
+def load(
+    pools: PoolTable,
+    form: SliceForm | None,
+    table: torch.Tensor,
+    payloads: torch.Tensor,
+    reached: Reached | None = None,
+) -> None:
+    """The mirror of `save`. A page id of -1 leaves that page out; no page may be named twice."""
+    _launch(pools, form, table, payloads, table, reached, is_load=True)
 
 
 def _launch(

@@ -609,3 +609,43 @@ def test_a_lease_that_is_gone_ends_an_audit_without_a_verdict(bench: Bench, whic
     ticket = [b"x" * 40, bench.handle.lease(bench.handle.match(ids(64)), 0).ticket()][which]
     bench.step(saves=[audit_of(ticket, 64, (PageRun(2, [13, 14]),))])
     assert bench.reports(saves=1).saves[0].results == ()
+
+
+# Pages that are registered again -------------------------------------------------------------------------------------
+
+
+def test_pages_that_moved_are_used_once_nothing_reads_the_old_ones(bench: Bench) -> None:
+    """A save that reads them ends first, one that waits is dropped: what it would read is gone."""
+    tokens, table = ids(128), [*range(1, 9)]
+    bench.fill(tokens, table)
+    bench.worker.in_read.clear()
+    bench.step(saves=[bench.save(tokens, table), bench.save(ids(64, 9), table)])
+    assert bench.worker.reads.wait(SECONDS)
+    before, bench.rank = bench.rank, Rank(bench.shape, 0)
+    moving = blocks_for(0.1, lambda: bench.worker.register(bench.rank.pages))
+    assert bench.worker.pages is before.pages and [one.dropped for one in bench.reports(saves=1).saves] == [True]
+    bench.worker.in_read.set()
+    ends(moving)
+    assert bench.worker.pages is bench.rank.pages and bench.reports(saves=1)
+    bench.stored(tokens)
+    order, lease = bench.load(tokens, [*range(11, 19)])
+    bench.step(loads=[order])
+    assert bench.reports(loads=1).loads[0].tokens == 128 and bench.is_right(tokens, [*range(11, 19)], 0, 128)
+    lease.release()
+
+
+def test_pages_that_lie_otherwise_than_before_are_left_alone(bench: Bench) -> None:
+    tokens, table = ids(128), [*range(1, 9)]
+    bench.stored(tokens)
+    other = Rank(bench.shape, 0).pages
+    other.facts = replace(other.facts, packing="another")
+    bench.worker.register(other)
+    assert "lie otherwise" in bench.worker.pages.facts.refused
+    bench.step(saves=[bench.save(ids(64, 9), table)])
+    (saved,) = bench.reports(saves=1).saves
+    assert (saved.stored, saved.reason) == (0, MissReason.UNSUPPORTED)
+    order, lease = bench.load(tokens, table)
+    bench.step(loads=[order])
+    (loaded,) = bench.reports(loads=1).loads
+    assert (loaded.tokens, loaded.reason) == (0, MissReason.UNSUPPORTED)
+    lease.release()

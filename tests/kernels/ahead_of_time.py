@@ -89,14 +89,11 @@ def kept(is_save: bool, codec: str, pools: PoolTable, reaches: bool = False) -> 
     payloads = torch.zeros(2, pools.layers * 128 * pools.heads * sum(pools.widths) * 5, dtype=torch.uint8)
     form = None if codec == "raw" else slice_form(codec, pools.heads, 128, pools.widths, pools.dtype.itemsize)
     stand_in = triton_pools._move = Kept(triton_pools._move)
+    numbers, reached = torch.zeros(64, dtype=torch.int64), None
     if reaches:
-        numbers = torch.zeros(64, dtype=torch.int64)
         reached = triton_pools.Reached(numbers[:2, None], 4096, numbers[:8].view(2, 2, 2), numbers[:56])
-        triton_pools.reach(pools, form, table, payloads.view(-1), numbers[:2], reached, is_load=not is_save)
-    elif is_save:
-        triton_pools.save(pools, form, table, payloads, torch.zeros(2, dtype=torch.int64))
-    else:
-        triton_pools.load(pools, form, table, payloads)
+    how = pools, form, table, payloads.view(-1) if reaches else payloads
+    triton_pools.save(*how, numbers[:2], reached) if is_save else triton_pools.load(*how, reached)
     triton_pools._move = stand_in.kernel
     return stand_in
 

@@ -364,13 +364,17 @@ def test_both_ways_are_measured_and_one_that_moves_other_bytes_is_not_taken(monk
     right = found()
     assert [(one.direction, one.codec) for one in right[::2]] == [("save", "raw"), ("save", int8.KC64)]
     assert all(one.reached_gb_per_second > 0 for one in right)
-    reach = triton_pools.reach
+    launch = triton_pools._launch
 
-    def wrong(pools: Any, form: Any, table: Any, *more: Any, **how: Any) -> None:
-        reach(pools, form, table.flip(1), *more, **how)
+    def wrong(pools: Any, form: Any, table: Any, payloads: Any, status: Any, reached: Any, **how: Any) -> None:
+        launch(pools, form, table if reached is None else table.flip(1), payloads, status, reached, **how)
 
-    for reaching in (wrong, lambda *_, **how: None):
-        monkeypatch.setattr(triton_pools, "reach", reaching)
+    def nothing(*given: Any, **how: Any) -> None:
+        if given[-1] is None:
+            launch(*given, **how)
+
+    for reaching in (wrong, nothing):
+        monkeypatch.setattr(triton_pools, "_launch", reaching)
         assert not any(one.reached_gb_per_second for one in found())
 
 

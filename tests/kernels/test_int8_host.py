@@ -16,10 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_kernels import int8, int8_host, int8_loops, plain, routes
+from kv_kernels import int8, int8_loops, plain, routes
 from kv_kernels.copies import Flaw
 from kv_kernels.int8 import Axis, SliceForm, slice_form
-from kv_kernels.int8_host import Field
+from kv_kernels.int8_loops import Field
 from tiering.frame import digest
 from tiering.tier import FrameSpan
 
@@ -149,10 +149,9 @@ def test_both_routes_write_the_same_bytes_and_the_same_pages(
         for layer in range(2)
     ]  # fmt: skip
     form = slice_form(codec, heads, tokens, widths, DTYPES[dtype].itemsize)
-    loops = int8_loops.prepare(dtype)
     block = chance.randrange(2)
     spans, around = zip(*[room(form, len(layers)) for _ in range(2)], strict=True)
-    compiled = int8_host.Int8Copy(loops, form, layers, table, page_tokens)
+    compiled = int8_loops.Int8Copy(dtype, form, layers, table, page_tokens)
     other = plain.PlainCopy(form, layers, table, page_tokens, form.tokens)
     digests = compiled.encode_block(block * tokens, spans[0], digest)
     assert digests == other.encode_block(block * tokens, spans[1], digest)
@@ -168,7 +167,7 @@ def test_both_routes_write_the_same_bytes_and_the_same_pages(
             for layer in layers
         ]
         copy: Any = (
-            int8_host.Int8Copy(loops, form, into, table, page_tokens)
+            int8_loops.Int8Copy(dtype, form, into, table, page_tokens)
             if route == 0
             else plain.PlainCopy(form, into, table, page_tokens, form.tokens)
         )
@@ -195,7 +194,7 @@ def test_a_block_that_is_not_finite_has_a_flaw(dtype: str, codec: str, value: st
         at = (chance.randrange(4), chance.randrange(64), chance.randrange(2), chance.randrange((72, 80)[plane]))
         bad = torch.tensor(float(value.strip("-")))
         layer[plane][at] = -bad if value.startswith("-") else bad
-        copy = int8_host.Int8Copy(int8_loops.prepare(dtype), form, [layer], [0, 1, 2, 3], 64)
+        copy = int8_loops.Int8Copy(dtype, form, [layer], [0, 1, 2, 3], 64)
         found = [copy.encode_block(token, room(form, 1)[0], digest) for token in (0, 128)]
         assert found[at[0] // 2] is Flaw.NONFINITE
         assert isinstance(found[1 - at[0] // 2], list), "the block beside it was not concerned"
@@ -217,7 +216,7 @@ def test_numbers_beyond_the_scales_have_a_flaw(dtype: str, axis: Axis) -> None:
         layer[axis is Axis.TOKEN][0, 5, 0, 3] = top
         if axis is Axis.CHANNEL and top > 1e38:
             layer[0][0, 6, 0, 3] = -top  # their distance is beyond float32
-        copy = int8_host.Int8Copy(int8_loops.prepare(dtype), form, [layer], [0], 64)
+        copy = int8_loops.Int8Copy(dtype, form, [layer], [0], 64)
         found = copy.encode_block(0, room(form, 1)[0], digest)
         assert isinstance(found, list) if fits else found is Flaw.OUT_OF_RANGE
 
@@ -228,7 +227,7 @@ def test_a_thread_that_flushes_denormals_writes_the_same_bytes(dtype: str) -> No
     kind = "tiny" if dtype == "bfloat16" else "denormal"
     form = slice_form(int8.KC64, 2, 64, (72, 80), 2)
     layer = [numbers(kind, (1, 64, 2, width), DTYPES[dtype], 3) for width in (72, 80)]
-    copy = int8_host.Int8Copy(int8_loops.prepare(dtype), form, [layer], [0], 64)
+    copy = int8_loops.Int8Copy(dtype, form, [layer], [0], 64)
     payloads = []
     pages = []
     try:
@@ -239,7 +238,7 @@ def test_a_thread_that_flushes_denormals_writes_the_same_bytes(dtype: str) -> No
             digests = copy.encode_block(0, span, digest)
             assert isinstance(digests, list)
             into = [torch.zeros_like(plane) for plane in layer]
-            back = int8_host.Int8Copy(int8_loops.prepare(dtype), form, [into], [0], 64)
+            back = int8_loops.Int8Copy(dtype, form, [into], [0], 64)
             assert back.decode_block(span, 0, 0, digests, digest)
             payloads.append(bytes(memory))
             pages.append(b"".join(bits(plane).numpy().tobytes() for plane in into))
@@ -252,13 +251,11 @@ def test_a_damaged_slice_reaches_no_page() -> None:
     form = slice_form(int8.KC64, 2, 64, (16, 16), 2)
     layers = [[numbers("plain", (1, 64, 2, 16), torch.bfloat16, seed) for seed in (1, 2)] for _ in range(2)]
     span, _ = room(form, 2)
-    digests = int8_host.Int8Copy(int8_loops.prepare("bfloat16"), form, layers, [0], 64).encode_block(0, span, digest)
+    digests = int8_loops.Int8Copy("bfloat16", form, layers, [0], 64).encode_block(0, span, digest)
     assert isinstance(digests, list)
     span.view[form.size_bytes + 100] ^= 4
     into = [[torch.zeros_like(plane) for plane in layer] for layer in layers]
-    assert not int8_host.Int8Copy(int8_loops.prepare("bfloat16"), form, into, [0], 64).decode_block(
-        span, 0, 0, digests, digest
-    )
+    assert not int8_loops.Int8Copy("bfloat16", form, into, [0], 64).decode_block(span, 0, 0, digests, digest)
     assert into[0][0].any() and not into[1][0].any() and not into[1][1].any()
 
 
@@ -266,7 +263,7 @@ def test_pages_that_are_read_only_and_odd_strides_are_refused() -> None:
     form = slice_form(int8.KC64, 1, 64, (4, 4), 2)
     plane = np.zeros((1, 64, 1, 4), np.uint16)
     plane.flags.writeable = False
-    copy = int8_host.Int8Copy(int8_loops.prepare("bfloat16"), form, [[plane, plane]], [0], 64)
+    copy = int8_loops.Int8Copy("bfloat16", form, [[plane, plane]], [0], 64)
     span, _ = room(form, 1)
     digests = copy.encode_block(0, span, digest)
     assert isinstance(digests, list)
@@ -274,10 +271,10 @@ def test_pages_that_are_read_only_and_odd_strides_are_refused() -> None:
         copy.decode_block(span, 0, 0, digests, digest)
     odd = np.zeros((64, 9), np.uint8)[:, 1:].view(np.uint16).reshape(1, 64, 1, 4, order="A")
     with pytest.raises(ValueError, match="whole numbers"):
-        int8_host.Int8Copy(int8_loops.prepare("bfloat16"), form, [[odd, odd]], [0], 64)
+        int8_loops.Int8Copy("bfloat16", form, [[odd, odd]], [0], 64)
     backwards = np.zeros((1, 64, 1, 4), np.uint16)[..., ::-1]
     with pytest.raises(ValueError, match="last one up"):
-        int8_host.Int8Copy(int8_loops.prepare("bfloat16"), form, [[backwards, backwards]], [0], 64)
+        int8_loops.Int8Copy("bfloat16", form, [[backwards, backwards]], [0], 64)
 
 
 @pytest.mark.parametrize("has_loops", [True, False])
@@ -286,8 +283,8 @@ def test_no_route_loads_into_pages_that_cannot_hold_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_loops: bool, kind: str
 ) -> None:
     """A mapping that is read-only would end the process."""
-    compiler = routes.compiler
-    monkeypatch.setattr(routes, "compiler", compiler if has_loops else lambda: None)
+    loops = routes.compiled_loops
+    monkeypatch.setattr(routes, "compiled_loops", loops if has_loops else lambda: None)
     (tmp_path / "pages").write_bytes(bytes(64 * 4 * 2))
     plane: Any = {
         "mapped read-only": np.memmap(tmp_path / "pages", np.uint16, "r", shape=(1, 64, 1, 4)),
@@ -314,7 +311,7 @@ def test_pages_whose_tokens_and_heads_run_backwards() -> None:
     payloads = []
     for plane in (straight, turned):
         span, memory = room(form, 1)
-        copy = int8_host.Int8Copy(int8_loops.prepare("float32"), form, [[plane, plane]], [1], 64)
+        copy = int8_loops.Int8Copy("float32", form, [[plane, plane]], [1], 64)
         assert isinstance(copy.encode_block(0, span, digest), list)
         payloads.append(bytes(memory))
     assert payloads[0] == payloads[1]
@@ -327,14 +324,14 @@ def test_without_numba_it_is_said_once_and_the_bytes_are_the_same(
     layer = [numbers("plain", (2, 64, 2, 8), torch.bfloat16, seed) for seed in (1, 2)]
     arrays = [plane.view(torch.uint16).numpy() for plane in layer]
     payloads = []
-    compiler = routes.compiler
+    loops = routes.compiled_loops
     for has_loops in (True, False):
-        monkeypatch.setattr(routes, "compiler", compiler if has_loops else lambda: None)
+        monkeypatch.setattr(routes, "compiled_loops", loops if has_loops else lambda: None)
         for planes in (layer, arrays):
             routes.prepare_int8(["bfloat16"])
             span, memory = room(form, 1)
             copy = routes.int8_copy(form, [planes], [1], 64, "bfloat16")
-            assert isinstance(copy, int8_host.Int8Copy if has_loops else plain.PlainCopy)
+            assert isinstance(copy, int8_loops.Int8Copy if has_loops else plain.PlainCopy)
             assert [isinstance(encoded, list) for encoded in copy.encode([0], [span], digest)] == [True]
             payloads.append(bytes(memory))
     assert len(set(payloads)) == 1
@@ -381,7 +378,7 @@ class Broken:
 sys.meta_path.insert(0, Broken())
 from kv_kernels import routes
 routes.prepare_int8(["bfloat16"])
-assert routes.compiler() is None
+assert routes.compiled_loops() is None
 """
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", script]

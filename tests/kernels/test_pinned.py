@@ -19,12 +19,12 @@ from kv_kernels.pinned import Leave, PinnedExtents
 from tiering.dram.extents import Extent
 from waiting import wait_until
 
-CHUNK, SLOT = 64, 24
+SLOT = 24
 
 
 def _extents(refused: bool = False) -> tuple[PinnedExtents, ChaosDevice]:
     device = ChaosDevice(Random(1), lambda *_: "operation not supported (801)" if refused else "")
-    return PinnedExtents(device, CHUNK), device
+    return PinnedExtents(device), device
 
 
 def _add(extents: PinnedExtents, memory: torch.Tensor, *, writable: bool = True) -> Leave:
@@ -38,10 +38,11 @@ def _do_all(extents: PinnedExtents) -> None:
         pass
 
 
-def test_runs_are_whole_and_in_order_and_end_where_a_chunk_does() -> None:
+def test_runs_are_whole_and_in_order_and_end_where_an_extent_does() -> None:
     extents, _ = _extents()
     memory = torch.randint(0, 256, (10 * SLOT,), dtype=torch.uint8)
-    _add(extents, memory)
+    for half in memory.split(5 * SLOT):
+        _add(extents, half)
     _do_all(extents)
     for seed in range(200):
         slots = Random(seed).sample(range(10), Random(seed).randint(1, 10))
@@ -53,33 +54,34 @@ def test_runs_are_whole_and_in_order_and_end_where_a_chunk_does() -> None:
         assert runs.are_pinned == [True]
         for run in tensors:
             start = run.data_ptr() - memory.data_ptr()
-            assert start // CHUNK == (start + len(run) - 1) // CHUNK, "inside one chunk"
+            assert start // (5 * SLOT) == (start + len(run) - 1) // (5 * SLOT), "inside one extent"
     every = extents.runs(memory.data_ptr() + SLOT * np.arange(10), SLOT)
-    assert every.rows[2].tolist() == [64, 64, 64, 48]
+    assert every.rows[2].tolist() == [5 * SLOT, 5 * SLOT]
 
 
-def test_a_slot_is_pinned_when_all_its_chunks_are() -> None:
+def test_slots_are_pinned_when_all_their_extents_are() -> None:
     extents, _ = _extents()
-    memory = torch.zeros(10 * SLOT, dtype=torch.uint8)
-    _add(extents, memory)
-    seen = []
+    memory, seen = torch.zeros(10 * SLOT, dtype=torch.uint8), []
+    for half in memory.split(5 * SLOT):
+        _add(extents, half)
     for _ in range(3):
         seen.append(
-            [extents.runs(np.array([memory.data_ptr() + slot * SLOT]), SLOT).are_pinned[0] for slot in range(4)]
+            [extents.runs(memory.data_ptr() + SLOT * np.array(two), SLOT).are_pinned[0] for two in ([0, 4], [4, 5])]
         )
         extents.step()
-    assert seen == [[False] * 4, [True, True, False, False], [True] * 4]
+    assert seen == [[False, False], [True, False], [True, True]]
 
 
 def test_a_refusal_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     extents, device = _extents(refused=True)
     memory = torch.zeros(10 * SLOT, dtype=torch.uint8)
     with caplog.at_level(logging.INFO, "kv_kernels"):
-        _add(extents, memory, writable=False)
+        for half in memory.split(5 * SLOT):
+            _add(extents, half, writable=False)
         _do_all(extents)
-    assert device.refused == 4
+    assert device.refused == 2
     (record,) = caplog.records
-    assert "64 bytes of read-only shared memory: operation not supported (801)" in record.getMessage()
+    assert "120 bytes of read-only shared memory: operation not supported (801)" in record.getMessage()
     assert not extents.runs(np.array([memory.data_ptr()]), SLOT).are_pinned[0] and extents.close(1.0)
 
 
@@ -107,7 +109,7 @@ def test_memory_that_cannot_be_unregistered_stays_mapped(
     unregister, gone = device.unregister, list[str]()
 
     def fails(at: int) -> None:
-        if at == memory.data_ptr() + CHUNK:
+        if at == memory.data_ptr():
             raise RuntimeError("busy")
         unregister(at)
 
@@ -119,7 +121,7 @@ def test_memory_that_cannot_be_unregistered_stays_mapped(
     leaves[1](lambda: gone.append("other"))
     wait_until(lambda: gone == ["other"])
     assert "page-locking failed" in caplog.text and "busy" in caplog.text
-    assert device.reaches(Region(memory.data_ptr() + CHUNK, CHUNK))
+    assert device.reaches(Region(memory.data_ptr(), 10 * SLOT))
 
 
 def test_what_overlaps_other_memory_is_left_out() -> None:
@@ -176,7 +178,7 @@ def _new(extents: PinnedExtents) -> Extent:
 
 def _adopted() -> tuple[PinnedExtents, ChaosDevice, Extent]:
     device = ChaosDevice(Random(1), knows_host=False)
-    extents = PinnedExtents(device, SIZE // 4)
+    extents = PinnedExtents(device)
     return extents, device, _new(extents)
 
 
@@ -188,25 +190,22 @@ def test_what_is_adopted_is_unregistered_before_it_is_unmapped() -> None:
     extents, device, extent = _adopted()
     address, everything = extent.address, Region(extent.address, 1)
     _adopt(extents, extent)  # it is known
-    for _ in range(4):
-        assert extents.step()
-    assert not extents.step() and device.reaches(everything)
+    assert extents.step() and not extents.step() and device.reaches(everything)
     unregistered = []
     unregister = device.unregister
     device.unregister = lambda at: (unregistered.append(_is_mapped(address)), unregister(at))  # type: ignore
     del extent
     assert _is_mapped(address) and device.reaches(everything), "no finalizer has waited"
     assert extents.step() and not _is_mapped(address)
-    assert unregistered == [True] * 4 and not device.reaches(everything)
+    assert unregistered == [True] and not device.reaches(everything)
 
 
 def test_what_goes_before_it_is_registered_is_not() -> None:
     extents, device, extent = _adopted()
     address = extent.address
-    assert extents.step() and device.reaches(Region(address, 1))
     del extent
     _do_all(extents)
-    assert not _is_mapped(address) and not device._registered
+    assert not _is_mapped(address) and not device.registrations
 
 
 def test_the_same_address_may_come_again() -> None:
@@ -258,12 +257,10 @@ def test_a_forked_child_unmaps_by_itself() -> None:
 def test_who_leaves_does_not_wait_for_all_that_is_to_be_page_locked() -> None:
     extents, device, extent = _adopted()
     others = [_new(extents) for _ in range(3)]
-    for _ in range(4):
-        extents.step()
+    extents.step()
     address = extent.address
-    assert len(device._registered) == 4
+    assert len(device._registered) == 1
     del extent
-    assert extents.step() and extents.step() and not _is_mapped(address)
-    assert len(device._registered) < 4
+    assert extents.step() and not _is_mapped(address) and not device._registered
     _do_all(extents)
-    assert len(device._registered) == 4 * len(others)
+    assert len(device._registered) == len(others)
