@@ -107,22 +107,15 @@ def packed(form: SliceForm, parts: Sequence[Quantized]) -> torch.Tensor:
     """A layer slice as bytes: uint8 [form.size_bytes], on the device of the parts."""
     row = torch.zeros(form.size_bytes, dtype=torch.uint8, device=parts[0].codes.device)
     for part, of_plane in zip(parts, form.planes, strict=True):
-        write_packed(row, of_plane, part)
+        for numbers, at in zip(part, (of_plane.codes_at, of_plane.scales_at, of_plane.zeros_at), strict=True):
+            if numbers is not None:
+                raw = numbers.contiguous().view(torch.uint8).flatten()
+                row[at : at + raw.numel()] = raw
     return row
 
 
-def write_packed(row: torch.Tensor, of_plane: PlaneForm, part: Quantized) -> None:
-    """One plane into a layer slice, uint8 [size_bytes]; what lies between its codes, scales and zeros is left alone."""
-    places = [(part.codes, of_plane.codes_at), (part.scales, of_plane.scales_at)]
-    if part.zeros is not None:
-        places.append((part.zeros, of_plane.zeros_at))
-    for numbers, at in places:
-        raw = numbers.contiguous().view(torch.uint8).flatten()
-        row[at : at + raw.numel()] = raw
-
-
 def unpacked(row: torch.Tensor, form: SliceForm, of_plane: PlaneForm, dtype: torch.dtype) -> Quantized:
-    """One plane of a layer slice: the mirror of `write_packed`. dtype: the pool's."""
+    """One plane of a layer slice: as `packed` wrote it. dtype: the pool's."""
     heads, tokens, width = form.heads, form.tokens, of_plane.width
     shape = {
         Axis.CHANNEL: (heads, tokens // GROUP, width),

@@ -72,11 +72,6 @@ def digest_slices(payloads: torch.Tensor, slice_bytes: int, into: torch.Tensor, 
             )
 
 
-def as_bytes(low: int, high: int) -> bytes:
-    """A digest of the kernel's in the order that frames have it: XXH128's canonical form."""
-    return struct.pack(">qq", high, low)
-
-
 @triton.jit
 def _mixed(even, odd, keys, first):
     even_keys, odd_keys = _words(keys + first + 2 * tl.arange(0, 4)[:, None] + tl.arange(0, 2)[None, :])

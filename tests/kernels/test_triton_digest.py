@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_kernels import triton_digest
-from kv_kernels.triton_digest import as_bytes, digest_keys, digest_slices
+from kv_kernels.triton_digest import digest_keys, digest_slices
 from paged_memory import DEVICE
 from tiering.frame import digest
 
@@ -26,7 +27,7 @@ def found_in(payload: torch.Tensor, at: int, slice_bytes: int, slices: int) -> l
     into = torch.zeros(len(payload), slices + 1, 2, dtype=torch.int64, device=DEVICE)[:, :slices]  # rows with a gap
     digest_slices(there[:, at:], slice_bytes, into, digest_keys(there.device))
     assert torch.equal(there.cpu(), payload)
-    return [[as_bytes(low, high) for low, high in row] for row in into.tolist()]
+    return [[struct.pack(">qq", high, low) for low, high in row] for row in into.tolist()]
 
 
 def wanted_of(payload: torch.Tensor, at: int, slice_bytes: int, slices: int) -> list[list[bytes]]:
