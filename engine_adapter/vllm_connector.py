@@ -179,12 +179,17 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Find out how KV lies in the pages, and start the worker's half; again where the engine has moved them."""
+        if self._worker is not None:
+            self._worker.leave_pages()  # into which random numbers are written now
         pages = registered_pages(self._config, self._groups, kv_caches)
         if not pages.facts.refused and not self._settings.without_prefix_caching:
             # A layer may have switched prefix caching off when it was built, which only this process knows.
             pages.facts = replace(pages.facts, refused=reuse_refused(self._config))
-        if self._worker is not None:
+        if self._worker is not None and self._is_told:
             self._worker.register(pages)
+        elif self._worker is not None:
+            self._worker.close()
+            self._worker = None
         if pages.facts.refused:
             logger.warning("nothing is stored by this worker: %s", pages.facts.refused)
         self._worker = self._worker or PagedWorker(

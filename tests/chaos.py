@@ -105,8 +105,10 @@ class ChaosStream:
     def copy(self, rows: Rows, is_pinned: bool = True) -> None:
         for target, source, size in rows.T.tolist():
             reads, writes = [Region(source, size)], [Region(target, size)]
-            if is_pinned:
-                self._put("copies", reads=reads, writes=writes, is_copy=True, bodies=[_copier(writes[0], reads[0])])
+            if is_pinned or self.device.chance():  # the driver may leave any copy to the stream
+                self._put(
+                    "copies", reads=reads, writes=writes, is_copy=is_pinned, bodies=[_copier(writes[0], reads[0])]
+                )
             elif self.name.startswith(Direction.LOAD.value):  # by the driver: the host's side is read now
                 self.device.host_read(reads, "a copy by the driver")
                 kept = bytes(host_tensor(*reads[0]).numpy())
@@ -356,6 +358,9 @@ class ChaosDevice:
                 assert ran or self._found is not None, "the event is in the queue of a stream"
             self._raise()
             merge(self._clock(), event.clock)
+
+    def chance(self) -> bool:
+        return self._random.random() < 0.5
 
     def some(self) -> None:
         while self._random.random() < self._eagerness and self._step(self._ready()):

@@ -335,13 +335,14 @@ def way_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
     ways.extents.run()
     ways.programs = ways.programs if bench.is_gpu else 2
     sizes: Any = {} if bench.is_gpu else {"kv_bytes": 1 << 13, "heads": 1, "width": 8, "layers": (1,)}
-    for one in gpu.measured(ways, **sizes):
+    found = list(gpu.measured(ways, **sizes))
+    ways.close(CLOSE_SECONDS)
+    for one in found:
         reached, copied = one.reached_gb_per_second, one.copied_gb_per_second
         what = {"direction": one.direction, "codec": one.codec, "payload_bytes": one.payload_bytes}
         if not reached:
             bench.faults.append(f"{one.direction} of {one.codec}: a kernel moved other bytes, or could not be tried")
         yield Row(what, reached, "GB/s", gpu.LAPS, None, None, "copies", copied, reached / copied)
-    ways.close(CLOSE_SECONDS)
 
 
 # --- transfers -------------------------------------------------------------------------------------------------------

@@ -94,7 +94,9 @@ class EnginePages:
     def pages(self, tables: Sequence[PageRun], layout: Layout, first_token: int, *, is_exact: bool) -> Pages:
         """The pages for a verb of the store, from `first_token` on. tables: by group, in the layout's order; of a
         group without full attention, its present pages. is_exact: for a codec that copies numbers without reading
-        them."""
+        them. Raises `BadInput` where pages are refused: the scheduler knows others."""
+        if self.facts.refused:
+            raise BadInput(self.facts.refused)
         groups: dict[str, GroupPages] = {}
         for group, run in zip(layout.groups, tables, strict=True):
             page, split = self._page_tokens(group, layout), self._splits.get(group.name, 1)
@@ -118,10 +120,7 @@ class EnginePages:
         return runs
 
     def _page_tokens(self, group: KvGroup, layout: Layout) -> int:
-        """A page of a state has the state behind a whole block, whatever the engine's page is. Raises `BadInput` where
-        pages are refused: the scheduler knows others."""
-        if self.facts.refused:
-            raise BadInput(self.facts.refused)
+        """A page of a state has the state behind a whole block, whatever the engine's page is."""
         if group.attention is Attention.STATE:
             return layout.block_tokens
         return self._sizes.get(group.name, self.facts.page_tokens)

@@ -84,8 +84,8 @@ class _Reader:
 
 class PagedWorker:
     """One worker's half. The engine's thread calls all methods that name no other. It waits only for a fence, for loads
-    that a step waits for (`OPEN_SECONDS` for their namespace, then the store's own deadlines), and at most
-    `IDLE_WAIT_SECONDS` in a step that computes nothing."""
+    that a step waits for (`OPEN_SECONDS` for their namespace, then the store's own deadlines), for all loads where
+    pages move, and at most `IDLE_WAIT_SECONDS` in a step that computes nothing."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class PagedWorker:
         leave a window while it waits. None: a save is over before the next step begins, since the engine then writes to
         pages before it tells which they are."""
         self.pages = pages
-        self._rank = pages.facts.rank
+        self._told, self._rank = pages.facts, pages.facts.rank
         self._clock = clock
         self._save_bytes = save_bytes
         self._lock = threading.Lock()
@@ -143,9 +143,8 @@ class PagedWorker:
         for thread in self._threads:
             thread.start()
 
-    def register(self, pages: EnginePages) -> None:
-        """The engine has these pages from here on, and what was in the others is gone: saves are dropped, and loads end
-        first. Where they lie otherwise than those of which the scheduler was told, they are refused."""
+    def leave_pages(self) -> None:
+        """What is in the pages is gone: drop saves, and return when no load writes to them any more."""
         with self._changed:
             numbers = {reader.order.number for reader in (*self._saves, *self._saving)}
         self._fence(numbers)
@@ -153,10 +152,15 @@ class PagedWorker:
             self._changed.wait_for(
                 lambda: self._closed or not (self.awaited_layers or len(self._done_loads) < self._loading)
             )
-            if pages.facts != self.pages.facts:
-                why = "its pages were registered again, and lie otherwise than before"
-                pages.facts = replace(pages.facts, refused=pages.facts.refused or why)
-            self.pages = pages
+
+    def register(self, pages: EnginePages) -> None:
+        """The engine has these pages from here on. Where they lie otherwise than those of which the scheduler was told,
+        they are refused."""
+        self.leave_pages()
+        if pages.facts != self._told:
+            why = pages.facts.refused or "its pages were registered again, and lie otherwise than before"
+            pages.facts = replace(self._told, refused=why)
+        self.pages = pages
 
     # A step ----------------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ class Direction(Enum):
 
 
 class CudaStream:
-    """Work that is done in order. Its methods put work in and return; they may be called from any thread."""
+    """Work that is done in order. Its methods put work in; they may be called from any thread."""
 
     def __init__(self, stream: torch.cuda.Stream, copies: CopyBatch) -> None:
         self._stream = stream
@@ -58,7 +58,7 @@ class CudaStream:
 
     def copy(self, rows: Rows, is_pinned: bool = True) -> None:
         """Of each row one side may be host memory. Unless all of that is page-locked, the driver copies row by row,
-        through memory of its own, and this takes as long as that. Rows are read before this returns."""
+        through memory of its own, and this may take as long as that. Rows are read before this returns."""
         with torch.cuda.stream(self._stream):
             self._copies(rows, self._stream.cuda_stream, is_pinned)
 
@@ -102,9 +102,9 @@ class CudaDevice:
         return memory
 
     def tables(self, size_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """New memory of the device and page-locked memory, flat uint8, from what torch keeps. Until all work on them is
-        over they must be held; the first of that waits for the stream of `compute`, in whose order torch gives out the
-        one. Raises RuntimeError if there is none."""
+        """New memory of the device and page-locked memory, flat uint8, from what torch keeps. The compute stream may
+        still use the device's: the first work on it must wait for that stream. Both must be held until all work on them
+        is over. Raises RuntimeError if there is none."""
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device), self.pinned(size_bytes)
 
     def run(self, body: Callable[[], object]) -> None:

@@ -159,6 +159,7 @@ class SliceBySlice:
             raise ValueError(UNWRITABLE_PAGES)
 
     def _pages(self, token: int, skip: int) -> Any:
+        assert not skip % self._page_tokens, "whole pages are left out"
         first, rest = divmod(token + skip, self._page_tokens)
         stop = first + (self._block_tokens - skip) // self._page_tokens
         assert not rest and 0 <= first <= stop <= len(self._table), "the block is not inside the pages"

@@ -5,7 +5,8 @@ by operation: float32, rounded to nearest even, nothing fused; fp16 is widened a
 of the processor matters. What a row of numbers needs is done while it is in the cache: its extremes (as integers that
 sort as the numbers do, sixteen or thirty-two at a time), its scale, its codes.
 
-Loops take addresses: `Int8Copy` has checked shapes, bounds and alignment, and holds the memory.
+Loops take addresses: a caller must have checked shapes, page ids and alignment (`kvstore.block.codec`), and must hold
+the memory.
 """
 
 from __future__ import annotations

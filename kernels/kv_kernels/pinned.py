@@ -66,7 +66,7 @@ class PinnedExtents:
         self._leaving: deque[Callable[[], object]] = deque()
         self._waiting: deque[_Extent] = deque()  # to be registered
         self._kept: list[Callable[[], object]] = []
-        self._was_refused = self._is_closed = self._has_ended = False
+        self._was_refused = self._is_closed = self._has_failed = self._is_ending = self._has_ended = False
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
 
@@ -110,29 +110,38 @@ class PinnedExtents:
             self._changed.notify_all()
         before_unmap(partial(self._leaves, extent))
 
+    def fail(self) -> None:
+        """The device has failed: what is held stays for ever, and nothing is held any more."""
+        self._is_closed = self._has_failed = True
+
     def close(self, timeout_s: float) -> bool:
-        """Adopt no more, and unregister all that no transfer holds, or will let go in time; returns whether that was
-        everything."""
+        """Adopt and hold no more, and unregister everything once no transfer holds any of it; returns whether that was
+        in time. On a device that has failed it never is, and is not waited for."""
         if os.getpid() != self._process:
             return True
         with self._changed:
             self._is_closed = True
             self._waiting.clear()
-            are_free = self._changed.wait_for(lambda: not any([one.holds for one in self._extents]), timeout_s)
-            self._leaving.extend([partial(self._unregister, one) for one in self._extents if not one.holds])
+            wait_s = 0.0 if self._has_failed else timeout_s
+            if not self._changed.wait_for(lambda: not any([one.holds for one in self._extents]), wait_s):
+                return False
+            self._leaving.extend([partial(self._unregister, one) for one in self._extents])
+            self._is_ending = True
             self._changed.notify_all()
-        if self._thread is None:
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        else:
             while self.step():
                 pass
             self._has_ended = True
-        else:
-            self._thread.join(timeout_s)
-        return are_free and self._has_ended
+        return not self._extents
 
-    def hold(self, slots: Addresses, size_bytes: int) -> Hold:
-        """Keep these slots' memory in place. The caller keeps memory that is in no extent. Raises ValueError if a slot
-        is only partly in one."""
+    def hold(self, slots: Addresses, size_bytes: int) -> Hold | None:
+        """Keep these slots' memory in place. The caller keeps memory that is in no extent. None after `close`; raises
+        ValueError if a slot is only partly in an extent."""
         with self._changed:
+            if self._is_closed:
+                return None
             table, places = self._table(), np.empty(len(slots), np.int64)
             cut = _find(slots, size_bytes, table[0], places)
             if cut >= 0:
@@ -142,16 +151,23 @@ class PinnedExtents:
                 extent.holds += 1
         return Hold(self, extents, slots, places, table)
 
-    def runs(self, slots: Addresses, size_bytes: int) -> Runs:
-        """As they are now."""
+    def runs(self, slots: Addresses, size_bytes: int) -> Runs | None:
+        """As they are now. None after `close`."""
         hold = self.hold(slots, size_bytes)
+        if hold is None:
+            return None
         hold.release()
         return hold.runs(0, size_bytes)
 
     def wait(self, slots: Addresses, size_bytes: int, timeout_s: float = 60.0) -> bool:
         """Until all of these slots are page-locked; returns whether that was in time."""
+
+        def are_pinned() -> bool:
+            runs = self.runs(slots, size_bytes)
+            return runs is not None and all(runs.are_pinned)
+
         with self._changed:
-            return self._changed.wait_for(lambda: all(self.runs(slots, size_bytes).are_pinned), timeout_s)
+            return self._changed.wait_for(are_pinned, timeout_s)
 
     def let_go(self, extents: Sequence[_Extent]) -> None:
         with self._changed:
@@ -224,8 +240,8 @@ class PinnedExtents:
             except Exception:
                 _log.exception("page-locking failed")
             with self._changed:
-                self._changed.wait_for(lambda: self._leaving or self._waiting or self._is_closed)
-                self._has_ended = self._is_closed and not self._leaving
+                self._changed.wait_for(lambda: self._leaving or self._waiting or self._is_ending)
+                self._has_ended = self._is_ending and not self._leaving
 
 
 class Hold:

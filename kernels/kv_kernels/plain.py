@@ -15,8 +15,8 @@ from kv_kernels.host import Array, SliceBySlice
 from kv_kernels.int8 import SliceForm, Unwritable, dequantize, packed, quantize, unpacked
 from kv_kernels.pools import PoolTable
 
-Planes = Sequence[torch.Tensor]
-"""Of one layer, each [pages, page_tokens, heads, width]."""
+Layer = Sequence[torch.Tensor]
+"""Its planes, each [pages, page_tokens, heads, width]."""
 
 
 class PlainCopy(SliceBySlice):
@@ -25,7 +25,7 @@ class PlainCopy(SliceBySlice):
     def __init__(
         self,
         form: SliceForm | None,
-        planes: Sequence[Planes],
+        planes: Sequence[Layer],
         table: Sequence[int],
         page_tokens: int,
         block_tokens: int,
@@ -70,12 +70,12 @@ def load(pools: PoolTable, form: SliceForm | None, table: torch.Tensor, payloads
             into_pages(row[number * size : (number + 1) * size], layer, pages, 0, form)
 
 
-def slice_bytes(layer: Planes, block_tokens: int, form: SliceForm | None) -> int:
+def slice_bytes(layer: Layer, block_tokens: int, form: SliceForm | None) -> int:
     raw = sum([plane.shape[2] * plane.shape[3] * plane.itemsize for plane in layer]) * block_tokens
     return raw if form is None else form.size_bytes
 
 
-def layer_slice(layer: Planes, pages: Sequence[int], form: SliceForm | None) -> torch.Tensor:
+def layer_slice(layer: Layer, pages: Sequence[int], form: SliceForm | None) -> torch.Tensor:
     """Of a block, flat uint8. Raises `Unwritable`, with the worst flaw of its planes."""
     blocks = [gather_plane(plane, pages) for plane in layer]
     if form is None:
@@ -91,7 +91,7 @@ def layer_slice(layer: Planes, pages: Sequence[int], form: SliceForm | None) -> 
     return packed(form, parts)
 
 
-def into_pages(row: torch.Tensor, layer: Planes, pages: Sequence[int], skip: int, form: SliceForm | None) -> None:
+def into_pages(row: torch.Tensor, layer: Layer, pages: Sequence[int], skip: int, form: SliceForm | None) -> None:
     """The mirror of `layer_slice`, without a block's first `skip` tokens. pages: of the others; -1 leaves one out."""
     at = 0
     for number, plane in enumerate(layer):

@@ -67,8 +67,7 @@ class _Batch(NamedTuple):
 class PageMover:
     """What the transfers of one direction of one device share: streams, and of each a segment of the device's memory.
 
-    under_way: transfers that were begun and not waited for, with their slots and tables. takes_more: whether another
-    one may begin.
+    under_way: transfers that were begun and not waited for, with their slots and tables.
     """
 
     def __init__(self, device: CudaDevice, direction: Direction, extents: PinnedExtents, segment_bytes: int) -> None:
@@ -78,7 +77,6 @@ class PageMover:
         self.streams = device.lanes(direction)
         self.segment_bytes = segment_bytes
         self.under_way: set[Transfer] = set()
-        self.takes_more = True
         memory = device.memory(segment_bytes * len(self.streams)).split(segment_bytes)
         self._lanes = [(*lane, threading.Lock()) for lane in zip(self.streams, memory, strict=True)]
         self._turn = 0
@@ -129,14 +127,14 @@ class Transfer:
     def start(self) -> bool:
         """Move the frames, behind what is in the engine's stream now, which must not be captured into a graph.
 
-        False where the device has failed or the mover is closed; raises ValueError where a slot is not wholly inside
-        its extent: nothing is begun then. Raises what `launch` raises, and RuntimeError where the device fails.
+        False where the device has failed or the extents are closed; raises ValueError where a slot is not wholly
+        inside its extent: nothing is begun then. Raises what `launch` raises, and RuntimeError where the device fails.
         """
         mover = self.mover
-        if not mover.takes_more:
-            return False
         reach = max(part.offset_bytes + part.size_bytes for part in self.slices)
         self._hold = mover.extents.hold(self._addresses, reach)
+        if self._hold is None:
+            return False
         mover.under_way.add(self)
         batches = list(self._batches(self._hold))
         self.is_direct = all([batch.is_pinned for batch in batches])
@@ -155,21 +153,28 @@ class Transfer:
 
     def wait(self, number: int | None = None) -> bool:
         """Until the frames of an end are done, or all of them. False if the device fails, with the `error`."""
-        if self._hold is None or self.error is not None:
+        if not self.is_held:
             return self.error is None
+        assert self._hold is not None
         ends = self.ends if number is None else self.ends[number : number + 1]
         try:
             for event in [event for _, event in ends] if self._is_put_in else self._half_way():
                 event.synchronize()
         except RuntimeError as error:  # its traceback would keep other transfers' tables
-            self.error, self.mover.takes_more = error.with_traceback(None), False
+            self.error = error.with_traceback(None)
+            self.mover.extents.fail()
             _log.warning("the device failed in a transfer: %s", error)
             return False
         if number is None:
-            hold, self._hold = self._hold, None
+            self._hold.release()
             self.mover.under_way.discard(self)
-            hold.release()
+            self._hold = None
         return True
+
+    @property
+    def is_held(self) -> bool:
+        """Whether slots are still its own: it was begun, has not been waited for, and the device has not failed."""
+        return self._hold is not None and self.error is None
 
     def is_done(self) -> bool:
         """Whether `wait` would not block, or the device has failed. Not for one that could not be started."""

@@ -368,7 +368,7 @@ def _write_pairs(
     pool, strides, row, group, payload, places, line, state,
     PAGE_TOKENS: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    # As `_write_channels`, where a number has 16 bits and channels are neighbours. A thread has two channels of all
+    # As `_move_channels`, where a number has 16 bits and channels are neighbours. A thread has two channels of all
     # tokens, so that threads exchange nothing, and reads them twice: first for the scale, then from the cache.
     lines = pool.to(tl.pointer_type(tl.int32))
     codes_at = (payload + places[0]).to(tl.pointer_type(tl.int16)) + line * 64 * (WIDTH // 2)

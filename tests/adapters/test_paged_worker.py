@@ -16,9 +16,9 @@ import kvstore
 from engine_adapter.audit.audits import AuditVerdict
 from engine_adapter.paged import save_plan
 from engine_adapter.paged import worker as paged_worker
-from engine_adapter.paged.pages import layout_of
+from engine_adapter.paged.pages import EnginePages, layout_of
 from engine_adapter.paged.save_plan import page_runs
-from engine_adapter.paged.step_plan import LeaseHere, LoadOrder, NamespaceSpec, PageRun, SaveOrder, StepPlan
+from engine_adapter.paged.step_plan import LeaseHere, LoadOrder, NamespaceSpec, PageRun, SaveOrder, StepPlan, WorkerSpec
 from engine_adapter.paged.step_plan import StepReports as Reports
 from engine_adapter.paged.worker import PagedWorker
 from kvstore.block.account import MissReason
@@ -634,18 +634,27 @@ def test_pages_that_moved_are_used_once_nothing_reads_the_old_ones(bench: Bench)
     lease.release()
 
 
-def test_pages_that_lie_otherwise_than_before_are_left_alone(bench: Bench) -> None:
+@pytest.mark.parametrize("kind", ["of another form", "of none"])
+def test_pages_that_lie_otherwise_than_those_that_were_told_are_left_alone(bench: Bench, kind: str) -> None:
     tokens, table = ids(128), [*range(1, 9)]
     bench.stored(tokens)
-    other = Rank(bench.shape, 0).pages
-    other.facts = replace(other.facts, packing="another")
-    bench.worker.register(other)
-    assert "lie otherwise" in bench.worker.pages.facts.refused
+    right, facts = bench.rank.pages, bench.rank.pages.facts
+    other = (
+        replace(facts, packing="another") if kind == "of another form" else WorkerSpec(0, 1, (), "", "", "", 0, "no")
+    )
+    bench.worker.register(EnginePages(other, {}))
+    assert (other.refused or "lie otherwise than before") in bench.worker.pages.facts.refused
     bench.step(saves=[bench.save(ids(64, 9), table)])
     (saved,) = bench.reports(saves=1).saves
     assert (saved.stored, saved.reason) == (0, MissReason.UNSUPPORTED)
-    order, lease = bench.load(tokens, table)
+    order, lease = bench.load(tokens, table, 64)
     bench.step(loads=[order])
     (loaded,) = bench.reports(loads=1).loads
-    assert (loaded.tokens, loaded.reason) == (0, MissReason.UNSUPPORTED)
+    assert (loaded.tokens, loaded.reason) == (64, MissReason.UNSUPPORTED)
+    assert bench.worker.finished()[2] == {*table[64 // bench.shape.page_tokens : 128 // bench.shape.page_tokens]}
+    lease.release()
+    bench.worker.register(right)
+    order, lease = bench.load(tokens, table)
+    bench.step(loads=[order])
+    assert bench.reports(loads=1).loads[0].tokens == 128, "those that were told"
     lease.release()

@@ -218,6 +218,26 @@ def test_who_stops_early_has_his_slots_for_himself() -> None:
         story.route.close()
 
 
+def test_an_interrupt_does_not_end_the_wait_for_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    story = Story(ChaosRoute(1, segment_of("raw"), eagerness=0.0), blocks=7, is_locked=True)
+    story.steps(planes_of(story.pages, 1))
+    encoding = copy_of("raw", story.planes, story.table, story.route).encode(story.tokens, story.slots, digest)
+    assert isinstance(next(encoding), list)
+    wait, interrupts = ChaosEvent.synchronize, count(1)
+
+    def interrupted(self: ChaosEvent) -> None:
+        if next(interrupts) in (2, 4):
+            raise KeyboardInterrupt
+        wait(self)
+
+    monkeypatch.setattr(ChaosEvent, "synchronize", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        encoding.close()
+    for slot in story.slots:
+        story.route.chaos.release([region_of(slot)], "gives up a slot")
+    story.route.close()
+
+
 def test_what_was_first_can_be_used_while_the_rest_is_under_way() -> None:
     """On a device that does only what is waited for, the first segment comes without the others."""
     story = Story(ChaosRoute(1, segment_of("raw"), eagerness=0.0), blocks=7, is_locked=True)

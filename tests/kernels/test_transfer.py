@@ -355,6 +355,16 @@ def test_neighbouring_slots_are_one_copy() -> None:
     assert runs.are_pinned == [True]
 
 
+def test_memory_is_not_unregistered_under_a_copy() -> None:
+    for seed in range(10):
+        engine, slots, pages = _ready(seed)
+        loading = engine.start(Direction.LOAD, slots, pages)
+        assert not engine.extents.close(0.0), "it is held"
+        assert not Moved(engine, Direction.LOAD, slots, pages).start(), "and nothing more is begun"
+        assert loading.wait() and engine.extents.close(0.0)
+        engine.finish()
+
+
 def test_memory_that_is_unregistered_under_a_copy_is_found() -> None:
     for seed in range(10):
         engine, slots, pages = _ready(seed)
