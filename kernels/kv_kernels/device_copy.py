@@ -90,7 +90,7 @@ class DeviceCopy:
         if not tokens:
             return
         with Moving(self, self.page_table(tokens, 0), self.addresses_of(into), Direction.SAVE) as moving:
-            is_begun, size = moving.start(), DIGEST_BYTES * self.pools.layers
+            is_begun, size = self._begins(moving, into), DIGEST_BYTES * self.pools.layers
             for number in range(len(moving.ends)):
                 statuses, digests = moving.found(number)
                 for start, status in zip(range(0, len(digests), size), statuses, strict=True):
@@ -113,7 +113,7 @@ class DeviceCopy:
         if not tokens:
             return 0
         with Moving(self, self.page_table(tokens, skip), self.addresses_of(payloads), Direction.LOAD) as moving:
-            if moving.start():
+            if self._begins(moving, payloads):
                 wanted = b"".join(chain.from_iterable(expected))  # while the device is at work
                 _, found = moving.found(0)
                 if found == wanted:
@@ -126,12 +126,17 @@ class DeviceCopy:
         return self._other().decode(payloads, tokens, skip, expected, digest)
 
     def addresses_of(self, payloads: Sequence[Any]) -> Rows:
-        """int64 [payloads]. Their memory is page-locked soon, for the transfers after this one."""
-        for memory in set(map(_memory_of, payloads)):
+        """int64 [payloads]."""
+        return np.fromiter(map(_address_of, payloads), np.int64, len(payloads))
+
+    def _begins(self, moving: Moving, payloads: Sequence[Any]) -> bool:
+        """Start it. Memory of payloads that is new is page-locked soon, for the transfers after this one."""
+        is_begun = moving.start()
+        for memory in () if moving.is_known else set(map(_memory_of, payloads)):
             if memory is not None:
                 place = memory.address, memory.size_bytes, memory.before_unmap
                 self.ways.extents.adopt(*place, writable=memory.writable)
-        return np.fromiter(map(_address_of, payloads), np.int64, len(payloads))
+        return is_begun
 
     def page_table(self, tokens: Sequence[int], skip: int) -> Rows:
         """int64 [blocks, pages of a block], -1 for those that are left out."""

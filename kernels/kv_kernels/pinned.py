@@ -252,6 +252,7 @@ class Hold:
     ) -> None:
         """places: of each slot the number of its extent in the table, -1 for memory in none."""
         self._extents, self._held = extents, held
+        self.is_known = bool((places >= 0).all())
         self._slots, self._places, self._table = slots, places, table
 
     def runs(self, offset_bytes: int, size_bytes: int, at_once: int = 1 << 40) -> Runs:

@@ -91,7 +91,8 @@ class Transfer:
     """One load or save of frames. A subclass knows their pages and holds the tables, which its kernels read.
 
     Once begun it has to be waited for before pages, slots or tables are used for anything else, also where `start`
-    raises. reaches: whether kernels read and write page-locked slots themselves, and need no copies.
+    raises. is_direct: whether all slots are page-locked; is_known: whether all are in extents. reaches: whether kernels
+    read and write page-locked slots themselves, and need no copies.
     """
 
     reaches = False
@@ -106,7 +107,7 @@ class Transfer:
         is_whole = frames_at_once >= len(addresses)
         assert max(sizes) * (1 if is_whole else frames_at_once) <= mover.segment_bytes, "it goes into a segment"
         self.mover, self.slices = mover, slices
-        self.is_direct = True
+        self.is_direct = self.is_known = True
         self.error: RuntimeError | None = None
         self.ends: list[tuple[range, Event]] = []
         self._addresses, self._frames_at_once = addresses, min(frames_at_once, len(addresses))
@@ -136,6 +137,7 @@ class Transfer:
         if self._hold is None:
             return False
         mover.under_way.add(self)
+        self.is_known = self._hold.is_known
         batches = list(self._batches(self._hold))
         self.is_direct = all([batch.is_pinned for batch in batches])
         first = mover.streams[0]
