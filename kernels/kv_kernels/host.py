@@ -89,12 +89,12 @@ class SliceBySlice:
         self._page_tokens, self._block_tokens, self._slice_bytes = page_tokens, block_tokens, slice_bytes
         self._known_writable = writable
 
-    def encode_slice(self, layer: int, pages: Any, into: Array) -> Flaw | None:
-        """Encode a layer slice of a block into uint8 [slice_bytes]. pages: those of the block."""
+    def encode_slice(self, layer: int, pages: Any, into: memoryview, address: int) -> Flaw | None:
+        """Encode a layer slice of a block. pages: those of the block. into: its bytes; address: where they begin."""
         raise NotImplementedError
 
-    def decode_slice(self, layer: int, pages: Any, skip: int, private: Array) -> None:
-        """The mirror, without the block's first `skip` tokens. pages: of the others."""
+    def decode_slice(self, layer: int, pages: Any, skip: int, private: Array, address: int) -> None:
+        """The mirror, without the block's first `skip` tokens. pages: of the others. private: uint8 [slice_bytes]."""
         raise NotImplementedError
 
     def encode(self, tokens: Sequence[int], into: Sequence[Span], digest: Digest) -> Encoded:
@@ -125,25 +125,26 @@ class SliceBySlice:
 
     def encode_block(self, token: int, into: Span, digest: Digest) -> list[bytes] | Flaw:
         """The block at `token` into a payload: the digests of its layer slices, taken from the payload, or a flaw."""
-        pages, digests = self._pages(token, 0), []
+        pages, view, start, digests = self._pages(token, 0), into.view, 0, []
         for layer in range(len(self._planes)):
-            target = np.ndarray(self._slice_bytes, _BYTE, into.view, layer * self._slice_bytes)
-            flaw = self.encode_slice(layer, pages, target)
+            target = view[start : start + self._slice_bytes]
+            flaw = self.encode_slice(layer, pages, target, into.address + start)
             if flaw is not None:
                 return flaw
             digests.append(digest(target))
+            start += self._slice_bytes
         return digests
 
     def decode_block(self, payload: Span, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
         """A payload into the block at `token`, without its first `skip` tokens; False if a digest differs."""
         self._check_writable()
-        pages, private = self._pages(token, skip), self._scratch
+        pages, source, (private, address) = self._pages(token, skip), payload.address, self._scratch
         for layer, want in zip(range(len(self._planes)), expected, strict=True):
-            source = np.ndarray(self._slice_bytes, _BYTE, payload.view, layer * self._slice_bytes)
-            private[:] = source
+            ctypes.memmove(address, source, self._slice_bytes)
             if digest(private) != want:
                 return False
-            self.decode_slice(layer, pages, skip, private)
+            self.decode_slice(layer, pages, skip, private, address)
+            source += self._slice_bytes
         return True
 
     @cached_property
@@ -151,8 +152,9 @@ class SliceBySlice:
         return are_writable(self._planes) if self._known_writable is None else self._known_writable
 
     @cached_property
-    def _scratch(self) -> Array:
-        return np.empty(self._slice_bytes, dtype=_BYTE)
+    def _scratch(self) -> tuple[Array, int]:
+        scratch = np.empty(self._slice_bytes, dtype=_BYTE)
+        return scratch, scratch.ctypes.data
 
     def _check_writable(self) -> None:
         if not self._writable:
@@ -251,14 +253,14 @@ class RawCopy(SliceBySlice):
             return self.decode([payload], [token], 0, [expected], digest) == 1
         return super().decode_block(payload, token, skip, expected, digest)
 
-    def encode_slice(self, layer: int, pages: Sequence[int], into: Array) -> None:
-        for plane, block in self._blocks(layer, into):
+    def encode_slice(self, layer: int, pages: Sequence[int], into: memoryview, address: int) -> None:
+        for plane, block in self._blocks(layer, np.ndarray(self._slice_bytes, _BYTE, into)):
             position = 0
             for page in pages:
                 block[:, position : position + self._page_tokens] = plane[page]
                 position += self._page_tokens
 
-    def decode_slice(self, layer: int, pages: Sequence[int], skip: int, private: Array) -> None:
+    def decode_slice(self, layer: int, pages: Sequence[int], skip: int, private: Array, address: int) -> None:
         for plane, block in self._blocks(layer, private):
             position = skip
             for page in pages:

@@ -18,7 +18,7 @@ from logging import getLogger
 from typing import Any
 
 import numpy as np
-from numba import boolean, carray, float32, int8, int16, int32, int64, njit, typeof, types, uint32, uint64
+from numba import carray, float32, int8, int16, int32, int64, njit, typeof, types, uint32, uint64
 from numba.extending import intrinsic, overload
 
 from kv_kernels.compiled import OPTIONS, compiled
@@ -51,21 +51,19 @@ class Int8Copy(SliceBySlice):
         """dtype: as for `prepare`. planes: of it, or of integers of its width. Raises `ValueError` where strides are
         not whole numbers of elements, or the numbers of a token run backwards."""
         super().__init__(planes, np.array(table, np.int64), page_tokens, form.tokens, form.size_bytes)
-        self._loops = prepare(dtype)
+        self._encode, self._decode = prepare(dtype)
         self._form, self._fields = form, [_fields(layer, form) for layer in self._planes]
 
-    def encode_slice(self, layer: int, pages: Array, into: Array) -> Flaw | None:
-        found = self._move(layer, pages, into, 0, False)
-        for first, end in (self._form.gap, self._form.padding):
-            into[first:end] = 0
+    def encode_slice(self, layer: int, pages: Array, into: memoryview, address: int) -> Flaw | None:
+        form = self._form
+        found = self._encode(self._fields[layer], pages, self._page_tokens, form.heads, form.tokens, address)
+        for first, end in (form.gap, form.padding):
+            into[first:end] = bytes(end - first)
         return Flaw(found) if found else None
 
-    def decode_slice(self, layer: int, pages: Array, skip: int, private: Array) -> None:
-        self._move(layer, pages, private, skip, True)
-
-    def _move(self, layer: int, pages: Array, payload: Array, skip: int, loads: bool) -> int:
-        how = self._fields[layer], pages, self._page_tokens, self._form.heads, self._form.tokens
-        return self._loops(*how, payload.ctypes.data, skip, loads)
+    def decode_slice(self, layer: int, pages: Array, skip: int, private: Array, address: int) -> None:
+        form = self._form
+        self._decode(self._fields[layer], pages, self._page_tokens, form.heads, form.tokens, address, skip)
 
 
 def _fields(layer: Sequence[Any], form: SliceForm) -> Array:
@@ -87,13 +85,11 @@ def _fields(layer: Sequence[Any], form: SliceForm) -> Array:
 
 
 @cache
-def prepare(dtype: str) -> Any:
+def prepare(dtype: str) -> tuple[Any, Any]:
     """The loops for `bfloat16`, `float16` or `float32`, compiled. Seconds the first time on a machine: later processes
     find the result on disk, where numba has a place to keep it. A place that is full or damaged costs these seconds."""
-    kind, loops = _KINDS[dtype], _move
-    taken = typeof(kind), int64[:, ::1], int64[::1], int64, int64, int64, int64, int64, boolean
     try:
-        loops.compile(taken)
+        return _compiled(dtype, _encode, _decode)
     except Exception as error:  # of a disk, or whatever damaged bytes make; what else is wrong shows below again
         _log.warning(
             "what numba compiled cannot be kept or read: %s: %s; it is compiled for this process alone: free the disk, "
@@ -101,9 +97,15 @@ def prepare(dtype: str) -> Any:
             type(error).__name__,
             error,
         )
-        loops = njit(**OPTIONS)(_move.py_func)
-        loops.compile(taken)
-    return partial(loops, kind)
+    return _compiled(dtype, *[njit(**OPTIONS)(loop.py_func) for loop in (_encode, _decode)])
+
+
+def _compiled(dtype: str, encode: Any, decode: Any) -> tuple[Any, Any]:
+    kind = _KINDS[dtype]
+    taken = typeof(kind), int64[:, ::1], int64[::1], int64, int64, int64, int64
+    encode.compile(taken)
+    decode.compile((*taken, int64))
+    return partial(encode, kind), partial(decode, kind)
 
 
 # Compiled code. Integers are cast at every step, because numba computes in 64 bits otherwise -------------------------
@@ -465,10 +467,11 @@ def _decode_turned(kind, address, apart, width, codes_at, zeros, scales, tile, b
             row[token] = _narrow(kind, (float32(int32(codes[token])) + np.float32(128.0)) * scale + zero)
 
 
-@compiled
+@_inlined
 def _move(kind, planes, pages, page_tokens, heads, tokens, payload, skip, loads):
     """A slice into a payload, or back. planes: int64 [planes, fields]. pages: int64, of the block, or of its tokens
-    from `skip` on. payload: the address of the slice, whose padding is left alone. Returns 0, or a `Flaw`'s value."""
+    from `skip` on. payload: the address of the slice, whose padding is left alone. Returns 0, or a `Flaw`'s value.
+    loads: a constant, so that each way is compiled alone."""
     size = _size(kind)
     widest = planes[:, _WIDTH].max()
     low, high = _empty(kind, widest), _empty(kind, widest)
@@ -529,3 +532,13 @@ def _move(kind, planes, pages, page_tokens, heads, tokens, payload, skip, loads)
                         place = places[group * GROUP + token] + plane[_HEAD] * head * size
                         _spread(kind, _row(kind, rows[token], width), place, step, width)
     return _FINE
+
+
+@compiled
+def _encode(kind, planes, pages, page_tokens, heads, tokens, payload):
+    return _move(kind, planes, pages, page_tokens, heads, tokens, payload, 0, False)
+
+
+@compiled
+def _decode(kind, planes, pages, page_tokens, heads, tokens, payload, skip):
+    return _move(kind, planes, pages, page_tokens, heads, tokens, payload, skip, True)

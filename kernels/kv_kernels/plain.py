@@ -37,14 +37,14 @@ class PlainCopy(SliceBySlice):
         super().__init__(planes, table, page_tokens, block_tokens, slice_bytes(planes[0], block_tokens, form), writable)
         self._form = form
 
-    def encode_slice(self, layer: int, pages: Sequence[int], into: Array) -> Flaw | None:
+    def encode_slice(self, layer: int, pages: Sequence[int], into: memoryview, address: int) -> Flaw | None:
         try:
-            torch.from_numpy(into).copy_(layer_slice(self._planes[layer], pages, self._form))
+            torch.frombuffer(into, dtype=torch.uint8).copy_(layer_slice(self._planes[layer], pages, self._form))
         except Unwritable as unwritable:
             return unwritable.flaw
         return None
 
-    def decode_slice(self, layer: int, pages: Sequence[int], skip: int, private: Array) -> None:
+    def decode_slice(self, layer: int, pages: Sequence[int], skip: int, private: Array, address: int) -> None:
         planes = self._planes[layer]
         into_pages(torch.from_numpy(private).to(planes[0].device), planes, pages, skip, self._form)
 
