@@ -6,8 +6,9 @@ are put into the compute stream; loads and saves are the real ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from random import Random
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ import torch
 from chaos import ChaosDevice, NoWait
 from happens_before import Region, region
 from kv_kernels.cuda import Direction, host_tensor
-from kv_kernels.pinned import PinnedExtents
+from kv_kernels.pinned import Hold, PinnedExtents
 from kv_kernels.transfer import LayerSlice, PageMover, Transfer, layer_slices
 
 LAYERS, PAGES, PAGE_BYTES = 4, 2, 8
@@ -48,6 +49,14 @@ class Moved(Transfer):
         if not keeps:
             engine.loose.append(self.table)
             del self.table
+
+    def _batches(self, hold: Hold) -> Iterator[Any]:
+        batches = list(super()._batches(hold))
+        self.is_direct = all(batch.is_pinned for batch in batches)
+        return iter(batches)
+
+    def is_done(self) -> bool:
+        return all(event.query() for _, event in self.ends)
 
     def launch(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
         engine, direction, table = self._engine, self._direction, self._region

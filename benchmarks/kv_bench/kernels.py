@@ -315,7 +315,7 @@ def _planned(codec: str, blocks: int, options: KernelsOptions, layers_at_once: i
     for _ in range(25 * options.laps):
         start, calls = perf_counter(), device.calls
         with Moving(copy, copy.page_table(tokens, 0), copy.addresses_of(spans), Direction.LOAD) as moving:
-            assert moving.start() and moving.is_direct
+            assert moving.start()
             seconds.append(perf_counter() - start)
             moving.found(0)
         calls = device.calls - calls
@@ -381,7 +381,7 @@ class Transfers:
         self._extents = PinnedExtents(there)
         self._extents.adopt(memory.address, memory.size_bytes, memory.before_unmap, writable=True)
         self._extents.run()
-        self._extents.wait(self.slots, self._frame_bytes, WAIT_SECONDS)
+        self.are_pinned = self._extents.wait(self.slots, self._frame_bytes, WAIT_SECONDS)
         self.slices = layer_slices(shape.layers, size // shape.layers, layers_at_once, HEADER_BYTES)
         room = max(options.segment_bytes, *(part.size_bytes for part in self.slices))
         self._ways = {}
@@ -449,7 +449,8 @@ def transfer_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
         for layers_at_once in dict.fromkeys((layers, max(1, layers // 8))):
             with closing(Transfers(bench, codec, layers_at_once)) as transfers:
                 transfers.run(SAVE)  # so that loads find frames
-                is_direct = all(transfer.is_direct for transfer in transfers.run(LOAD))
+                transfers.run(LOAD)
+                is_direct = transfers.are_pinned
                 bench.timer.wait()
                 matches = transfers.check()
                 wrong = [] if matches else ["did not move what its twin in plain torch moves"]
@@ -484,7 +485,7 @@ class BesideTransfers:
 
     def keep_going(self, most: int = UNDER_WAY) -> None:
         for direction, under_way in self._under_way.items():
-            for transfer in [one for one in under_way if one.is_done() or not most]:
+            for transfer in [one for one in under_way if not most or all(event.query() for _, event in one.ends)]:
                 under_way.remove(finished(transfer))
                 self.finished += 1
             while len(under_way) < most:

@@ -98,9 +98,8 @@ class SliceBySlice:
         raise NotImplementedError
 
     def encode(self, tokens: Sequence[int], into: Sequence[Span], digest: Digest) -> Encoded:
-        encode_block = self.encode_block
         for token, payload in zip(tokens, into, strict=True):
-            encoded = encode_block(token, payload, digest)
+            encoded = self.encode_block(token, payload, digest)
             yield encoded
             if isinstance(encoded, Flaw):
                 return
@@ -114,14 +113,10 @@ class SliceBySlice:
         digest: Digest,
     ) -> int:
         """As `BlockCopy.decode`."""
-        decode_block = self.decode_block
-        good = 0
-        for payload, token, want in zip(payloads, tokens, expected, strict=True):
-            if not decode_block(payload, token, skip, want, digest):
-                break
-            good += 1
-            skip = 0
-        return good
+        for good, (payload, token, want) in enumerate(zip(payloads, tokens, expected, strict=True)):
+            if not self.decode_block(payload, token, 0 if good else skip, want, digest):
+                return good
+        return len(tokens)
 
     def encode_block(self, token: int, into: Span, digest: Digest) -> list[bytes] | Flaw:
         """The block at `token` into a payload: the digests of its layer slices, taken from the payload, or a flaw."""

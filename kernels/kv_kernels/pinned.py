@@ -7,8 +7,7 @@
 
 Page-locking leaves pages where they are: the first touch has decided which NUMA node an extent lies on. No memory
 policy is set. Must never call a run page-locked that is not wholly inside one extent: a copy across two may be refused.
-Must never register or unregister on a thread that launches kernels: a refusal by CUDA stays behind as the
-thread's last error.
+Must never register or unregister on a thread that launches kernels: a refusal by CUDA stays its last error.
 """
 
 from __future__ import annotations
@@ -52,10 +51,8 @@ class _Extent:
 
 
 class PinnedExtents:
-    """The extents of one process, for one device. Any thread may call, a finalizer too.
-
-    Work is done by a thread (`run`), or where there is none by `step`.
-    """
+    """The extents of one process, for one device. Any thread may call, a finalizer too. Work is done by a thread
+    (`run`), or where there is none by `step`."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device

@@ -66,9 +66,7 @@ class _Batch(NamedTuple):
 
 class PageMover:
     """What the transfers of one direction of one device share: streams, and of each a segment of the device's memory.
-
-    under_way: transfers that were begun and not waited for, with their slots and tables.
-    """
+    under_way: transfers that were begun and not waited for, with their slots and tables."""
 
     def __init__(self, device: CudaDevice, direction: Direction, extents: PinnedExtents, segment_bytes: int) -> None:
         self.device = device
@@ -91,8 +89,8 @@ class Transfer:
     """One load or save of frames. A subclass knows their pages and holds the tables, which its kernels read.
 
     Once begun it has to be waited for before pages, slots or tables are used for anything else, also where `start`
-    raises. is_direct: whether all slots are page-locked; is_known: whether all are in extents. reaches: whether kernels
-    read and write page-locked slots themselves, and need no copies.
+    raises. is_known: whether all slots are in extents. reaches: whether kernels read and write page-locked slots
+    themselves, and need no copies.
     """
 
     reaches = False
@@ -107,7 +105,7 @@ class Transfer:
         is_whole = frames_at_once >= len(addresses)
         assert max(sizes) * (1 if is_whole else frames_at_once) <= mover.segment_bytes, "it goes into a segment"
         self.mover, self.slices = mover, slices
-        self.is_direct = self.is_known = True
+        self.is_known = True
         self.error: RuntimeError | None = None
         self.ends: list[tuple[range, Event]] = []
         self._addresses, self._frames_at_once = addresses, min(frames_at_once, len(addresses))
@@ -139,7 +137,6 @@ class Transfer:
         mover.under_way.add(self)
         self.is_known = self._hold.is_known
         batches = list(self._batches(self._hold))
-        self.is_direct = all([batch.is_pinned for batch in batches])
         first = mover.streams[0]
         first.wait(mover.device.compute().record())
         self.tell(first)
@@ -177,13 +174,6 @@ class Transfer:
     def is_held(self) -> bool:
         """Whether slots are still its own: it was begun, has not been waited for, and the device has not failed."""
         return self._hold is not None and self.error is None
-
-    def is_done(self) -> bool:
-        """Whether `wait` would not block, or the device has failed. Not for one that could not be started."""
-        try:
-            return all([event.query() for _, event in self.ends])
-        except RuntimeError:
-            return True
 
     def _half_way(self) -> Sequence[Event]:
         """What ends behind all that was put in before `start` raised."""

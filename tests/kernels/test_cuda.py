@@ -54,10 +54,9 @@ def test_what_is_saved_is_loaded(is_registered: bool) -> None:
     loads, saves = (PageMover(device, direction, extents, 5 * LAYER_BYTES) for direction in Direction)
     made = torch.randint(0, 256, (FRAMES, LAYERS, LAYER_BYTES), dtype=torch.uint8, device="cuda")
     saving = Moved(saves, slots, made)
-    assert saving.start() and saving.wait() and saving.is_done()
+    assert saving.start() and saving.wait()
     expected = made.clone()
     made.zero_()
-    assert saving.is_direct is is_registered
     assert torch.equal(extent.view(-1)[4096:FRAME_BYTES], expected[0].cpu().view(-1))
     pool = torch.zeros_like(made)
     loading = Moved(loads, slots, pool)
