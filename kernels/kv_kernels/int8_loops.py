@@ -192,60 +192,49 @@ def _narrow_bfloat(number):
     return uint32(uint32(uint32(bits + uint32(0x7FFF)) + even) >> uint32(16))
 
 
-def _by_kind(bfloat16, float16, float32):
-    """A function that is compiled as one of these, by the kind of its first argument."""
+def _by_kind(bfloat16, float32, float16=None):
+    """A function that is compiled as one of these, by the kind of its first argument; float16: bfloat16 if left out."""
+    compiled_as = {BFLOAT16: bfloat16, FLOAT16: float16 or bfloat16, FLOAT32: float32}
 
     def chosen(*arguments): ...
 
     @overload(chosen, jit_options=_INLINED, strict=False)
     def chosen_of(kind, *more):
-        return {BFLOAT16: bfloat16, FLOAT16: float16, FLOAT32: float32}[kind]
+        return compiled_as[kind]
 
     return chosen
 
 
-def _halves(kind, address, count):
-    return carray(_pointer(address), (count,), int16)
-
-
-def _words(kind, address, count):
-    return carray(_pointer(address), (count,), int32)
-
-
-_row = _by_kind(_halves, _halves, _words)
-"""Numbers side by side, as their bits."""
-_size = _by_kind(lambda kind: int64(2), lambda kind: int64(2), lambda kind: int64(4))
-"""Bytes of a number."""
-_empty = _by_kind(
-    lambda kind, count: np.empty(count, np.int16),
-    lambda kind, count: np.empty(count, np.int16),
-    lambda kind, count: np.empty(count, np.int32),
+_row = _by_kind(
+    lambda kind, address, count: carray(_pointer(address), (count,), int16),
+    lambda kind, address, count: carray(_pointer(address), (count,), int32),
 )
+"""Numbers side by side, as their bits."""
+_size = _by_kind(lambda kind: int64(2), lambda kind: int64(4))
+"""Bytes of a number."""
+_empty = _by_kind(lambda kind, count: np.empty(count, np.int16), lambda kind, count: np.empty(count, np.int32))
 """Room for the bits of so many numbers."""
 _number = _by_kind(
     lambda kind, bits: _as_float(uint32(uint32(bits) << uint32(16))),
-    lambda kind, bits: _widen_half(uint32(bits)),
     lambda kind, bits: _as_float(uint32(bits)),
+    lambda kind, bits: _widen_half(uint32(bits)),
 )
 """A finite number as float32."""
 _narrow = _by_kind(
     lambda kind, number: int16(_narrow_bfloat(number)),
-    lambda kind, number: int16(_narrow_half(number)),
     lambda kind, number: int32(_as_bits(number)),
+    lambda kind, number: int16(_narrow_half(number)),
 )
 """A float32 in the pool's dtype, as its bits."""
-_infinity = _by_kind(lambda kind: int16(0x7F80), lambda kind: int16(0x7C00), lambda kind: int32(0x7F800000))
+_infinity = _by_kind(lambda kind: int16(0x7F80), lambda kind: int32(0x7F800000), lambda kind: int16(0x7C00))
 """Its bits; above are NaNs."""
 _ordered = _by_kind(
-    lambda kind, bits: int16(bits ^ int16(int16(bits >> int16(15)) & int16(0x7FFF))),
     lambda kind, bits: int16(bits ^ int16(int16(bits >> int16(15)) & int16(0x7FFF))),
     lambda kind, bits: int32(bits ^ int32(int32(bits >> int32(31)) & int32(0x7FFFFFFF))),
 )
 """The bits of a number as an integer that sorts as the numbers do; it is its own mirror."""
 _magnitude = _by_kind(
-    lambda kind, bits: int16(bits & int16(0x7FFF)),
-    lambda kind, bits: int16(bits & int16(0x7FFF)),
-    lambda kind, bits: int32(bits & int32(0x7FFFFFFF)),
+    lambda kind, bits: int16(bits & int16(0x7FFF)), lambda kind, bits: int32(bits & int32(0x7FFFFFFF))
 )
 """Without the sign."""
 

@@ -5,7 +5,7 @@
 
 One launch covers all blocks, layers, heads and planes; a program takes 64 tokens of one block, layer and head. The host
 allocates nothing and waits for nothing. Offsets have 64 bits: the pages of 128k tokens of an 8B model hold more numbers
-than 32 bits can count. This file and `triton_digest` are the only ones that import triton.
+than 32 bits can count.
 
 The form of a slice in 8 bits and its arithmetic are those of `int8`, bit for bit, which rests on: float32 throughout;
 division as IEEE says (`div_rn`); integer arithmetic where interpreter and GPUs do not agree on a cast; and no
