@@ -279,12 +279,14 @@ def test_another_state_is_found_by_the_first_hit(begin: Begin) -> None:
     assert other.total().audited["drifted"] == 1
 
 
-@pytest.mark.parametrize("name", ["full attention", "windows", "full and states", "states of two ranks"])
+@pytest.mark.parametrize("name", ["full attention", "full and states", "states of two ranks"])
 def test_pages_that_moved_are_read_and_written_where_they_are(begin: Begin, name: str) -> None:
     engine, other = begin(name, save_patience_ms=0), PROMPT[::-1]
     assert engine.ask("a", PROMPT) == 0
+    engine.settle()
     engine.move_pages()
     assert engine.ask("b", [*PROMPT, 1]) >= 256 and engine.ask("c", other) == 0
+    engine.settle()
     engine.move_pages()
     assert engine.ask("d", [*other, 1]) >= 256
     assert not engine.total().failed_loads
@@ -293,6 +295,7 @@ def test_pages_that_moved_are_read_and_written_where_they_are(begin: Begin, name
 def test_pages_that_moved_and_are_of_no_form_are_left_alone(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = begin("full attention", save_patience_ms=0)
     assert engine.ask("a", PROMPT) == 0
+    engine.settle()
     monkeypatch.setattr(Writes, "do_kv_cache_update", lambda *_: None)
     engine.move_pages()
     saved = engine.total().saved_blocks
