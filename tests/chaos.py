@@ -105,7 +105,7 @@ class ChaosStream:
     def copy(self, rows: Rows, is_pinned: bool = True) -> None:
         for target, source, size in rows.T.tolist():
             reads, writes = [Region(source, size)], [Region(target, size)]
-            if is_pinned or self.device.chance():  # the driver may leave any copy to the stream
+            if is_pinned or self.device._random.random() < 0.5:  # the driver may leave any copy to the stream
                 self._put(
                     "copies", reads=reads, writes=writes, is_copy=is_pinned, bodies=[_copier(writes[0], reads[0])]
                 )
@@ -358,9 +358,6 @@ class ChaosDevice:
                 assert ran or self._found is not None, "the event is in the queue of a stream"
             self._raise()
             merge(self._clock(), event.clock)
-
-    def chance(self) -> bool:
-        return self._random.random() < 0.5
 
     def some(self) -> None:
         while self._random.random() < self._eagerness and self._step(self._ready()):

@@ -154,9 +154,8 @@ class PagedWorker:
             )
 
     def register(self, pages: EnginePages) -> None:
-        """The engine has these pages from here on. Where they lie otherwise than those of which the scheduler was told,
-        they are refused."""
-        self.leave_pages()
+        """After `leave_pages`: the engine has these from here on. Where they lie otherwise than those of which the
+        scheduler was told, they are refused."""
         if pages.facts != self._told:
             why = pages.facts.refused or "its pages were registered again, and lie otherwise than before"
             pages.facts = replace(self._told, refused=why)
