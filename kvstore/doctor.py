@@ -356,13 +356,18 @@ def memory(dram: DramConfig, is_running: bool) -> Iterator[Finding]:
         text = f"{given}, and the address space is limited to {format_size(int(space))} (ulimit -v)"
         yield lacks("memory", text, "set ulimit -v unlimited (LimitAS=infinity)")
         return
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", _text("/proc/meminfo"), re.MULTILINE)
-    free = int(found.group(1)) << 10 if found else limit
+    free = free_bytes(limit)
     if not is_running and free < wanted:
         text = f"{given}, and {format_size(free)} are free now: others have the rest"
         yield lacks("memory", text, "end what takes it, or give less dram")
         return
     yield ok("memory", f"{given} fits the {format_size(limit)} that this machine or its cgroup allows")
+
+
+def free_bytes(limit: int) -> int:
+    """Of memory, now. limit: what is allowed."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", _text("/proc/meminfo"), re.MULTILINE)
+    return min(limit, int(found.group(1)) << 10) if found else limit
 
 
 def descriptors(dram: DramConfig, nvme: NvmeConfig | None, connections: int) -> Iterator[Finding]:

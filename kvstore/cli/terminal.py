@@ -38,8 +38,8 @@ def needs(module: str) -> str:
 
 COMMANDS = tuple(
     (
-        "demo doctor fsck serve keys console network pd-proxy prime ping stat why prefixes namespaces drop purge warm "
-        "record replay whatif plan models lint bench"
+        "demo run doctor fsck serve keys console network pd-proxy prime ping stat why prefixes namespaces drop purge "
+        "warm record replay whatif plan models lint bench"
     ).split()
 )
 ABOUT = "A KV-cache store for language models: keep what prefill has computed, and never serve the wrong bytes."

@@ -1,4 +1,5 @@
-"""vLLM's own server with the connector, started by the command of docs/vllm.md: what its users and its scraper see."""
+"""vLLM's own server with the connector, started by the command of docs/vllm.md and by `kvstore run`: what its users and
+its scraper see."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -17,9 +19,12 @@ import pytest
 from engine_adapter.audit.audits import FIRST_HITS
 from engine_adapter.vllm_requests import HINTS
 from engines import models
-from engines.conftest import PRODUCT, ROOT
+from engines.conftest import PRODUCT, ROOT, sidecar_python
 from engines.serving import Server, chunks_of, serving
 from kv_bench.process import free_port
+from kvstore.client.connection import stat_at
+from tiering.clock import SystemClock
+from waiting import wait_until
 
 pytestmark = pytest.mark.slow
 MOST_ASKED = 10
@@ -42,7 +47,7 @@ def documented(model: str, url: str) -> list[str]:
 
 
 @contextmanager
-def server_of(model: str, url: str, log: Path) -> Iterator[Server]:
+def server_of(command: list[str], log: Path) -> Iterator[Server]:
     """The server, once it answers. Its cache can be reset by whoever asks (VLLM_SERVER_DEV_MODE)."""
     port = free_port()
     models.prepare()
@@ -50,14 +55,14 @@ def server_of(model: str, url: str, log: Path) -> Iterator[Server]:
     small = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME, "--chat-template", TEMPLATE]
     small += ["--enforce-eager", "--dtype", "float32", "--max-model-len", "4096"]
     small += ["--enable-prompt-tokens-details"]
-    with serving(shlex.join([*documented(model, url), *small]), [port], log, ROOT, environment):
+    with serving(shlex.join([*command, *small]), [port], log, ROOT, environment):
         yield Server(f"http://127.0.0.1:{port}", model=NAME, temperature=0)
 
 
 def test_a_server_by_the_book_answers_from_the_store_and_says_so(sidecar: Any, saved: Any, tmp_path: Path) -> None:
     """On the model that has learned something, of which a token is a byte: 8 bits do not change what it says."""
     log = tmp_path / "server.log"
-    with server_of(saved("trained"), sidecar.url, log) as server:
+    with server_of(documented(saved("trained"), sidecar.url), log) as server:
         text = " ".join(f"w{byte}" for byte in TEXT)
         chat: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "max_tokens": 8, "ignore_eos": True}
         chat["kv_transfer_params"] = {"kvstore": {"ttl": 3600, "typo": 1}}
@@ -102,3 +107,32 @@ def test_a_server_by_the_book_answers_from_the_store_and_says_so(sidecar: Any, s
         assert server.metric("kvstore:prompt_tokens_total", origin="hit_dram") == 2 * 256
     said = log.read_text("utf-8", "replace")
     assert f"kvstore: ready at {sidecar.url}, codec int8-kc64, blocks of 128 tokens" in said
+
+
+@pytest.fixture
+def short() -> Iterator[str]:
+    """A folder with a short name, since sockets' names are short."""
+    with TemporaryDirectory(prefix="kv-") as folder:
+        yield folder
+
+
+def test_one_command_brings_vllm_a_sidecar_of_its_own_and_hits(saved: Any, short: str, tmp_path: Path) -> None:
+    log, data = tmp_path / "server.log", Path(short) / "kv"
+    store = ["--data", str(data), "--dram", "256MiB", "--nvme", "off"]
+    engine = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", saved("trained")]
+    with server_of([sidecar_python(), "-P", "-m", "kvstore", "run", *store, "--", *engine], log) as server:
+        prompt = list(range(200)) * 3
+
+        def hits() -> Any:
+            assert server.post("/reset_prefix_cache")[0] == {"success": True}
+            told = server.post("/v1/completions", prompt=prompt, max_tokens=2)[0]["kv_transfer_params"]["kvstore"]
+            return told["hits"].get("dram")
+
+        assert wait_until(hits) == 512
+        observed = str(data / "observe.sock")
+        wait_until(lambda: stat_at(observed, "test", SystemClock(), 60.0).looked.granted.get("dram"))
+    said = log.read_text("utf-8", "replace").splitlines()
+    ours = [line for line in said if line.startswith("kvstore: ")]
+    assert ours[0].startswith(f"kvstore: a sidecar serves {data}, dram 256.0 MiB for ")
+    assert " prompt tokens (" in ours[-1] and "came from the store (dram " in ours[-1]
+    assert not (data / "kvstore.sock").exists()
