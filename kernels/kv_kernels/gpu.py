@@ -95,7 +95,7 @@ def measured(
     ways: DeviceTransfers, kv_bytes: int = KV_BYTES, heads: int = 8, width: int = 128, layers: Sequence[int] = (1, 32)
 ) -> Iterator[Measured]:
     """Both ways, for each codec, number of layers and direction."""
-    for form in (None, slice_form(KC64, heads, _BLOCK_TOKENS, (width, width), 2)):
+    for form in (None, slice_form(heads, _BLOCK_TOKENS, (width, width), 2)):
         for count in layers:
             blocks = max(1, kv_bytes // (4 * count * heads * _BLOCK_TOKENS * width))
             shape = (2 * count, blocks * _BLOCK_TOKENS // _PAGE_TOKENS, _PAGE_TOKENS, heads, width)

@@ -292,10 +292,18 @@ def address(tensor: Any) -> int:
     return int(tensor.ctypes.data if isinstance(tensor, np.ndarray) else tensor.data_ptr())
 
 
+def strides(tensor: Any) -> tuple[int, ...]:
+    """In bytes."""
+    if isinstance(tensor, np.ndarray):
+        return tensor.strides
+    size = tensor.dtype.itemsize
+    return tuple([stride * size for stride in tensor.stride()])
+
+
 def page_step(tensor: Any) -> tuple[int, int]:
     """Bytes from one page of a plane to the next, and from its first to behind its last, which is more where pages lie
     in each other."""
-    step, *inner = map(abs, _strides(tensor))
+    step, *inner = map(abs, strides(tensor))
     reach = sum([(size - 1) * stride for size, stride in zip(tensor.shape[1:], inner, strict=True)])
     return step, max(step, reach + tensor.dtype.itemsize)
 
@@ -309,8 +317,7 @@ def are_writable(planes: Planes) -> bool:
 def _is_writable(tensor: Any) -> bool:
     if isinstance(tensor, np.ndarray) and not tensor.flags.writeable:
         return False
-    strides = tensor.strides if isinstance(tensor, np.ndarray) else tensor.stride()
-    return 0 not in strides or all([stride or size < 2 for stride, size in zip(strides, tensor.shape, strict=True)])
+    return all([stride or size < 2 for stride, size in zip(strides(tensor), tensor.shape, strict=True)])
 
 
 def dtype_name(tensor: Any) -> str:
@@ -389,7 +396,7 @@ def _run_form(tensor: Any, head_bytes: int, block_tokens: int) -> tuple[int, int
     """Stride, pages and of_head of a plane where a page [page_tokens, heads, width] is a block, and in memory [head,
     token, width] in C order, with or without gaps between heads; None where it lies otherwise."""
     pages, tokens, heads, width = tensor.shape
-    stride, of_token, of_head, of_number = _strides(tensor)
+    stride, of_token, of_head, of_number = strides(tensor)
     item = tensor.dtype.itemsize
     is_run = (
         pages > 0
@@ -398,12 +405,6 @@ def _run_form(tensor: Any, head_bytes: int, block_tokens: int) -> tuple[int, int
         and (of_token == width * item or tokens == 1)
     )
     return (stride, pages, of_head if heads > 1 else head_bytes) if is_run else None
-
-
-def _strides(tensor: Any) -> tuple[int, ...]:
-    if isinstance(tensor, np.ndarray):
-        return tensor.strides
-    return tuple([stride * tensor.dtype.itemsize for stride in tensor.stride()])
 
 
 def _bytes_of_block(tensor: Any, block_tokens: int) -> int:
@@ -416,4 +417,4 @@ def _as_unsigned(tensor: Any) -> Array:
     if isinstance(tensor, np.ndarray):
         return tensor.view(_UNSIGNED[tensor.dtype.itemsize])
     number = _UNSIGNED[tensor.dtype.itemsize]
-    return np.ndarray(tuple(tensor.shape), number, _MEMORY, tensor.data_ptr() - _FIRST_ADDRESS, _strides(tensor))
+    return np.ndarray(tuple(tensor.shape), number, _MEMORY, tensor.data_ptr() - _FIRST_ADDRESS, strides(tensor))

@@ -24,6 +24,7 @@ from kv_kernels import gpu, int8, triton_pools
 from kv_kernels.copies import BlockCopy, Flaw
 from kv_kernels.cuda import Direction
 from kv_kernels.device_copy import DeviceCopy, DeviceTransfers, Moving
+from kv_kernels.int8_form import slice_form
 from kv_kernels.plain import PlainCopy
 from kv_kernels.routes import int8_copy, raw_copy
 from paged_memory import kernels_can_run
@@ -37,7 +38,7 @@ pytestmark = [needs_interpreter, pytest.mark.usefixtures("kernels_can_run")]
 LAYERS, HEADS, WIDTH, TOKENS, PAGE_TOKENS = 2, 1, 4, 64, 32
 SHAPE = (PAGE_TOKENS, HEADS, WIDTH)
 CODECS = ["raw", int8.KC64]
-FORMS = {name: int8.slice_form(name, HEADS, TOKENS, (WIDTH, WIDTH), 2) for name in (int8.KC64,)}
+FORMS = {int8.KC64: slice_form(HEADS, TOKENS, (WIDTH, WIDTH), 2)}
 SLICE_BYTES = {"raw": 2 * HEADS * TOKENS * WIDTH * 2, **{name: form.size_bytes for name, form in FORMS.items()}}
 
 

@@ -16,10 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_kernels import int8, int8_loops, plain, routes
+from kv_kernels import int8_loops, plain, routes
 from kv_kernels.copies import Flaw
-from kv_kernels.int8 import Axis, SliceForm, slice_form
-from kv_kernels.int8_loops import Field
+from kv_kernels.int8_form import Axis, SliceForm, slice_form
 from tiering.frame import digest
 from tiering.tier import FrameSpan
 
@@ -114,7 +113,6 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @given(
-    codec=st.just(int8.KC64),
     dtype=st.sampled_from(sorted(DTYPES)),
     layout=st.sampled_from(sorted(LAYOUTS)),
     kind=st.sampled_from(KINDS),
@@ -126,7 +124,6 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 )
 @settings(max_examples=80, deadline=None)
 def test_both_routes_write_the_same_bytes_and_the_same_pages(
-    codec: str,
     dtype: str,
     layout: str,
     kind: str,
@@ -148,7 +145,7 @@ def test_both_routes_write_the_same_bytes_and_the_same_pages(
         ])
         for layer in range(2)
     ]  # fmt: skip
-    form = slice_form(codec, heads, tokens, widths, DTYPES[dtype].itemsize)
+    form = slice_form(heads, tokens, widths, DTYPES[dtype].itemsize)
     block = chance.randrange(2)
     spans, around = zip(*[room(form, len(layers)) for _ in range(2)], strict=True)
     compiled = int8_loops.Int8Copy(dtype, form, layers, table, page_tokens)
@@ -182,13 +179,12 @@ def test_both_routes_write_the_same_bytes_and_the_same_pages(
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-@pytest.mark.parametrize("codec", [int8.KC64])
 @pytest.mark.parametrize("value", ["nan", "-nan", "inf", "-inf"])
 @pytest.mark.parametrize("plane", [0, 1])
-def test_a_block_that_is_not_finite_has_a_flaw(dtype: str, codec: str, value: str, plane: int) -> None:
+def test_a_block_that_is_not_finite_has_a_flaw(dtype: str, value: str, plane: int) -> None:
     seed = 5
-    chance = Random(f"{seed} {dtype} {codec} {value} {plane}")
-    form = slice_form(codec, 2, 128, (72, 80), DTYPES[dtype].itemsize)
+    chance = Random(f"{seed} {dtype} {value} {plane}")
+    form = slice_form(2, 128, (72, 80), DTYPES[dtype].itemsize)
     for _ in range(4):
         layer = [numbers("plain", (4, 64, 2, width), DTYPES[dtype], seed) for width in (72, 80)]
         at = (chance.randrange(4), chance.randrange(64), chance.randrange(2), chance.randrange((72, 80)[plane]))
@@ -204,12 +200,8 @@ def test_a_block_that_is_not_finite_has_a_flaw(dtype: str, codec: str, value: st
 @pytest.mark.parametrize("axis", list(Axis))
 def test_numbers_beyond_the_scales_have_a_flaw(dtype: str, axis: Axis) -> None:
     """The largest that can be written is 127 or 255 times the largest fp16; float32's whole range is beyond."""
-    codec, widths = {
-        Axis.CHANNEL: (int8.KC64, (8, 8)),
-        Axis.TOKEN: (int8.KC64, (8, 8)),
-        Axis.LATENT: (int8.KC64, (8,)),
-    }[axis]
-    form = slice_form(codec, 1, 64, widths, DTYPES[dtype].itemsize)
+    widths = (8,) if axis is Axis.LATENT else (8, 8)
+    form = slice_form(1, 64, widths, DTYPES[dtype].itemsize)
     steps = 255 if axis is Axis.CHANNEL else 127
     for top, fits in ((0.99 * steps * 65504, True), (1.01 * steps * 65504, False), (3e38, False)):
         layer = [torch.zeros(1, 64, 1, width, dtype=DTYPES[dtype]) for width in widths]
@@ -225,7 +217,7 @@ def test_numbers_beyond_the_scales_have_a_flaw(dtype: str, axis: Axis) -> None:
 def test_a_thread_that_flushes_denormals_writes_the_same_bytes(dtype: str) -> None:
     """Engines switch that on (torch.set_flush_denormal); of bfloat16 only what is no float32 denormal can be kept."""
     kind = "tiny" if dtype == "bfloat16" else "denormal"
-    form = slice_form(int8.KC64, 2, 64, (72, 80), 2)
+    form = slice_form(2, 64, (72, 80), 2)
     layer = [numbers(kind, (1, 64, 2, width), DTYPES[dtype], 3) for width in (72, 80)]
     copy = int8_loops.Int8Copy(dtype, form, [layer], [0], 64)
     payloads = []
@@ -248,7 +240,7 @@ def test_a_thread_that_flushes_denormals_writes_the_same_bytes(dtype: str) -> No
 
 
 def test_a_damaged_slice_reaches_no_page() -> None:
-    form = slice_form(int8.KC64, 2, 64, (16, 16), 2)
+    form = slice_form(2, 64, (16, 16), 2)
     layers = [[numbers("plain", (1, 64, 2, 16), torch.bfloat16, seed) for seed in (1, 2)] for _ in range(2)]
     span, _ = room(form, 2)
     digests = int8_loops.Int8Copy("bfloat16", form, layers, [0], 64).encode_block(0, span, digest)
@@ -260,7 +252,7 @@ def test_a_damaged_slice_reaches_no_page() -> None:
 
 
 def test_pages_that_are_read_only_and_odd_strides_are_refused() -> None:
-    form = slice_form(int8.KC64, 1, 64, (4, 4), 2)
+    form = slice_form(1, 64, (4, 4), 2)
     plane = np.zeros((1, 64, 1, 4), np.uint16)
     plane.flags.writeable = False
     copy = int8_loops.Int8Copy("bfloat16", form, [[plane, plane]], [0], 64)
@@ -291,7 +283,7 @@ def test_no_route_loads_into_pages_that_cannot_hold_it(
         "expanded array": np.lib.stride_tricks.as_strided(np.zeros(4, np.uint16), (1, 64, 1, 4), (8, 0, 8, 2)),
         "expanded tensor": torch.zeros(1, 1, 1, 4, dtype=torch.bfloat16).expand(1, 64, 1, 4),
     }[kind]
-    form = slice_form(int8.KC64, 1, 64, (4, 4), 2)
+    form = slice_form(1, 64, (4, 4), 2)
     for copy in (
         routes.int8_copy(form, [[plane, plane]], [0], 64, "bfloat16"),
         routes.raw_copy([[plane, plane]], [0], 64, 64),
@@ -305,7 +297,7 @@ def test_no_route_loads_into_pages_that_cannot_hold_it(
 
 
 def test_pages_whose_tokens_and_heads_run_backwards() -> None:
-    form = slice_form(int8.KC64, 2, 64, (8, 8), 4)
+    form = slice_form(2, 64, (8, 8), 4)
     straight = numbers("plain", (2, 64, 2, 8), torch.float32, 1).numpy()
     turned = np.ascontiguousarray(straight[::-1, ::-1, ::-1])[::-1, ::-1, ::-1]
     payloads = []
@@ -320,7 +312,7 @@ def test_pages_whose_tokens_and_heads_run_backwards() -> None:
 def test_without_numba_it_is_said_once_and_the_bytes_are_the_same(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    form = slice_form(int8.KC64, 2, 64, (8, 8), 2)
+    form = slice_form(2, 64, (8, 8), 2)
     layer = [numbers("plain", (2, 64, 2, 8), torch.bfloat16, seed) for seed in (1, 2)]
     arrays = [plane.view(torch.uint16).numpy() for plane in layer]
     payloads = []
@@ -336,10 +328,6 @@ def test_without_numba_it_is_said_once_and_the_bytes_are_the_same(
             payloads.append(bytes(memory))
     assert len(set(payloads)) == 1
     assert caplog.text.count("numba is not installed, broken or switched off") == 1
-
-
-def test_the_fields_are_those_that_the_loops_read() -> None:
-    assert [field.value for field in Field] == list(range(len(Field)))
 
 
 @pytest.mark.slow
