@@ -13,7 +13,7 @@ before the host has waited for it; pages of a block that is not good hold garbag
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, chain
 from math import gcd
@@ -29,7 +29,7 @@ from kv_kernels.copies import BlockCopy, Digest, Encoded, Flaw
 from kv_kernels.cuda import CudaDevice, CudaStream, Direction, Rows
 from kv_kernels.int8_form import ALIGN_BYTES, GROUP, SliceForm
 from kv_kernels.pinned import PinnedExtents
-from kv_kernels.pools import RAW_BYTES, PoolTable
+from kv_kernels.pools import PoolTable
 from kv_kernels.transfer import LayerSlice, PageMover, Transfer, layer_slices
 from kv_kernels.triton_digest import SHORTEST_BYTES, digest_keys, digest_slices
 from kv_kernels.triton_pools import REACHING
@@ -57,30 +57,28 @@ class DeviceCopy:
         form: SliceForm | None,
         planes: Sequence[Sequence[torch.Tensor]],
         table: Sequence[int],
+        page_tokens: int,
         block_tokens: int,
-        other: Callable[[], BlockCopy],
     ) -> None:
         """form: of a layer slice in 8 bits; None for bytes as they are. planes: per layer slice, per plane, [pages,
-        page_tokens, heads, width] on the device; table: physical pages. other: another route, for when this one takes
-        no more. Raises ValueError with the reason where these pages are not for this route."""
+        page_tokens, heads, width] on the device; table: physical pages. Raises ValueError with the reason where these
+        pages are not for this route."""
+        self._other = partial(plain.PlainCopy, form, planes, table, page_tokens, block_tokens)
         self.slice_bytes = plain.slice_bytes(planes[0], block_tokens, form)
-        self._page_tokens = planes[0][0].shape[1]
-        if form is None and self._page_tokens == block_tokens:
+        if form is None and page_tokens == block_tokens:
             planes = _in_rows(planes)
         self.pools = PoolTable.of(planes, torch.empty(len(planes), len(planes[0]), dtype=torch.int64, device="meta"))
-        if form is None and self.pools.dtype.itemsize not in RAW_BYTES:
+        if self.pools.dtype.itemsize not in triton_pools.INTEGERS:
             raise ValueError(f"numbers of {self.pools.dtype.itemsize} bytes")
         if self.slice_bytes % ALIGN_BYTES or (form is not None and block_tokens % GROUP):
             raise ValueError(f"blocks of {block_tokens} tokens, layer slices of {self.slice_bytes} bytes")
         if not SHORTEST_BYTES <= self.slice_bytes <= ways.segment_bytes:
             room = f"{SHORTEST_BYTES} to {ways.segment_bytes} are possible"
             raise ValueError(f"layer slices of {self.slice_bytes} bytes, where {room}")
-        self.ways = ways
-        self.form = form
-        self._other = other
-        self._table = np.array(table, np.int64)
+        self.ways, self.form = ways, form
+        self._table, self._page_tokens = np.array(table, np.int64), page_tokens
         self.addresses = np.array([[plane.data_ptr() for plane in layer] for layer in planes], np.int64)
-        self._block_pages = block_tokens // self._page_tokens
+        self._block_pages = block_tokens // page_tokens
         at_once = min(len(planes), ways.segment_bytes // self.slice_bytes)
         self.layers = layer_slices(len(planes), self.slice_bytes, at_once)
         self.blocks_at_once = max(1, ways.segment_bytes // (self.slice_bytes * len(planes)))
@@ -178,10 +176,12 @@ class Moving(Transfer):
     def __init__(self, copy: DeviceCopy, rows: Rows, payloads: Rows, direction: Direction) -> None:
         """rows: the page table. payloads: addresses of the blocks' payloads, int64 [blocks]. Raises RuntimeError if
         there is no memory, or the device has failed."""
-        is_load, blocks, pools = direction is Direction.LOAD, len(rows), copy.pools
-        at_once = blocks if is_load else copy.blocks_at_once  # what is saved is used segment by segment
+        blocks, pools = len(rows), copy.pools
+        at_once = (
+            blocks if direction is Direction.LOAD else copy.blocks_at_once
+        )  # what is saved is used segment by segment
         super().__init__(copy.ways.movers[direction], payloads, copy.layers, at_once)
-        self.copy, self.pages, self.payloads, self._is_load = copy, rows, payloads, is_load
+        self.copy, self.pages, self.payloads = copy, rows, payloads
         takes = copy.ways.reaches(direction, copy.form is not None, copy.slice_bytes * pools.layers)
         programs = copy.ways.programs
         have_work = min(blocks, at_once) * pools.layers >= programs
@@ -232,11 +232,11 @@ class Moving(Transfer):
         reached = None
         if staged.dim() == 1:
             reached = triton_pools.Reached(self.places[rows], layers.offset_bytes, digests, copy.ways.keys)
-        if not self._is_load:
+        if not self.mover.loads:
             triton_pools.save(*how, status, reached)
         if reached is None:
             digest_slices(staged, copy.slice_bytes, digests, copy.ways.keys)
-        if self._is_load:
+        if self.mover.loads:
             triton_pools.load(*how, reached)
 
     def bring(self, frames: range, stream: CudaStream) -> None:
@@ -323,9 +323,8 @@ class DeviceTransfers:
     ) -> BlockCopy | None:
         """form: of a layer slice in 8 bits, where planes are of the dtype that is quantized; None for bytes as they
         are. None where these pages are not for this route."""
-        other = partial(plain.PlainCopy, form, planes, table, page_tokens, block_tokens)
         try:
-            return DeviceCopy(self, form, planes, table, block_tokens, other)
+            return DeviceCopy(self, form, planes, table, page_tokens, block_tokens)
         except ValueError as error:
             reason = " ".join(str(error).split())
         if reason not in self._refused:

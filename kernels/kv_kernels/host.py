@@ -81,13 +81,10 @@ class SliceBySlice:
         page_tokens: int,
         block_tokens: int,
         slice_bytes: int,
-        writable: bool | None = None,
     ) -> None:
-        """planes: per layer slice, per plane, [pages, page_tokens, heads, width]. table: physical pages. writable:
-        whether they can be loaded into, if it is known."""
+        """planes: per layer slice, per plane, [pages, page_tokens, heads, width]. table: physical pages."""
         self._planes, self._table = [list(layer) for layer in planes], table
         self._page_tokens, self._block_tokens, self._slice_bytes = page_tokens, block_tokens, slice_bytes
-        self._known_writable = writable
 
     def encode_slice(self, layer: int, pages: Any, into: memoryview, address: int) -> Flaw | None:
         """Encode a layer slice of a block. pages: those of the block. into: its bytes; address: where they begin."""
@@ -143,8 +140,10 @@ class SliceBySlice:
         return True
 
     @cached_property
-    def _writable(self) -> bool:
-        return are_writable(self._planes) if self._known_writable is None else self._known_writable
+    def _is_writable(self) -> bool:
+        """Whether pages can be loaded into all planes: none is read-only, and no two numbers of one share their memory,
+        as those of an expanded tensor do."""
+        return all([_is_writable(plane) for layer in self._planes for plane in layer])
 
     @cached_property
     def _scratch(self) -> tuple[Array, int]:
@@ -152,7 +151,7 @@ class SliceBySlice:
         return scratch, scratch.ctypes.data
 
     def _check_writable(self) -> None:
-        if not self._writable:
+        if not self._is_writable:
             raise ValueError(UNWRITABLE_PAGES)
 
     def _pages(self, token: int, skip: int) -> Any:
@@ -306,12 +305,6 @@ def page_step(tensor: Any) -> tuple[int, int]:
     step, *inner = map(abs, strides(tensor))
     reach = sum([(size - 1) * stride for size, stride in zip(tensor.shape[1:], inner, strict=True)])
     return step, max(step, reach + tensor.dtype.itemsize)
-
-
-def are_writable(planes: Planes) -> bool:
-    """Whether pages can be loaded into all of these: none is read-only, and no two numbers of one share their memory,
-    as those of an expanded tensor do."""
-    return all([_is_writable(plane) for layer in planes for plane in layer])
 
 
 def _is_writable(tensor: Any) -> bool:

@@ -37,10 +37,18 @@ PLANE = np.dtype(
 class Int8Copy(SliceBySlice):
     """Encodes and decodes blocks between host pages and payloads."""
 
-    def __init__(self, dtype: str, form: SliceForm, planes: Planes, table: Sequence[int], page_tokens: int) -> None:
+    def __init__(
+        self,
+        form: SliceForm,
+        planes: Planes,
+        table: Sequence[int],
+        page_tokens: int,
+        block_tokens: int,
+        dtype: str,
+    ) -> None:
         """dtype: as for `prepare`. planes: of it, or of integers of its width. Raises `ValueError` where strides are
         not whole numbers of elements, or the numbers of a token run backwards."""
-        super().__init__(planes, np.array(table, np.int64), page_tokens, form.tokens, form.size_bytes)
+        super().__init__(planes, np.array(table, np.int64), page_tokens, block_tokens, form.size_bytes)
         self._encode, self._decode = prepare(dtype)
         self._form, self._rows = form, _rows_of(planes, form)
 

@@ -7,11 +7,13 @@ bytes. `save` and `load` are the twins of those in `triton_pools`. This file mus
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from kv_kernels.copies import Flaw
-from kv_kernels.host import Array, SliceBySlice
+from kv_kernels.host import Array, Planes, SliceBySlice
 from kv_kernels.int8 import SliceForm, Unwritable, dequantize, packed, quantize, unpacked
 from kv_kernels.pools import PoolTable
 
@@ -25,27 +27,26 @@ class PlainCopy(SliceBySlice):
     def __init__(
         self,
         form: SliceForm | None,
-        planes: Sequence[Layer],
+        planes: Planes,
         table: Sequence[int],
         page_tokens: int,
         block_tokens: int,
-        *,
-        writable: bool | None = None,
+        dtype: str = "",
     ) -> None:
-        """form: of a layer slice in 8 bits; None for bytes as they are. writable: whether pages can be loaded into,
-        which torch cannot tell of memory that it was given."""
-        super().__init__(planes, table, page_tokens, block_tokens, slice_bytes(planes[0], block_tokens, form), writable)
-        self._form = form
+        """form: of a layer slice in 8 bits; None for bytes as they are. dtype: of the numbers of numpy's arrays."""
+        self._form, self._tensors = form, [[_as_torch(plane, dtype) for plane in layer] for layer in planes]
+        size = slice_bytes(self._tensors[0], block_tokens, form)
+        super().__init__(planes, table, page_tokens, block_tokens, size)
 
     def encode_slice(self, layer: int, pages: Sequence[int], into: memoryview, address: int) -> Flaw | None:
         try:
-            torch.frombuffer(into, dtype=torch.uint8).copy_(layer_slice(self._planes[layer], pages, self._form))
+            torch.frombuffer(into, dtype=torch.uint8).copy_(layer_slice(self._tensors[layer], pages, self._form))
         except Unwritable as unwritable:
             return unwritable.flaw
         return None
 
     def decode_slice(self, layer: int, pages: Sequence[int], skip: int, private: Array, address: int) -> None:
-        planes = self._planes[layer]
+        planes = self._tensors[layer]
         into_pages(torch.from_numpy(private).to(planes[0].device), planes, pages, skip, self._form)
 
 
@@ -119,6 +120,12 @@ def scatter_plane(block: torch.Tensor, plane: torch.Tensor, pages: Sequence[int]
     for position, page in enumerate(pages):
         if page >= 0:
             plane[page].copy_(chosen[position])
+
+
+def _as_torch(plane: Any, dtype: str) -> torch.Tensor:
+    if isinstance(plane, np.ndarray):
+        plane = torch.from_numpy(plane.view(f"i{plane.itemsize}")).view(getattr(torch, dtype))
+    return plane  # type: ignore[no-any-return]
 
 
 def _as_integers(plane: torch.Tensor) -> torch.Tensor:

@@ -15,19 +15,8 @@ import torch
 
 from kv_kernels.int8_form import ALIGN_BYTES
 
-RAW_BYTES = (1, 2, 4)
-"""Widths of a number that a raw copy can move."""
 WIDEST = 4096
 """Numbers of a token and head in one plane; more does not fit into a program's registers."""
-
-
-class Strides(NamedTuple):
-    """Of a plane [pages, page_tokens, heads, width], in numbers."""
-
-    page: int
-    token: int
-    head: int
-    number: int
 
 
 class PoolTable(NamedTuple):
@@ -35,13 +24,13 @@ class PoolTable(NamedTuple):
 
     planes: [layers][planes] tensors [pages, page_tokens, heads, width]; held, so that the addresses stay good.
     addresses: int64 [layers, planes] on the device.
-    strides, widths: of each plane, the same in every layer.
+    strides, widths: of each plane, the same in every layer; strides in numbers, as its shape.
     aligned: whether every address is a multiple of 16, so that accesses may be as wide.
     """
 
     planes: tuple[tuple[torch.Tensor, ...], ...]
     addresses: torch.Tensor
-    strides: tuple[Strides, ...]
+    strides: tuple[tuple[int, ...], ...]
     widths: tuple[int, ...]
     dtype: torch.dtype
     page_tokens: int
@@ -72,7 +61,7 @@ class PoolTable(NamedTuple):
         return PoolTable(
             planes=table,
             addresses=addresses,
-            strides=tuple([Strides(*tensor.stride()) for tensor in first]),
+            strides=tuple([tensor.stride() for tensor in first]),
             widths=tuple([tensor.shape[3] for tensor in first]),
             dtype=first[0].dtype,
             page_tokens=first[0].shape[1],

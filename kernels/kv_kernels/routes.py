@@ -43,15 +43,25 @@ Devices = Callable[[torch.device], OnDevice | None]
 """The route of a device, made when it is first asked for; None if there is none, as for host memory."""
 
 
-def raw_copy(
-    planes: Planes, table: Sequence[int], page_tokens: int, block_tokens: int, devices: Devices | None = None
+def block_copy(
+    form: SliceForm | None,
+    planes: Planes,
+    table: Sequence[int],
+    page_tokens: int,
+    block_tokens: int,
+    dtype: str,
+    devices: Devices | None = None,
 ) -> BlockCopy:
-    """Bit for bit."""
-    way, how = _way(planes, devices), (planes, table, page_tokens, block_tokens)
-    copy = way.bind(None, *how) if way is not None else None
-    if copy is None:
-        copy = host.RawCopy(*how) if _is_on_host(planes) else plain.PlainCopy(None, *how)
-    return copy
+    """form: of a layer slice in 8 bits; None for bytes as they are. dtype: of the pool's numbers; arrays of numpy are
+    of integers of its width. Raises `ValueError` if strides are not whole numbers of elements."""
+    way, how = _way(planes, devices), (table, page_tokens, block_tokens)
+    if way is None and all([host.is_host(plane) for layer in planes for plane in layer]):
+        if form is None:
+            return host.RawCopy(planes, *how)
+        if (loops := compiled_loops()) is not None:
+            return loops.Int8Copy(form, planes, *how, dtype)  # type: ignore[no-any-return]
+    copy = way.bind(form, planes, *how) if way is not None else None
+    return copy or plain.PlainCopy(form, planes, *how, dtype)
 
 
 def prepare_int8(dtypes: Iterable[str]) -> None:
@@ -62,27 +72,6 @@ def prepare_int8(dtypes: Iterable[str]) -> None:
         return
     for dtype in dtypes:
         loops.prepare(dtype)
-
-
-def int8_copy(
-    form: SliceForm,
-    planes: Planes,
-    table: Sequence[int],
-    page_tokens: int,
-    dtype: str,
-    devices: Devices | None = None,
-) -> BlockCopy:
-    """dtype: of the pool's numbers; tensors may be of integers of its width. Raises `ValueError` if strides are not
-    whole numbers of elements."""
-    way = _way(planes, devices)
-    loops = compiled_loops() if way is None else None
-    if loops is not None and _is_on_host(planes):
-        return loops.Int8Copy(dtype, form, planes, table, page_tokens)  # type: ignore[no-any-return]
-    kind = getattr(torch, dtype)
-    tensors = [[_as_torch(plane, kind) for plane in layer] for layer in planes]
-    how = form, tensors, table, page_tokens, form.tokens
-    copy = way.bind(*how) if way is not None else None
-    return copy or plain.PlainCopy(*how, writable=host.are_writable(planes))
 
 
 @cache
@@ -117,13 +106,3 @@ def _way(planes: Planes, devices: Devices | None) -> OnDevice | None:
     if way is None or any([getattr(plane, "device", None) != first.device for layer in planes for plane in layer]):
         return None
     return way
-
-
-def _is_on_host(planes: Planes) -> bool:
-    return all([host.is_host(plane) for layer in planes for plane in layer])
-
-
-def _as_torch(plane: Any, dtype: torch.dtype) -> torch.Tensor:
-    if not isinstance(plane, np.ndarray):
-        return plane.view(dtype)  # type: ignore[no-any-return]
-    return torch.from_numpy(plane.view(f"i{plane.itemsize}")).view(dtype)

@@ -180,18 +180,20 @@ class Transfer:
         return [stream.record() for stream in self.mover.streams]
 
     def _batches(self, hold: Hold) -> Iterator[_Batch]:
+        room, count = self.mover.segment_bytes, len(self._addresses)
         for part in self.slices:
             at_once, size = self._frames_at_once, part.size_bytes
-            runs, reaches = hold.runs(part.offset_bytes, size, at_once), self.reaches
-            reaches = reaches and all(runs.are_pinned)
-            if not reaches and at_once > self.mover.segment_bytes // size:
-                at_once = self.mover.segment_bytes // size
+            runs = hold.runs(part.offset_bytes, size, at_once)
+            reaches = self.reaches and all([is_pinned for _, is_pinned in runs])
+            if not reaches and at_once > room // size:
+                at_once = room // size
                 runs = hold.runs(part.offset_bytes, size, at_once)
-            rows = runs.rows if self.mover.loads else runs.rows[[1, 0, 2]]  # out of the segment, into slots
-            for number, is_pinned in enumerate(runs.are_pinned):
-                frames = range(number * at_once, min((number + 1) * at_once, len(self._addresses)))
-                mine = slice(0) if reaches else slice(runs.cuts[number], runs.cuts[number + 1])
-                yield _Batch(part, frames, rows[:, mine], is_pinned)
+            for start, (rows, is_pinned) in zip(range(0, count, at_once), runs, strict=True):
+                if reaches:
+                    rows = rows[:, :0]
+                elif not self.mover.loads:  # out of the segment, into slots
+                    rows = rows[[1, 0, 2]]
+                yield _Batch(part, range(start, min(start + at_once, count)), rows, is_pinned)
 
     def _put_in(self, batches: Sequence[_Batch], ready: Event, waiting: set[CudaStream]) -> None:
         """Batches that end together. waiting: streams that have not waited yet until all is ready."""

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from kv_kernels.int8_form import GROUP, Axis, PlaneForm, SliceForm
-from kv_kernels.pools import PoolTable, Strides, on_device
+from kv_kernels.pools import PoolTable, on_device
 from kv_kernels.triton_digest import digest_copy
 
 WARPS = 4
@@ -37,10 +37,9 @@ _PAIRS_TILE, _LANES = 2048, 32
 """Where channels go in pairs: numbers of V that a warp holds at a time, and pairs that it has."""
 _AT_ONCE = tl.constexpr(16)
 """Tokens of a pair of channels that are held at a time."""
-_INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
+INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 """What a number is moved as, by its bytes."""
 _KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_ABSENT = Strides(0, 0, 0, 0)
 
 
 class Reached(NamedTuple):
@@ -138,8 +137,8 @@ def _launch(
             groups,
             pools.heads,
             tokens,
-            tuple(pools.strides[0]),
-            tuple(pools.strides[1] if planes == 2 else _ABSENT),
+            pools.strides[0],
+            pools.strides[-1],
             places[0],
             places[-1],
             status,
@@ -154,7 +153,7 @@ def _launch(
             LOADS=is_load,
             PLANES=planes,
             PAGE_TOKENS=pools.page_tokens,
-            INTEGER=_INTEGERS[pools.dtype.itemsize],
+            INTEGER=INTEGERS[pools.dtype.itemsize],
             ALIGNED=pools.aligned,
             KIND="raw" if form is None else _KINDS[pools.dtype],
             PAIRS=pairs,

@@ -57,7 +57,7 @@ class RawCodec(_PartCodec):
     def bind(self, pages: Pages, layout: Layout, part: Part) -> BlockCopy:
         """Host memory is copied run by run at memcpy speed; see `routes` for pages on a device."""
         planes, table, page_rows = _checked(pages, layout, part)
-        return routes.raw_copy(planes, table, page_rows, part.rows, self._devices)
+        return routes.block_copy(None, planes, table, page_rows, part.rows, part.group.dtype, self._devices)
 
 
 class Int8Codec(_PartCodec):
@@ -75,7 +75,7 @@ class Int8Codec(_PartCodec):
         planes, table, page_rows = _checked(pages, layout, part)
         try:
             form = payload.int8_form(self.name, part)
-            return routes.int8_copy(form, planes, table, page_rows, part.group.dtype, self._devices)
+            return routes.block_copy(form, planes, table, page_rows, part.rows, part.group.dtype, self._devices)
         except ValueError as error:
             raise LayoutMismatch(f"layers {list(part.layers)}: {error}") from None
 

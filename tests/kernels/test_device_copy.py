@@ -26,7 +26,7 @@ from kv_kernels.cuda import Direction
 from kv_kernels.device_copy import DeviceCopy, DeviceTransfers, Moving
 from kv_kernels.int8_form import slice_form
 from kv_kernels.plain import PlainCopy
-from kv_kernels.routes import int8_copy, raw_copy
+from kv_kernels.routes import block_copy
 from paged_memory import kernels_can_run
 from tiering.frame import digest
 from tiering.tier import FrameSpan
@@ -62,9 +62,7 @@ def region_of(span: FrameSpan) -> Region:
 
 
 def copy_of(codec: str, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int], route: Any) -> BlockCopy:
-    if codec == "raw":
-        return raw_copy(planes, table, PAGE_TOKENS, TOKENS, route)
-    return int8_copy(FORMS[codec], planes, table, PAGE_TOKENS, "bfloat16", route)
+    return block_copy(FORMS.get(codec), planes, table, PAGE_TOKENS, TOKENS, "bfloat16", route)
 
 
 def plain_of(codec: str, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int]) -> BlockCopy:
@@ -277,11 +275,11 @@ def test_blocks_of_any_number_of_rows(
 
     source, slots, wanted = planes(1), spans(), spans()
     tokens = [0, rows]
-    digests = good(raw_copy(source, table, rows, rows, route).encode(tokens, slots, digest))
+    digests = good(block_copy(None, source, table, rows, rows, "", route).encode(tokens, slots, digest))
     assert digests == good(PlainCopy(None, source, table, rows, rows).encode(tokens, wanted, digest))
     assert [bytes(one.view) for one in slots] == [bytes(one.view) for one in wanted]
     mine, theirs = planes(2), planes(2)
-    assert raw_copy(mine, table, rows, rows, route).decode(slots, tokens, 0, digests, digest) == 2
+    assert block_copy(None, mine, table, rows, rows, "", route).decode(slots, tokens, 0, digests, digest) == 2
     assert PlainCopy(None, theirs, table, rows, rows).decode(slots, tokens, 0, digests, digest) == 2
     assert all(map(torch.equal, _bits(mine), _bits(theirs)))
     assert not caplog.records, "none of it took the plain route"
@@ -427,7 +425,7 @@ def test_pages_that_are_not_for_it_take_the_plain_route(
 def test_planes_on_two_devices_take_the_plain_route() -> None:
     there = torch.empty(3, 64, 1, 4, device="meta")
     route = ChaosRoute(1)
-    assert isinstance(raw_copy([[torch.zeros(3, 64, 1, 4), there]], [0], 64, 64, route), PlainCopy)
+    assert isinstance(block_copy(None, [[torch.zeros(3, 64, 1, 4), there]], [0], 64, 64, "float32", route), PlainCopy)
 
 
 def test_several_threads_on_one_device() -> None:
