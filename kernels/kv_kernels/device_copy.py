@@ -25,8 +25,9 @@ import torch
 
 from kv_kernels import plain, triton_pools
 from kv_kernels.compiled import IS_USABLE, compiled
-from kv_kernels.copies import BlockCopy, Digest, Encoded, Flaw
+from kv_kernels.copies import BlockCopy, Digest, Digests, Encoded, Flaw, Spans
 from kv_kernels.cuda import CudaDevice, CudaStream, Direction, Rows
+from kv_kernels.host import Paged, Planes
 from kv_kernels.int8_form import ALIGN_BYTES, GROUP, SliceForm
 from kv_kernels.pinned import PinnedExtents
 from kv_kernels.pools import PoolTable
@@ -51,19 +52,11 @@ _log = logging.getLogger(__name__)
 class DeviceCopy:
     """Bound to pages, as `copies.BlockCopy`. Holds their tensors for as long as it lives."""
 
-    def __init__(
-        self,
-        ways: DeviceTransfers,
-        form: SliceForm | None,
-        planes: Sequence[Sequence[torch.Tensor]],
-        table: Sequence[int],
-        page_tokens: int,
-        block_tokens: int,
-    ) -> None:
-        """form: of a layer slice in 8 bits; None for bytes as they are. planes: per layer slice, per plane, [pages,
-        page_tokens, heads, width] on the device; table: physical pages. Raises ValueError with the reason where these
+    def __init__(self, ways: DeviceTransfers, form: SliceForm | None, paged: Paged) -> None:
+        """form: of a layer slice in 8 bits; None for bytes as they are. Raises ValueError with the reason where these
         pages are not for this route."""
-        self._other = partial(plain.PlainCopy, form, planes, table, page_tokens, block_tokens)
+        planes, table, page_tokens, block_tokens = paged
+        self._other = partial(plain.PlainCopy, form, paged)
         self.slice_bytes = plain.slice_bytes(planes[0], block_tokens, form)
         if form is None and page_tokens == block_tokens:
             planes = _in_rows(planes)
@@ -83,7 +76,7 @@ class DeviceCopy:
         self.layers = layer_slices(len(planes), self.slice_bytes, at_once)
         self.blocks_at_once = max(1, ways.segment_bytes // (self.slice_bytes * len(planes)))
 
-    def encode(self, tokens: Sequence[int], into: Sequence[Any], digest: Digest) -> Encoded:
+    def encode(self, tokens: Sequence[int], into: Spans, digest: Digest) -> Encoded:
         """As `BlockCopy.encode`. digest: XXH3-128, which the device takes by itself."""
         if not tokens:
             return
@@ -99,14 +92,7 @@ class DeviceCopy:
         if not is_begun:
             yield from self._other().encode(tokens, into, digest)
 
-    def decode(
-        self,
-        payloads: Sequence[Any],
-        tokens: Sequence[int],
-        skip: int,
-        expected: Sequence[Sequence[bytes]],
-        digest: Digest,
-    ) -> int:
+    def decode(self, payloads: Spans, tokens: Sequence[int], skip: int, expected: Digests, digest: Digest) -> int:
         """As `BlockCopy.decode`. digest: XXH3-128, which the device takes by itself."""
         if not tokens:
             return 0
@@ -123,11 +109,11 @@ class DeviceCopy:
                 )
         return self._other().decode(payloads, tokens, skip, expected, digest)
 
-    def addresses_of(self, payloads: Sequence[Any]) -> Rows:
+    def addresses_of(self, payloads: Spans) -> Rows:
         """int64 [payloads]."""
         return np.fromiter(map(_address_of, payloads), np.int64, len(payloads))
 
-    def _begins(self, moving: Moving, payloads: Sequence[Any]) -> bool:
+    def _begins(self, moving: Moving, payloads: Spans) -> bool:
         """Start it. Memory of payloads that is new is page-locked soon, for the transfers after this one."""
         is_begun = moving.start()
         for memory in () if moving.is_known else set(map(_memory_of, payloads)):
@@ -261,7 +247,7 @@ class Moving(Transfer):
         return np.array([(target, *row) for target, row in zip(targets, rows, strict=True)], np.int64).T.copy()
 
 
-def _in_rows(planes: Sequence[Sequence[torch.Tensor]]) -> Sequence[Sequence[torch.Tensor]]:
+def _in_rows(planes: Planes) -> Planes:
     """Pages that are blocks of few rows, as states are, seen as many short rows, one program for 64 of them. As they
     are where they differ, or a page is not one run in the payload's order."""
     shapes = [plane.shape[1:] for plane in planes[0]]
@@ -313,18 +299,11 @@ class DeviceTransfers:
     def reaches(self, direction: Direction, is_int8: bool, payload_bytes: int) -> bool:
         return self._reaching.get((direction, is_int8, payload_bytes >= LARGE_BYTES), False)
 
-    def bind(
-        self,
-        form: SliceForm | None,
-        planes: Sequence[Sequence[torch.Tensor]],
-        table: Sequence[int],
-        page_tokens: int,
-        block_tokens: int,
-    ) -> BlockCopy | None:
+    def bind(self, form: SliceForm | None, paged: Paged) -> BlockCopy | None:
         """form: of a layer slice in 8 bits, where planes are of the dtype that is quantized; None for bytes as they
         are. None where these pages are not for this route."""
         try:
-            return DeviceCopy(self, form, planes, table, page_tokens, block_tokens)
+            return DeviceCopy(self, form, paged)
         except ValueError as error:
             reason = " ".join(str(error).split())
         if reason not in self._refused:

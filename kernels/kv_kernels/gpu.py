@@ -30,6 +30,7 @@ import torch
 
 from kv_kernels.cuda import CudaDevice, Direction, host_tensor
 from kv_kernels.device_copy import DeviceTransfers
+from kv_kernels.host import Paged
 from kv_kernels.int8_form import KC64, SliceForm, slice_form
 from kv_kernels.pinned import Leave
 
@@ -106,7 +107,7 @@ def measured(
 def _of_pages(ways: DeviceTransfers, form: SliceForm | None, pages: torch.Tensor, blocks: int) -> Iterator[Measured]:
     """pages: bfloat16 [K and V of each layer, pages, page_tokens, heads, width]."""
     planes = [list(layer) for layer in pages.split(2)]
-    copy: Any = ways.bind(form, planes, range(pages.shape[1]), _PAGE_TOKENS, _BLOCK_TOKENS)
+    copy: Any = ways.bind(form, Paged(planes, range(pages.shape[1]), _PAGE_TOKENS, _BLOCK_TOKENS))
     size = copy.slice_bytes * len(planes)
     tokens = range(0, blocks * _BLOCK_TOKENS, _BLOCK_TOKENS)
     with _both_mappings(ways, blocks * size) as (written, read):

@@ -18,11 +18,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kv_kernels.copies import Digest, Encoded, Flaw, Span
+from kv_kernels.copies import Digest, Digests, Encoded, Flaw, Span, Spans
 
 Array = np.ndarray[Any, Any]
 Planes = Sequence[Sequence[Any]]
 """Per layer slice, per plane, a tensor [pages, page_tokens, heads, width] with any strides."""
+
+
+class Paged(NamedTuple):
+    """Pages that a copy is bound to. table: physical pages, in the order of their tokens."""
+
+    planes: Planes
+    table: Sequence[int]
+    page_tokens: int
+    block_tokens: int
+
 
 _UNSIGNED: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
@@ -74,17 +84,9 @@ class SliceBySlice:
     """A copy that does one block after another on the calling thread, slice by slice. Pages are written from
     a private copy whose digest was compared: they see no other byte. Holds the tensors for as long as it lives."""
 
-    def __init__(
-        self,
-        planes: Planes,
-        table: Sequence[int] | Array,
-        page_tokens: int,
-        block_tokens: int,
-        slice_bytes: int,
-    ) -> None:
-        """planes: per layer slice, per plane, [pages, page_tokens, heads, width]. table: physical pages."""
-        self._planes, self._table = [list(layer) for layer in planes], table
-        self._page_tokens, self._block_tokens, self._slice_bytes = page_tokens, block_tokens, slice_bytes
+    def __init__(self, paged: Paged, slice_bytes: int) -> None:
+        planes, self._table, self._page_tokens, self._block_tokens = paged
+        self._planes, self._slice_bytes = [list(layer) for layer in planes], slice_bytes
 
     def encode_slice(self, layer: int, pages: Any, into: memoryview, address: int) -> Flaw | None:
         """Encode a layer slice of a block. pages: those of the block. into: its bytes; address: where they begin."""
@@ -94,21 +96,14 @@ class SliceBySlice:
         """The mirror, without the block's first `skip` tokens. pages: of the others. private: uint8 [slice_bytes]."""
         raise NotImplementedError
 
-    def encode(self, tokens: Sequence[int], into: Sequence[Span], digest: Digest) -> Encoded:
+    def encode(self, tokens: Sequence[int], into: Spans, digest: Digest) -> Encoded:
         for token, payload in zip(tokens, into, strict=True):
             encoded = self.encode_block(token, payload, digest)
             yield encoded
             if isinstance(encoded, Flaw):
                 return
 
-    def decode(
-        self,
-        payloads: Sequence[Span],
-        tokens: Sequence[int],
-        skip: int,
-        expected: Sequence[Sequence[bytes]],
-        digest: Digest,
-    ) -> int:
+    def decode(self, payloads: Spans, tokens: Sequence[int], skip: int, expected: Digests, digest: Digest) -> int:
         """As `BlockCopy.decode`."""
         for good, (payload, token, want) in enumerate(zip(payloads, tokens, expected, strict=True)):
             if not self.decode_block(payload, token, 0 if good else skip, want, digest):
@@ -165,10 +160,11 @@ class SliceBySlice:
 class RawCopy(SliceBySlice):
     """Copies blocks between host pages and payloads, bit for bit."""
 
-    def __init__(self, planes: Planes, table: Sequence[int], page_tokens: int, block_tokens: int) -> None:
+    def __init__(self, paged: Paged) -> None:
         """Layers differ in their strides and in the number of their pages only."""
+        planes, block_tokens = paged.planes, paged.block_tokens
         lengths = [_bytes_of_block(plane, block_tokens) for plane in planes[0]]
-        super().__init__(planes, table, page_tokens, block_tokens, sum(lengths))
+        super().__init__(paged, sum(lengths))
         # Where the one or two planes are runs of equal length; else nothing.
         alike, heads = len(set(lengths)) == 1 and len(lengths) <= 2, planes[0][0].shape[2]
         runs = _runs(self._planes, lengths[0] // heads, block_tokens) if alike else []
@@ -207,14 +203,7 @@ class RawCopy(SliceBySlice):
             digests += [digest(slices[layer]) for layer in range(start, stop)]
         return digests
 
-    def decode(
-        self,
-        payloads: Sequence[Span],
-        tokens: Sequence[int],
-        skip: int,
-        expected: Sequence[Sequence[bytes]],
-        digest: Digest,
-    ) -> int:
+    def decode(self, payloads: Spans, tokens: Sequence[int], skip: int, expected: Digests, digest: Digest) -> int:
         """As `BlockCopy.decode`."""
         if skip or not self._groups:
             return super().decode(payloads, tokens, skip, expected, digest)

@@ -11,7 +11,6 @@ the memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache, partial
 from logging import getLogger
 from typing import Any
@@ -22,7 +21,7 @@ from numba.extending import intrinsic, overload
 
 from kv_kernels.compiled import OPTIONS, compiled
 from kv_kernels.copies import Flaw
-from kv_kernels.host import Array, Planes, SliceBySlice, address, strides
+from kv_kernels.host import Array, Paged, Planes, SliceBySlice, address, strides
 from kv_kernels.int8_form import GROUP, Axis, SliceForm
 
 _log = getLogger(__name__)
@@ -37,20 +36,12 @@ PLANE = np.dtype(
 class Int8Copy(SliceBySlice):
     """Encodes and decodes blocks between host pages and payloads."""
 
-    def __init__(
-        self,
-        form: SliceForm,
-        planes: Planes,
-        table: Sequence[int],
-        page_tokens: int,
-        block_tokens: int,
-        dtype: str,
-    ) -> None:
-        """dtype: as for `prepare`. planes: of it, or of integers of its width. Raises `ValueError` where strides are
+    def __init__(self, form: SliceForm, paged: Paged, dtype: str) -> None:
+        """dtype: as for `prepare`; planes are of it, or of integers of its width. Raises `ValueError` where strides are
         not whole numbers of elements, or the numbers of a token run backwards."""
-        super().__init__(planes, np.array(table, np.int64), page_tokens, block_tokens, form.size_bytes)
+        super().__init__(paged._replace(table=np.array(paged.table, np.int64)), form.size_bytes)
         self._encode, self._decode = prepare(dtype)
-        self._form, self._rows = form, _rows_of(planes, form)
+        self._form, self._rows = form, _rows_of(paged.planes, form)
 
     def encode_slice(self, layer: int, pages: Array, into: memoryview, address: int) -> Flaw | None:
         form = self._form
@@ -122,23 +113,19 @@ def _pointer(_typing: Any, address: Any) -> Any:
     return types.voidptr(address), generate
 
 
-def _bitcast(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    return builder.bitcast(args[0], context.get_value_type(signature.return_type))
-
-
-@intrinsic
-def _as_bits(_typing: Any, _number: Any) -> Any:
-    return types.uint32(types.float32), _bitcast
-
-
-@intrinsic
-def _as_float(_typing: Any, _bits: Any) -> Any:
-    return types.float32(types.uint32), _bitcast
-
-
 _INLINED = {"forceinline": True, **OPTIONS}
 _inlined = njit(**_INLINED)
 _function = njit(**OPTIONS)
+
+
+@_inlined
+def _as_bits(number):
+    return np.float32(number).view(np.uint32)
+
+
+@_inlined
+def _as_float(bits):
+    return np.uint32(bits).view(np.float32)
 
 
 @_inlined
@@ -311,7 +298,9 @@ def _encode_tokens(kind, rows, width, share, codes_at, scales_at):
             first = group * share
             count = min(share, width - first)
             row = _row(kind, rows[token] + first * size, count)
-            top = _top(kind, row, count)
+            top = _magnitude(kind, row[0])
+            for i in range(count):
+                top = max(top, _magnitude(kind, row[i]))
             if top >= _infinity(kind):
                 return _NONFINITE
             scale = _narrow_scale(_number(kind, top) / np.float32(127.0))
@@ -325,14 +314,6 @@ def _encode_tokens(kind, rows, width, share, codes_at, scales_at):
                 step = int32(y)
                 codes[i] = int8(int32(step - int32(1)) if float32(step) > y else step)
     return _FINE
-
-
-@_inlined
-def _top(kind, row, count):
-    top = _magnitude(kind, row[0])
-    for i in range(count):
-        top = max(top, _magnitude(kind, row[i]))
-    return top
 
 
 @_function

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kv_kernels.copies import Flaw
-from kv_kernels.host import Array, Planes, SliceBySlice
+from kv_kernels.host import Array, Paged, SliceBySlice
 from kv_kernels.int8 import SliceForm, Unwritable, dequantize, packed, quantize, unpacked
 from kv_kernels.pools import PoolTable
 
@@ -24,19 +24,10 @@ Layer = Sequence[torch.Tensor]
 class PlainCopy(SliceBySlice):
     """Through a block in memory of its own."""
 
-    def __init__(
-        self,
-        form: SliceForm | None,
-        planes: Planes,
-        table: Sequence[int],
-        page_tokens: int,
-        block_tokens: int,
-        dtype: str = "",
-    ) -> None:
+    def __init__(self, form: SliceForm | None, paged: Paged, dtype: str = "") -> None:
         """form: of a layer slice in 8 bits; None for bytes as they are. dtype: of the numbers of numpy's arrays."""
-        self._form, self._tensors = form, [[_as_torch(plane, dtype) for plane in layer] for layer in planes]
-        size = slice_bytes(self._tensors[0], block_tokens, form)
-        super().__init__(planes, table, page_tokens, block_tokens, size)
+        self._form, self._tensors = form, [[_as_torch(plane, dtype) for plane in layer] for layer in paged.planes]
+        super().__init__(paged, slice_bytes(self._tensors[0], paged.block_tokens, form))
 
     def encode_slice(self, layer: int, pages: Sequence[int], into: memoryview, address: int) -> Flaw | None:
         try:

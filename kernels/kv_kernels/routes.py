@@ -11,7 +11,7 @@ All routes of a codec write the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 from logging import getLogger
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ import torch
 
 from kv_kernels import host, plain
 from kv_kernels.copies import BlockCopy
-from kv_kernels.host import Planes
+from kv_kernels.host import Paged, Planes
 from kv_kernels.int8 import SliceForm
 
 _log = getLogger(__name__)
@@ -30,9 +30,7 @@ _log = getLogger(__name__)
 class OnDevice(Protocol):
     """The route of one device: `device_copy.DeviceTransfers`, which a process without triton cannot import."""
 
-    def bind(
-        self, form: SliceForm | None, planes: Planes, table: Sequence[int], page_tokens: int, block_tokens: int
-    ) -> BlockCopy | None:
+    def bind(self, form: SliceForm | None, paged: Paged) -> BlockCopy | None:
         """None if the pages are not for it."""
         ...
 
@@ -43,25 +41,17 @@ Devices = Callable[[torch.device], OnDevice | None]
 """The route of a device, made when it is first asked for; None if there is none, as for host memory."""
 
 
-def block_copy(
-    form: SliceForm | None,
-    planes: Planes,
-    table: Sequence[int],
-    page_tokens: int,
-    block_tokens: int,
-    dtype: str,
-    devices: Devices | None = None,
-) -> BlockCopy:
+def block_copy(form: SliceForm | None, paged: Paged, dtype: str, devices: Devices | None = None) -> BlockCopy:
     """form: of a layer slice in 8 bits; None for bytes as they are. dtype: of the pool's numbers; arrays of numpy are
     of integers of its width. Raises `ValueError` if strides are not whole numbers of elements."""
-    way, how = _way(planes, devices), (table, page_tokens, block_tokens)
-    if way is None and all([host.is_host(plane) for layer in planes for plane in layer]):
+    way = _way(paged.planes, devices)
+    if way is None and all([host.is_host(plane) for layer in paged.planes for plane in layer]):
         if form is None:
-            return host.RawCopy(planes, *how)
+            return host.RawCopy(paged)
         if (loops := compiled_loops()) is not None:
-            return loops.Int8Copy(form, planes, *how, dtype)  # type: ignore[no-any-return]
-    copy = way.bind(form, planes, *how) if way is not None else None
-    return copy or plain.PlainCopy(form, planes, *how, dtype)
+            return loops.Int8Copy(form, paged, dtype)  # type: ignore[no-any-return]
+    copy = way.bind(form, paged) if way is not None else None
+    return copy or plain.PlainCopy(form, paged, dtype)
 
 
 def prepare_int8(dtypes: Iterable[str]) -> None:

@@ -24,6 +24,7 @@ from kv_kernels import gpu, int8, triton_pools
 from kv_kernels.copies import BlockCopy, Flaw
 from kv_kernels.cuda import Direction
 from kv_kernels.device_copy import DeviceCopy, DeviceTransfers, Moving
+from kv_kernels.host import Paged
 from kv_kernels.int8_form import slice_form
 from kv_kernels.plain import PlainCopy
 from kv_kernels.routes import block_copy
@@ -62,11 +63,11 @@ def region_of(span: FrameSpan) -> Region:
 
 
 def copy_of(codec: str, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int], route: Any) -> BlockCopy:
-    return block_copy(FORMS.get(codec), planes, table, PAGE_TOKENS, TOKENS, "bfloat16", route)
+    return block_copy(FORMS.get(codec), Paged(planes, table, PAGE_TOKENS, TOKENS), "bfloat16", route)
 
 
 def plain_of(codec: str, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int]) -> BlockCopy:
-    return PlainCopy(FORMS.get(codec), planes, table, PAGE_TOKENS, TOKENS)
+    return PlainCopy(FORMS.get(codec), Paged(planes, table, PAGE_TOKENS, TOKENS))
 
 
 def same(one: Sequence[Sequence[torch.Tensor]], other: Sequence[Sequence[torch.Tensor]]) -> bool:
@@ -275,12 +276,12 @@ def test_blocks_of_any_number_of_rows(
 
     source, slots, wanted = planes(1), spans(), spans()
     tokens = [0, rows]
-    digests = good(block_copy(None, source, table, rows, rows, "", route).encode(tokens, slots, digest))
-    assert digests == good(PlainCopy(None, source, table, rows, rows).encode(tokens, wanted, digest))
+    digests = good(block_copy(None, Paged(source, table, rows, rows), "", route).encode(tokens, slots, digest))
+    assert digests == good(PlainCopy(None, Paged(source, table, rows, rows)).encode(tokens, wanted, digest))
     assert [bytes(one.view) for one in slots] == [bytes(one.view) for one in wanted]
     mine, theirs = planes(2), planes(2)
-    assert block_copy(None, mine, table, rows, rows, "", route).decode(slots, tokens, 0, digests, digest) == 2
-    assert PlainCopy(None, theirs, table, rows, rows).decode(slots, tokens, 0, digests, digest) == 2
+    assert block_copy(None, Paged(mine, table, rows, rows), "", route).decode(slots, tokens, 0, digests, digest) == 2
+    assert PlainCopy(None, Paged(theirs, table, rows, rows)).decode(slots, tokens, 0, digests, digest) == 2
     assert all(map(torch.equal, _bits(mine), _bits(theirs)))
     assert not caplog.records, "none of it took the plain route"
     route.close()
@@ -416,7 +417,7 @@ def test_pages_that_are_not_for_it_take_the_plain_route(
     with caplog.at_level(logging.WARNING, "kv_kernels"):
         for _ in range(2):
             # Not the route of host memory: what is not for this one is on a device.
-            assert route.transfers.bind(None, planes, [0, 1, 2], 64, 64) is None
+            assert route.transfers.bind(None, Paged(planes, [0, 1, 2], 64, 64)) is None
     (record,) = caplog.records
     assert reason in record.getMessage() and "slow" in record.getMessage()
     assert "\n" not in record.getMessage()
@@ -425,7 +426,8 @@ def test_pages_that_are_not_for_it_take_the_plain_route(
 def test_planes_on_two_devices_take_the_plain_route() -> None:
     there = torch.empty(3, 64, 1, 4, device="meta")
     route = ChaosRoute(1)
-    assert isinstance(block_copy(None, [[torch.zeros(3, 64, 1, 4), there]], [0], 64, 64, "float32", route), PlainCopy)
+    paged = Paged([[torch.zeros(3, 64, 1, 4), there]], [0], 64, 64)
+    assert isinstance(block_copy(None, paged, "float32", route), PlainCopy)
 
 
 def test_several_threads_on_one_device() -> None:

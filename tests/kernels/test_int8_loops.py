@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from kv_kernels import int8_loops, plain, routes
 from kv_kernels.copies import Flaw
+from kv_kernels.host import Paged
 from kv_kernels.int8_form import Axis, SliceForm, slice_form
 from tiering.frame import digest
 from tiering.tier import FrameSpan
@@ -148,8 +149,8 @@ def test_both_routes_write_the_same_bytes_and_the_same_pages(
     form = slice_form(heads, tokens, widths, DTYPES[dtype].itemsize)
     block = chance.randrange(2)
     spans, around = zip(*[room(form, len(layers)) for _ in range(2)], strict=True)
-    compiled = int8_loops.Int8Copy(form, layers, table, page_tokens, tokens, dtype)
-    other = plain.PlainCopy(form, layers, table, page_tokens, form.tokens)
+    compiled = int8_loops.Int8Copy(form, Paged(layers, table, page_tokens, tokens), dtype)
+    other = plain.PlainCopy(form, Paged(layers, table, page_tokens, tokens))
     digests = compiled.encode_block(block * tokens, spans[0], digest)
     assert digests == other.encode_block(block * tokens, spans[1], digest)
     assert all((memory[:64] == CANARY).all() and (memory[-64:] == CANARY).all() for memory in around)
@@ -164,9 +165,9 @@ def test_both_routes_write_the_same_bytes_and_the_same_pages(
             for layer in layers
         ]
         copy: Any = (
-            int8_loops.Int8Copy(form, into, table, page_tokens, tokens, dtype)
+            int8_loops.Int8Copy(form, Paged(into, table, page_tokens, tokens), dtype)
             if route == 0
-            else plain.PlainCopy(form, into, table, page_tokens, form.tokens)
+            else plain.PlainCopy(form, Paged(into, table, page_tokens, tokens))
         )
         assert copy.decode_block(spans[0], block * tokens, skip, digests, digest)
         landed.append(into)
@@ -190,7 +191,7 @@ def test_a_block_that_is_not_finite_has_a_flaw(dtype: str, value: str, plane: in
         at = (chance.randrange(4), chance.randrange(64), chance.randrange(2), chance.randrange((72, 80)[plane]))
         bad = torch.tensor(float(value.strip("-")))
         layer[plane][at] = -bad if value.startswith("-") else bad
-        copy = int8_loops.Int8Copy(form, [layer], [0, 1, 2, 3], 64, form.tokens, dtype)
+        copy = int8_loops.Int8Copy(form, Paged([layer], [0, 1, 2, 3], 64, form.tokens), dtype)
         found = [copy.encode_block(token, room(form, 1)[0], digest) for token in (0, 128)]
         assert found[at[0] // 2] is Flaw.NONFINITE
         assert isinstance(found[1 - at[0] // 2], list), "the block beside it was not concerned"
@@ -208,7 +209,7 @@ def test_numbers_beyond_the_scales_have_a_flaw(dtype: str, axis: Axis) -> None:
         layer[axis is Axis.TOKEN][0, 5, 0, 3] = top
         if axis is Axis.CHANNEL and top > 1e38:
             layer[0][0, 6, 0, 3] = -top  # their distance is beyond float32
-        copy = int8_loops.Int8Copy(form, [layer], [0], 64, form.tokens, dtype)
+        copy = int8_loops.Int8Copy(form, Paged([layer], [0], 64, form.tokens), dtype)
         found = copy.encode_block(0, room(form, 1)[0], digest)
         assert isinstance(found, list) if fits else found is Flaw.OUT_OF_RANGE
 
@@ -219,7 +220,7 @@ def test_a_thread_that_flushes_denormals_writes_the_same_bytes(dtype: str) -> No
     kind = "tiny" if dtype == "bfloat16" else "denormal"
     form = slice_form(2, 64, (72, 80), 2)
     layer = [numbers(kind, (1, 64, 2, width), DTYPES[dtype], 3) for width in (72, 80)]
-    copy = int8_loops.Int8Copy(form, [layer], [0], 64, form.tokens, dtype)
+    copy = int8_loops.Int8Copy(form, Paged([layer], [0], 64, form.tokens), dtype)
     payloads = []
     pages = []
     try:
@@ -230,7 +231,7 @@ def test_a_thread_that_flushes_denormals_writes_the_same_bytes(dtype: str) -> No
             digests = copy.encode_block(0, span, digest)
             assert isinstance(digests, list)
             into = [torch.zeros_like(plane) for plane in layer]
-            back = int8_loops.Int8Copy(form, [into], [0], 64, form.tokens, dtype)
+            back = int8_loops.Int8Copy(form, Paged([into], [0], 64, form.tokens), dtype)
             assert back.decode_block(span, 0, 0, digests, digest)
             payloads.append(bytes(memory))
             pages.append(b"".join(bits(plane).numpy().tobytes() for plane in into))
@@ -243,11 +244,11 @@ def test_a_damaged_slice_reaches_no_page() -> None:
     form = slice_form(2, 64, (16, 16), 2)
     layers = [[numbers("plain", (1, 64, 2, 16), torch.bfloat16, seed) for seed in (1, 2)] for _ in range(2)]
     span, _ = room(form, 2)
-    digests = int8_loops.Int8Copy(form, layers, [0], 64, form.tokens, "bfloat16").encode_block(0, span, digest)
+    digests = int8_loops.Int8Copy(form, Paged(layers, [0], 64, form.tokens), "bfloat16").encode_block(0, span, digest)
     assert isinstance(digests, list)
     span.view[form.size_bytes + 100] ^= 4
     into = [[torch.zeros_like(plane) for plane in layer] for layer in layers]
-    assert not int8_loops.Int8Copy(form, into, [0], 64, form.tokens, "bfloat16").decode_block(
+    assert not int8_loops.Int8Copy(form, Paged(into, [0], 64, form.tokens), "bfloat16").decode_block(
         span, 0, 0, digests, digest
     )
     assert into[0][0].any() and not into[1][0].any() and not into[1][1].any()
@@ -257,7 +258,7 @@ def test_pages_that_are_read_only_and_odd_strides_are_refused() -> None:
     form = slice_form(1, 64, (4, 4), 2)
     plane = np.zeros((1, 64, 1, 4), np.uint16)
     plane.flags.writeable = False
-    copy = int8_loops.Int8Copy(form, [[plane, plane]], [0], 64, form.tokens, "bfloat16")
+    copy = int8_loops.Int8Copy(form, Paged([[plane, plane]], [0], 64, form.tokens), "bfloat16")
     span, _ = room(form, 1)
     digests = copy.encode_block(0, span, digest)
     assert isinstance(digests, list)
@@ -265,10 +266,10 @@ def test_pages_that_are_read_only_and_odd_strides_are_refused() -> None:
         copy.decode_block(span, 0, 0, digests, digest)
     odd = np.zeros((64, 9), np.uint8)[:, 1:].view(np.uint16).reshape(1, 64, 1, 4, order="A")
     with pytest.raises(ValueError, match="whole numbers"):
-        int8_loops.Int8Copy(form, [[odd, odd]], [0], 64, form.tokens, "bfloat16")
+        int8_loops.Int8Copy(form, Paged([[odd, odd]], [0], 64, form.tokens), "bfloat16")
     backwards = np.zeros((1, 64, 1, 4), np.uint16)[..., ::-1]
     with pytest.raises(ValueError, match="last one up"):
-        int8_loops.Int8Copy(form, [[backwards, backwards]], [0], 64, form.tokens, "bfloat16")
+        int8_loops.Int8Copy(form, Paged([[backwards, backwards]], [0], 64, form.tokens), "bfloat16")
 
 
 @pytest.mark.parametrize("has_loops", [True, False])
@@ -287,8 +288,8 @@ def test_no_route_loads_into_pages_that_cannot_hold_it(
     }[kind]
     form = slice_form(1, 64, (4, 4), 2)
     for copy in (
-        routes.block_copy(form, [[plane, plane]], [0], 64, 64, "bfloat16"),
-        routes.block_copy(None, [[plane, plane]], [0], 64, 64, "bfloat16"),
+        routes.block_copy(form, Paged([[plane, plane]], [0], 64, 64), "bfloat16"),
+        routes.block_copy(None, Paged([[plane, plane]], [0], 64, 64), "bfloat16"),
     ):
         memory = np.zeros(4096, np.uint8)[: form.size_bytes if copy.__module__ != "kv_kernels.host" else 1024]
         span = FrameSpan(memory.ctypes.data, memoryview(memory.data))
@@ -305,7 +306,7 @@ def test_pages_whose_tokens_and_heads_run_backwards() -> None:
     payloads = []
     for plane in (straight, turned):
         span, memory = room(form, 1)
-        copy = int8_loops.Int8Copy(form, [[plane, plane]], [1], 64, form.tokens, "float32")
+        copy = int8_loops.Int8Copy(form, Paged([[plane, plane]], [1], 64, form.tokens), "float32")
         assert isinstance(copy.encode_block(0, span, digest), list)
         payloads.append(bytes(memory))
     assert payloads[0] == payloads[1]
@@ -324,7 +325,7 @@ def test_without_numba_it_is_said_once_and_the_bytes_are_the_same(
         for planes in (layer, arrays):
             routes.prepare_int8(["bfloat16"])
             span, memory = room(form, 1)
-            copy = routes.block_copy(form, [planes], [1], 64, 64, "bfloat16")
+            copy = routes.block_copy(form, Paged([planes], [1], 64, 64), "bfloat16")
             assert isinstance(copy, int8_loops.Int8Copy if has_loops else plain.PlainCopy)
             assert [isinstance(encoded, list) for encoded in copy.encode([0], [span], digest)] == [True]
             payloads.append(bytes(memory))
