@@ -98,12 +98,11 @@ def _launch(
     *,
     is_load: bool,
 ) -> None:
-    (blocks, block_pages), planes, warps = table.shape, len(pools.widths), WARPS
-    tokens = block_pages * pools.page_tokens
+    blocks, block_pages = table.shape
+    tokens, slices = block_pages * pools.page_tokens, blocks * pools.layers
     raw_bytes = pools.heads * tokens * sum(pools.widths) * pools.dtype.itemsize
     slice_bytes, groups = raw_bytes if form is None else form.size_bytes, -(-tokens // GROUP)
-    slices, row_bytes = blocks * pools.layers, slice_bytes
-    programs = slices * groups * pools.heads
+    row_bytes, programs = slice_bytes, slices * groups * pools.heads
     if reached is None:
         row_bytes = payloads.stride(0)
         assert payloads.shape[0] == blocks and pools.layers * slice_bytes <= payloads.shape[1]
@@ -123,45 +122,21 @@ def _launch(
         places = [(plane.codes_at, plane.scales_at, plane.zeros_at) for plane in form.planes]
         ends, pairs = (*form.gap, form.padding[0]), 0 if is_load else _pairs_at_once(pools, form.planes[0])
     if pairs:
-        warps = pairs // _LANES
-        forms[-1] = (*forms[-1][:3], min(64, warps * _PAIRS_TILE // forms[-1][2]))
+        forms[-1] = (*forms[-1][:3], min(64, pairs // _LANES * _PAIRS_TILE // forms[-1][2]))
+    where = payloads, row_bytes, slice_bytes, table, table.stride(0), pools.addresses
+    shape = pools.layers, groups, pools.heads, tokens
+    # With one plane the last one is the first, and is not read again; nor is what is reached where nothing is.
+    lies = pools.strides[0], pools.strides[-1], places[0], places[-1]
+    addresses, at, digests, keys = reached or (table, 0, table, table)
     with on_device(payloads.device):
         _move[(programs,)](
-            payloads,
-            row_bytes,
-            slice_bytes,
-            table,
-            table.stride(0),
-            pools.addresses,
-            pools.layers,
-            groups,
-            pools.heads,
-            tokens,
-            pools.strides[0],
-            pools.strides[-1],
-            places[0],
-            places[-1],
-            status,
-            status.stride(0),
-            ends,
-            0,
-            slices,
-            *(reached or (table, 0, table, table))[:3],
-            reached.digests.stride(0) if reached is not None else 0,
-            reached.keys if reached is not None else table,
-            REACHED=0 if reached is None else slice_bytes,
-            LOADS=is_load,
-            PLANES=planes,
-            PAGE_TOKENS=pools.page_tokens,
-            INTEGER=INTEGERS[pools.dtype.itemsize],
-            ALIGNED=pools.aligned,
-            KIND="raw" if form is None else _KINDS[pools.dtype],
-            PAIRS=pairs,
-            K=forms[0],
-            V=forms[-1],
-            num_warps=warps,
-            enable_fp_fusion=False,
-        )
+            *where, *shape, *lies, status, status.stride(0), ends, 0, slices,
+            addresses, at, digests, digests.stride(0), keys,
+            REACHED=0 if reached is None else slice_bytes, LOADS=is_load, PAGE_TOKENS=pools.page_tokens,
+            INTEGER=INTEGERS[pools.dtype.itemsize], ALIGNED=pools.aligned,
+            KIND="raw" if form is None else _KINDS[pools.dtype], PAIRS=pairs, FORMS=tuple(forms),
+            num_warps=pairs // _LANES or WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def _form(plane: PlaneForm) -> tuple[int, int, int, int]:
@@ -169,7 +144,7 @@ def _form(plane: PlaneForm) -> tuple[int, int, int, int]:
     if plane.axis is Axis.CHANNEL:
         step = _step(plane.width)
     else:
-        step = _power_of_two(plane.width) if plane.axis is Axis.TOKEN else GROUP
+        step = triton.next_power_of_2(plane.width) if plane.axis is Axis.TOKEN else GROUP
     return int(plane.axis), plane.width, step, min(64, _TILE // step)
 
 
@@ -186,12 +161,7 @@ def _pairs_at_once(pools: PoolTable, plane: PlaneForm) -> int:
 
 def _step(width: int) -> int:
     """Numbers of a row that a program holds at a time where it need not hold all: without a rest if 64 allows it."""
-    return next((step for step in (128, 64) if width % step == 0), min(128, _power_of_two(width)))
-
-
-def _power_of_two(width: int) -> int:
-    """The smallest that is not below width."""
-    return 1 << (width - 1).bit_length()
+    return next((step for step in (128, 64) if width % step == 0), min(128, triton.next_power_of_2(width)))
 
 
 # The kernel -----------------------------------------------------------------------------------------------------------
@@ -206,9 +176,10 @@ def _power_of_two(width: int) -> int:
 def _move(
     payloads, row_bytes, slice_bytes, table, table_row, addresses, layers, groups, heads, tokens, k_strides, v_strides,
     k_places, v_places, status, status_row, ends, nothing, slices, reached, reached_at, digests, digests_row, keys,
-    REACHED: tl.constexpr, LOADS: tl.constexpr, PLANES: tl.constexpr, PAGE_TOKENS: tl.constexpr, INTEGER: tl.constexpr,
-    ALIGNED: tl.constexpr, KIND: tl.constexpr, PAIRS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    REACHED: tl.constexpr, LOADS: tl.constexpr, PAGE_TOKENS: tl.constexpr, INTEGER: tl.constexpr,
+    ALIGNED: tl.constexpr, KIND: tl.constexpr, PAIRS: tl.constexpr, FORMS: tl.constexpr,
 ):  # fmt: skip
+    PLANES: tl.constexpr = len(FORMS)
     shape, strides, places = (groups, heads, tokens, slice_bytes), (k_strides, v_strides), (k_places, v_places, ends)
     if REACHED:
         payload = payloads + tl.program_id(0).to(tl.int64) * row_bytes
@@ -227,7 +198,7 @@ def _move(
             while line < groups * heads:
                 _move_line(
                     line, pool, row, payload, state, shape, strides, places, nothing,
-                    LOADS, PLANES, PAGE_TOKENS, INTEGER, ALIGNED, KIND, PAIRS, K, V,
+                    LOADS, PAGE_TOKENS, INTEGER, ALIGNED, KIND, PAIRS, FORMS,
                 )  # fmt: skip
                 line += 1
             tl.debug_barrier()
@@ -245,51 +216,43 @@ def _move(
         pool, state = addresses + layer * PLANES, status + block * status_row
         _move_line(
             line, pool, row, payload, state, shape, strides, places, nothing,
-            LOADS, PLANES, PAGE_TOKENS, INTEGER, ALIGNED, KIND, PAIRS, K, V,
+            LOADS, PAGE_TOKENS, INTEGER, ALIGNED, KIND, PAIRS, FORMS,
         )  # fmt: skip
 
 
 @triton.jit
 def _move_line(
     number, addresses, row, payload, state, shape, strides, places, nothing,
-    LOADS: tl.constexpr, PLANES: tl.constexpr, PAGE_TOKENS: tl.constexpr, INTEGER: tl.constexpr, ALIGNED: tl.constexpr,
-    KIND: tl.constexpr, PAIRS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    LOADS: tl.constexpr, PAGE_TOKENS: tl.constexpr, INTEGER: tl.constexpr, ALIGNED: tl.constexpr,
+    KIND: tl.constexpr, PAIRS: tl.constexpr, FORMS: tl.constexpr,
 ):  # fmt: skip
     """64 tokens of one head, of all planes of a layer. number: of group and head; addresses: of the layer's planes."""
-    K_AXIS: tl.constexpr = K[0]
-    K_WIDTH: tl.constexpr = K[1]
     groups, heads, tokens, slice_bytes = shape
-    k_strides, v_strides = strides
-    k_places, v_places, ends = places
     group, head = (number // heads).to(tl.int64), (number % heads).to(tl.int64)
     line = head * groups + group
-    pool = _pool_at(addresses, INTEGER, ALIGNED) + head * k_strides[2]
-    if KIND == "raw":
-        numbers = payload.to(tl.pointer_type(INTEGER)) + head * tokens * K_WIDTH
-        _move_numbers(pool, k_strides, row, group, tokens, numbers, LOADS, PAGE_TOKENS, K)
-    elif PAIRS:
-        # 0, of which the compiler does not know that 16 divides it: it gives each thread one pair at a time, not four.
-        apart, into = pool + nothing, payload + nothing
-        _write_pairs(apart, k_strides, row, group, into, k_places, line, state, PAGE_TOKENS, KIND, K_WIDTH, PAIRS)
-    elif K_AXIS == 0:
-        _move_channels(pool, k_strides, row, group, payload, k_places, line, state, LOADS, PAGE_TOKENS, KIND, K)
-    else:
-        _move_tokens(pool, k_strides, row, group, payload, k_places, line, state, LOADS, PAGE_TOKENS, KIND, K)
+    numbers = payload.to(tl.pointer_type(INTEGER))
+    for plane in tl.static_range(len(FORMS)):
+        FORM: tl.constexpr = FORMS[plane]
+        WIDTH: tl.constexpr = FORM[1]
+        lies, place = strides[plane], places[plane]
+        pool = _pool_at(addresses + plane, INTEGER, ALIGNED) + head * lies[2]
+        if KIND == "raw":
+            _move_numbers(pool, lies, row, group, tokens, numbers + head * tokens * WIDTH, LOADS, PAGE_TOKENS, FORM)
+            numbers += heads * tokens * WIDTH
+        elif FORM[0] != 0:
+            _move_tokens(pool, lies, row, group, payload, place, line, state, LOADS, PAGE_TOKENS, KIND, FORM)
+        elif PAIRS:
+            # 0, of which the compiler does not know that 16 divides it: it gives each thread one pair at a time.
+            apart, into = pool + nothing, payload + nothing
+            _write_pairs(apart, lies, row, group, into, place, line, state, PAGE_TOKENS, KIND, WIDTH, PAIRS)
+        else:
+            _move_channels(pool, lies, row, group, payload, place, line, state, LOADS, PAGE_TOKENS, KIND, FORM)
     if KIND != "raw" and not LOADS:
         if line == 0:
             # What no other program writes: between K's scales and its zero points, and behind all.
-            bytes_ = tl.arange(0, 16)
-            if K_AXIS == 0:
-                tl.store(payload + ends[0] + bytes_, 0, mask=bytes_ < ends[1] - ends[0])
+            bytes_, ends = tl.arange(0, 16), places[2]
+            tl.store(payload + ends[0] + bytes_, 0, mask=bytes_ < ends[1] - ends[0])
             tl.store(payload + ends[2] + bytes_, 0, mask=bytes_ < slice_bytes - ends[2])
-    if PLANES == 2:
-        pool = _pool_at(addresses + 1, INTEGER, ALIGNED) + head * v_strides[2]
-        if KIND == "raw":
-            V_WIDTH: tl.constexpr = V[1]
-            numbers = payload.to(tl.pointer_type(INTEGER)) + heads * tokens * K_WIDTH
-            _move_numbers(pool, v_strides, row, group, tokens, numbers + head * tokens * V_WIDTH, LOADS, PAGE_TOKENS, V)
-        else:
-            _move_tokens(pool, v_strides, row, group, payload, v_places, line, state, LOADS, PAGE_TOKENS, KIND, V)
 
 
 @triton.jit
