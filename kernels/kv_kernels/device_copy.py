@@ -209,10 +209,7 @@ class Moving(Transfer):
         stream.copy(np.array([*self._places, self._told_bytes]).reshape(3, 1))
 
     def launch(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
-        self.copy.ways.device.run(partial(self._launch, staged, slice(frames.start, frames.stop), layers))
-
-    def _launch(self, staged: torch.Tensor, rows: slice, layers: LayerSlice) -> None:
-        copy, at = self.copy, self.copy.layers.index(layers)
+        copy, at, rows = self.copy, self.copy.layers.index(layers), slice(frames.start, frames.stop)
         how = self.pools[at], copy.form, self.table[rows], staged
         digests, status = self.digests[rows, layers.first : layers.stop], self.status[rows, at]
         reached = None

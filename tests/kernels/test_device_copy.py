@@ -351,18 +351,10 @@ def test_a_device_that_fails_is_told_and_keeps_what_it_may_still_use(monkeypatch
     story.route.chaos.finish()
 
 
-def test_a_kernel_that_fails_is_told_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_fails_is_told_and_waited_for() -> None:
     story = Story(ChaosRoute(1, segment_of("raw")))
     copy = copy_of("raw", planes_of(story.pages, 1), story.table, story.route)
-    launches = count(1)
-    run = story.route.device.run
-
-    def failing(body: Any) -> None:
-        if next(launches) == 2:
-            raise OSError("a kernel that does not compile")
-        run(body)
-
-    monkeypatch.setattr(story.route.device, "run", failing)
+    story.route.chaos.failures[2] = OSError("a kernel that does not compile")
     encoding = copy.encode(story.tokens, story.slots, digest)
     with pytest.raises(OSError, match="does not compile"):
         good(encoding)
