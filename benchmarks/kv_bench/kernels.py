@@ -31,7 +31,7 @@ from kv_kernels.device_copy import SEGMENT_BYTES, DeviceTransfers, Moving
 from kv_kernels.host import Paged
 from kv_kernels.int8_form import KC64, SliceForm
 from kv_kernels.pinned import PinnedExtents
-from kv_kernels.pools import PoolTable
+from kv_kernels.plain import PoolTable
 from kv_kernels.transfer import LayerSlice, PageMover, Transfer, layer_slices
 from kvstore.block.codec import codec_named
 from kvstore.block.payload import RAW, int8_form

@@ -27,17 +27,13 @@ Encoded = Generator[list[bytes] | Flaw, None, None]
 
 
 class Span(Protocol):
-    """A payload in this process's memory."""
+    """A payload in this process's memory: where it starts, and its bytes, writable where a block is encoded into it."""
 
     @property
-    def address(self) -> int:
-        """Where it starts."""
-        ...
+    def address(self) -> int: ...
 
     @property
-    def view(self) -> memoryview:
-        """All of its bytes, writable where a block is encoded into it."""
-        ...
+    def view(self) -> memoryview: ...
 
 
 Spans = Sequence[Span]

@@ -28,9 +28,9 @@ from kv_kernels.compiled import IS_USABLE, compiled
 from kv_kernels.copies import BlockCopy, Digest, Digests, Encoded, Flaw, Spans
 from kv_kernels.cuda import CudaDevice, CudaStream, Direction, Rows
 from kv_kernels.host import Paged, Planes
-from kv_kernels.int8_form import ALIGN_BYTES, GROUP, SliceForm
+from kv_kernels.int8_form import ALIGN_BYTES, GROUP, Form
 from kv_kernels.pinned import PinnedExtents
-from kv_kernels.pools import PoolTable
+from kv_kernels.plain import PoolTable
 from kv_kernels.transfer import LayerSlice, PageMover, Transfer, layer_slices
 from kv_kernels.triton_digest import SHORTEST_BYTES, digest_keys, digest_slices
 from kv_kernels.triton_pools import REACHING
@@ -52,9 +52,8 @@ _log = logging.getLogger(__name__)
 class DeviceCopy:
     """Bound to pages, as `copies.BlockCopy`. Holds their tensors for as long as it lives."""
 
-    def __init__(self, ways: DeviceTransfers, form: SliceForm | None, paged: Paged) -> None:
-        """form: of a layer slice in 8 bits; None for bytes as they are. Raises ValueError with the reason where these
-        pages are not for this route."""
+    def __init__(self, ways: DeviceTransfers, form: Form, paged: Paged) -> None:
+        """Raises ValueError with the reason where these pages are not for this route."""
         planes, table, page_tokens, block_tokens = paged
         self._other = partial(plain.PlainCopy, form, paged)
         self.slice_bytes = plain.slice_bytes(planes[0], block_tokens, form)
@@ -188,7 +187,8 @@ class Moving(Transfer):
         told[starts[2] : starts[2] + blocks] = payloads
         told[starts[3] :] = 0
         copy.ways.device.copy(np.array([[self._places[1]], [told.ctypes.data], [told.nbytes]]))
-        self.pools = [pools.part(part.first, part.stop, addresses) for part in copy.layers]
+        cuts = [slice(part.first, part.stop) for part in copy.layers]
+        self.pools = [pools._replace(planes=pools.planes[cut], addresses=addresses[cut]) for cut in cuts]
         self._told_bytes = told.nbytes
         self._found = [(8 * start, 8 * shape[1]) for start, shape in zip(starts[3:5], shapes[3:], strict=True)]
 
@@ -223,9 +223,7 @@ class Moving(Transfer):
             triton_pools.load(*how, reached)
 
     def bring(self, frames: range, stream: CudaStream) -> None:
-        device_at, host_at = self._places
-        targets = [host_at + start + row_bytes * frames.start for start, row_bytes in self._found]
-        stream.copy(self._found_rows(targets, device_at, frames))
+        stream.copy(self._found_rows(frames))
 
     def found(self, number: int) -> tuple[list[int], bytes]:
         """Of each block of an end, once it is there: the status, and the digests of all its layer slices."""
@@ -234,14 +232,17 @@ class Moving(Transfer):
         blocks = self.ends[number][0]
         status = np.empty((len(blocks), len(self.copy.layers)), np.int64)
         digests = np.empty((len(blocks), self.copy.pools.layers, 2), np.int64)
-        targets = [array.ctypes.data for array in (status, digests)]
-        self.copy.ways.device.copy(self._found_rows(targets, self._places[1], blocks))
+        rows = self._found_rows(blocks)
+        rows[:2] = [[status.ctypes.data, digests.ctypes.data], rows[0].tolist()]
+        self.copy.ways.device.copy(rows)
         halves = digests[..., ::-1].astype(">i8")  # as frames have them: the high one first
         return status.max(1).tolist(), halves.tobytes()
 
-    def _found_rows(self, targets: Sequence[int], base: int, blocks: range) -> Rows:
-        rows = [(base + start + row_bytes * blocks.start, row_bytes * len(blocks)) for start, row_bytes in self._found]
-        return np.array([(target, *row) for target, row in zip(targets, rows, strict=True)], np.int64).T.copy()
+    def _found_rows(self, blocks: range) -> Rows:
+        """From the device's tables to the host's."""
+        device_at, host_at = self._places
+        rows = [(start + row_bytes * blocks.start, row_bytes * len(blocks)) for start, row_bytes in self._found]
+        return np.array([(host_at + at, device_at + at, size) for at, size in rows], np.int64).T.copy()
 
 
 def _in_rows(planes: Planes) -> Planes:
@@ -296,9 +297,8 @@ class DeviceTransfers:
     def reaches(self, direction: Direction, is_int8: bool, payload_bytes: int) -> bool:
         return self._reaching.get((direction, is_int8, payload_bytes >= LARGE_BYTES), False)
 
-    def bind(self, form: SliceForm | None, paged: Paged) -> BlockCopy | None:
-        """form: of a layer slice in 8 bits, where planes are of the dtype that is quantized; None for bytes as they
-        are. None where these pages are not for this route."""
+    def bind(self, form: Form, paged: Paged) -> BlockCopy | None:
+        """None where these pages are not for this route."""
         try:
             return DeviceCopy(self, form, paged)
         except ValueError as error:

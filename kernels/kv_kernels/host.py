@@ -34,13 +34,7 @@ class Paged(NamedTuple):
     block_tokens: int
 
 
-_UNSIGNED: dict[int, np.dtype[Any]] = {
-    1: np.dtype("u1"),
-    2: np.dtype("<u2"),
-    4: np.dtype("<u4"),
-    8: np.dtype("<u8"),
-}
-_BYTE = _UNSIGNED[1]
+_BYTE = np.dtype("u1")
 
 _FIRST_ADDRESS = 4096
 _MEMORY = memoryview((ctypes.c_char * ((1 << 57) - _FIRST_ADDRESS)).from_address(_FIRST_ADDRESS))
@@ -163,7 +157,7 @@ class RawCopy(SliceBySlice):
     def __init__(self, paged: Paged) -> None:
         """Layers differ in their strides and in the number of their pages only."""
         planes, block_tokens = paged.planes, paged.block_tokens
-        lengths = [_bytes_of_block(plane, block_tokens) for plane in planes[0]]
+        lengths = [plane.shape[2] * block_tokens * plane.shape[3] * plane.dtype.itemsize for plane in planes[0]]
         super().__init__(paged, sum(lengths))
         # Where the one or two planes are runs of equal length; else nothing.
         alike, heads = len(set(lengths)) == 1 and len(lengths) <= 2, planes[0][0].shape[2]
@@ -309,7 +303,7 @@ def dtype_name(tensor: Any) -> str:
 
 def is_same_width_numpy(tensor: Any, element_bytes: int) -> bool:
     """Numpy has no bfloat16 or float8: an array of unsigned integers of the same width stands for them."""
-    return isinstance(tensor, np.ndarray) and tensor.dtype == _UNSIGNED.get(element_bytes)
+    return isinstance(tensor, np.ndarray) and tensor.dtype == f"<u{element_bytes}"
 
 
 def _runs(planes: Planes, head_bytes: int, block_tokens: int) -> list[tuple[int, _Form]]:
@@ -389,14 +383,9 @@ def _run_form(tensor: Any, head_bytes: int, block_tokens: int) -> tuple[int, int
     return (stride, pages, of_head if heads > 1 else head_bytes) if is_run else None
 
 
-def _bytes_of_block(tensor: Any, block_tokens: int) -> int:
-    _, _, heads, width = tensor.shape
-    return int(heads * block_tokens * width * tensor.dtype.itemsize)
-
-
 def _as_unsigned(tensor: Any) -> Array:
     """A tensor's memory, which the caller holds."""
+    number = f"<u{tensor.dtype.itemsize}"
     if isinstance(tensor, np.ndarray):
-        return tensor.view(_UNSIGNED[tensor.dtype.itemsize])
-    number = _UNSIGNED[tensor.dtype.itemsize]
+        return tensor.view(number)
     return np.ndarray(tuple(tensor.shape), number, _MEMORY, tensor.data_ptr() - _FIRST_ADDRESS, strides(tensor))

@@ -54,6 +54,10 @@ class SliceForm(NamedTuple):
     padding: tuple[int, int]
 
 
+Form = SliceForm | None
+"""Of a layer slice in 8 bits; None for bytes as they are."""
+
+
 def slice_form(heads: int, tokens: int, widths: Sequence[int], element_bytes: int) -> SliceForm:
     """widths: of each plane. element_bytes: of a number of the pool, which is 2 or 4. tokens: a multiple of 64."""
     assert tokens % GROUP == 0 and element_bytes in (2, 4)

@@ -228,20 +228,6 @@ def _places(plane, pages, page_tokens, size, token, places):
 
 
 @_function
-def _collect(kind, address, step, row, count):
-    numbers = _row(kind, address, count * step)
-    for i in range(count):
-        row[i] = numbers[i * step]
-
-
-@_function
-def _spread(kind, row, address, step, count):
-    numbers = _row(kind, address, count * step)
-    for i in range(count):
-        numbers[i * step] = row[i]
-
-
-@_function
 def _extremes(kind, rows, width, low, high):
     """The least and the largest number of each channel, as ordered integers. Four rows at a time: each time low and
     high are read and written once."""
@@ -346,12 +332,6 @@ def _decode_tokens(kind, rows, start, width, share, codes_at, scales_at):
 
 
 @_inlined
-def _is_turned(plane, page_tokens):
-    is_turned = plane.token == 1 and plane.number != 1 and plane.axis == CHANNEL
-    return is_turned and page_tokens % GROUP == 0 and plane.width % GROUP == 0
-
-
-@_inlined
 def _swapped(one, other, shift, mask):
     part = uint64((uint64(one >> shift) ^ other) & mask)
     return uint64(one ^ uint64(part << shift)), uint64(other ^ part)
@@ -441,7 +421,8 @@ def _move(kind, planes, pages, page_tokens, heads, tokens, payload, skip, loads)
     for plane in planes:
         width, step = plane.width, plane.number
         share = GROUP if plane.axis == LATENT else width
-        is_turned = _is_turned(plane, page_tokens)
+        is_turned = plane.axis == CHANNEL and plane.token == 1 and step != 1
+        is_turned = is_turned and page_tokens % GROUP == 0 and width % GROUP == 0
         is_apart = step != 1 and not is_turned
         _places(plane, pages, page_tokens, size, skip, places)
         for head in range(heads):
@@ -452,7 +433,9 @@ def _move(kind, planes, pages, page_tokens, heads, tokens, payload, skip, loads)
                     if is_apart:
                         row = _row(kind, tile_at + token * widest * size, width)
                         if not loads:
-                            _collect(kind, rows[token], step, row, width)
+                            numbers = _row(kind, rows[token], width * step)
+                            for i in range(width):
+                                row[i] = numbers[i * step]
                         rows[token] = tile_at + token * widest * size
                 codes_at = payload + plane.codes_at + (head * tokens + group * GROUP) * width
                 found = _FINE
@@ -490,7 +473,9 @@ def _move(kind, planes, pages, page_tokens, heads, tokens, payload, skip, loads)
                 if loads and is_apart:
                     for token in range(start, GROUP):
                         place = places[group * GROUP + token] + plane.head * head * size
-                        _spread(kind, _row(kind, rows[token], width), place, step, width)
+                        row, numbers = _row(kind, rows[token], width), _row(kind, place, width * step)
+                        for i in range(width):
+                            numbers[i * step] = row[i]
     return _FINE
 
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from bisect import bisect_right
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -39,8 +40,8 @@ _log = logging.getLogger(__name__)
 
 
 class _Extent:
-    def __init__(self, address: int, size_bytes: int, writable: bool) -> None:
-        self.address, self.end, self.writable = address, address + size_bytes, writable
+    def __init__(self, address: int, end: int, writable: bool) -> None:
+        self.address, self.end, self.writable = address, end, writable
         self.is_pinned, self.holds = False, 0
 
 
@@ -51,8 +52,7 @@ class PinnedExtents:
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
         self._changed = threading.Condition()  # of a reentrant lock: a finalizer may run while it is held
-        self._starts: list[int] = []
-        self._extents: list[_Extent] = []
+        self._extents: list[_Extent] = []  # by their addresses
         self._known: Table | None = None  # until something changes
         self._leaving: deque[Callable[[], object]] = deque()
         self._waiting: deque[_Extent] = deque()  # to be registered
@@ -87,15 +87,11 @@ class PinnedExtents:
         of the last view calls. Memory that is known already is only looked up; what overlaps other memory is left out.
         """
         with self._changed:
-            at = bisect_right(self._starts, address)
-            if self._is_closed or any(
-                other.address < address + size_bytes and address < other.end
-                for other in self._extents[max(0, at - 1) : at + 1]
-            ):
+            end = address + size_bytes
+            if self._is_closed or any(one.address < end and address < one.end for one in self._extents):
                 return
-            extent = _Extent(address, size_bytes, writable)
-            self._starts.insert(at, address)
-            self._extents.insert(at, extent)
+            extent = _Extent(address, end, writable)
+            insort(self._extents, extent, key=attrgetter("address"))
             self._known = None
             self._waiting.append(extent)
             self._changed.notify_all()
@@ -220,8 +216,7 @@ class PinnedExtents:
         if extent.is_pinned:
             self._device.unregister(extent.address)
         with self._changed:
-            at = self._extents.index(extent)
-            del self._starts[at], self._extents[at]
+            self._extents.remove(extent)
             self._known = None
 
     def _run(self) -> None:

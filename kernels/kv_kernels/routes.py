@@ -22,7 +22,7 @@ import torch
 from kv_kernels import host, plain
 from kv_kernels.copies import BlockCopy
 from kv_kernels.host import Paged, Planes
-from kv_kernels.int8 import SliceForm
+from kv_kernels.int8_form import Form
 
 _log = getLogger(__name__)
 
@@ -30,7 +30,7 @@ _log = getLogger(__name__)
 class OnDevice(Protocol):
     """The route of one device: `device_copy.DeviceTransfers`, which a process without triton cannot import."""
 
-    def bind(self, form: SliceForm | None, paged: Paged) -> BlockCopy | None:
+    def bind(self, form: Form, paged: Paged) -> BlockCopy | None:
         """None if the pages are not for it."""
         ...
 
@@ -41,9 +41,9 @@ Devices = Callable[[torch.device], OnDevice | None]
 """The route of a device, made when it is first asked for; None if there is none, as for host memory."""
 
 
-def block_copy(form: SliceForm | None, paged: Paged, dtype: str, devices: Devices | None = None) -> BlockCopy:
-    """form: of a layer slice in 8 bits; None for bytes as they are. dtype: of the pool's numbers; arrays of numpy are
-    of integers of its width. Raises `ValueError` if strides are not whole numbers of elements."""
+def block_copy(form: Form, paged: Paged, dtype: str, devices: Devices | None = None) -> BlockCopy:
+    """dtype: of the pool's numbers; arrays of numpy are of integers of its width. Raises `ValueError` if strides are
+    not whole numbers of elements."""
     way = _way(paged.planes, devices)
     if way is None and all([host.is_host(plane) for layer in paged.planes for plane in layer]):
         if form is None:
@@ -56,17 +56,14 @@ def block_copy(form: SliceForm | None, paged: Paged, dtype: str, devices: Device
 
 def prepare_int8(dtypes: Iterable[str]) -> None:
     """Compile, which takes time at first. dtypes: `bfloat16`, `float16`, `float32`."""
-    loops = compiled_loops()
-    if loops is None:
-        _say_that_it_is_slow()
-        return
-    for dtype in dtypes:
-        loops.prepare(dtype)
+    if (loops := compiled_loops()) is not None:
+        for dtype in dtypes:
+            loops.prepare(dtype)
 
 
 @cache
 def compiled_loops() -> Any:
-    """`int8_loops`; None without numba.
+    """`int8_loops`; None without numba, which is said once.
 
     Imported when 8 bits are first asked for, and not with this file: it takes 0.2 s, and vLLM 0.31 and 0.32 cannot make
     a worker for a CPU in a process where llvmlite is loaded.
@@ -74,18 +71,14 @@ def compiled_loops() -> Any:
     from kv_kernels import compiled
 
     if not compiled.IS_USABLE:
+        _log.warning(
+            "numba is not installed, broken or switched off: 8-bit codecs on the CPU run some ten times slower; "
+            "pip install numba, or unset NUMBA_DISABLE_JIT"
+        )
         return None
     from kv_kernels import int8_loops
 
     return int8_loops
-
-
-@cache
-def _say_that_it_is_slow() -> None:
-    _log.warning(
-        "numba is not installed, broken or switched off: 8-bit codecs on the CPU run some ten times slower; "
-        "pip install numba, or unset NUMBA_DISABLE_JIT"
-    )
 
 
 def _way(planes: Planes, devices: Devices | None) -> OnDevice | None:

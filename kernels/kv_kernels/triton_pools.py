@@ -21,10 +21,11 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from kv_kernels.int8_form import GROUP, Axis, PlaneForm, SliceForm
-from kv_kernels.pools import PoolTable, on_device
-from kv_kernels.triton_digest import digest_copy
+from kv_kernels.int8_form import GROUP, Axis, Form, PlaneForm
+from kv_kernels.plain import PoolTable
+from kv_kernels.triton_digest import digest_copy, on_device
 
 WARPS = 4
 LARGEST_GRID = 2**31 - 1
@@ -52,51 +53,32 @@ class Reached(NamedTuple):
     `digest_keys`.
     """
 
-    addresses: torch.Tensor
+    addresses: Tensor
     at: int
-    digests: torch.Tensor
-    keys: torch.Tensor
+    digests: Tensor
+    keys: Tensor
 
 
 def save(
-    pools: PoolTable,
-    form: SliceForm | None,
-    table: torch.Tensor,
-    payloads: torch.Tensor,
-    status: torch.Tensor,
-    reached: Reached | None = None,
+    pools: PoolTable, form: Form, table: Tensor, payloads: Tensor, status: Tensor, reached: Reached | None = None
 ) -> None:
     """Put the blocks of `table` into payloads, into the current stream.
 
-    form: of a layer slice in 8 bits; None for bytes as they are. table: int32 or int64 [blocks, pages of a block] of
-    page ids, all of them in the pool. payloads: uint8 [blocks, bytes], rows at multiples of 16; a flat
-    scratch where others are reached. status: int64 [blocks] with any stride, zeroed by the caller: in 8 bits it gets
-    of each block the worst `Flaw` as its value, or stays 0. Nothing is promised about the payload of a block that is
-    not 0. Raises ValueError for too many blocks.
+    table: int32 or int64 [blocks, pages of a block] of page ids, all of them in the pool. payloads: uint8 [blocks,
+    bytes], rows at multiples of 16; a flat scratch where others are reached. status: int64 [blocks] with any stride,
+    zeroed by the caller: in 8 bits it gets of each block the worst `Flaw` as its value, or stays 0. Nothing is promised
+    about the payload of a block that is not 0. Raises ValueError for too many blocks.
     """
-    _launch(pools, form, table, payloads, status, reached, is_load=False)
+    _launch(False, pools, form, table, payloads, status, reached)
 
 
-def load(
-    pools: PoolTable,
-    form: SliceForm | None,
-    table: torch.Tensor,
-    payloads: torch.Tensor,
-    reached: Reached | None = None,
-) -> None:
+def load(pools: PoolTable, form: Form, table: Tensor, payloads: Tensor, reached: Reached | None = None) -> None:
     """The mirror of `save`. A page id of -1 leaves that page out; no page may be named twice."""
-    _launch(pools, form, table, payloads, table, reached, is_load=True)
+    _launch(True, pools, form, table, payloads, table, reached)
 
 
 def _launch(
-    pools: PoolTable,
-    form: SliceForm | None,
-    table: torch.Tensor,
-    payloads: torch.Tensor,
-    status: torch.Tensor,
-    reached: Reached | None,
-    *,
-    is_load: bool,
+    loads: bool, pools: PoolTable, form: Form, table: Tensor, payloads: Tensor, status: Tensor, reached: Reached | None
 ) -> None:
     blocks, block_pages = table.shape
     tokens, slices = block_pages * pools.page_tokens, blocks * pools.layers
@@ -120,7 +102,7 @@ def _launch(
     else:
         forms = [_form(plane) for plane in form.planes]
         places = [(plane.codes_at, plane.scales_at, plane.zeros_at) for plane in form.planes]
-        ends, pairs = (*form.gap, form.padding[0]), 0 if is_load else _pairs_at_once(pools, form.planes[0])
+        ends, pairs = (*form.gap, form.padding[0]), 0 if loads else _pairs_at_once(pools, form.planes[0])
     if pairs:
         forms[-1] = (*forms[-1][:3], min(64, pairs // _LANES * _PAIRS_TILE // forms[-1][2]))
     where = payloads, row_bytes, slice_bytes, table, table.stride(0), pools.addresses
@@ -132,7 +114,7 @@ def _launch(
         _move[(programs,)](
             *where, *shape, *lies, status, status.stride(0), ends, 0, slices,
             addresses, at, digests, digests.stride(0), keys,
-            REACHED=0 if reached is None else slice_bytes, LOADS=is_load, PAGE_TOKENS=pools.page_tokens,
+            REACHED=0 if reached is None else slice_bytes, LOADS=loads, PAGE_TOKENS=pools.page_tokens,
             INTEGER=INTEGERS[pools.dtype.itemsize], ALIGNED=pools.aligned,
             KIND="raw" if form is None else _KINDS[pools.dtype], PAIRS=pairs, FORMS=tuple(forms),
             num_warps=pairs // _LANES or WARPS, enable_fp_fusion=False,
@@ -235,7 +217,10 @@ def _move_line(
         FORM: tl.constexpr = FORMS[plane]
         WIDTH: tl.constexpr = FORM[1]
         lies, place = strides[plane], places[plane]
-        pool = _pool_at(addresses + plane, INTEGER, ALIGNED) + head * lies[2]
+        pool = tl.load(addresses + plane).to(tl.pointer_type(INTEGER))
+        if ALIGNED:
+            pool = tl.multiple_of(pool, 16)
+        pool += head * lies[2]
         if KIND == "raw":
             _move_numbers(pool, lies, row, group, tokens, numbers + head * tokens * WIDTH, LOADS, PAGE_TOKENS, FORM)
             numbers += heads * tokens * WIDTH
@@ -281,15 +266,6 @@ def _pages_of(row, token, TOKENS: tl.constexpr, PAGE_TOKENS: tl.constexpr):
     """The page of each of TOKENS tokens from `token` on, and its place in that page."""
     tokens = token + tl.arange(0, TOKENS)
     return tl.load(row + tokens // PAGE_TOKENS).to(tl.int64), (tokens % PAGE_TOKENS).to(tl.int64)
-
-
-@triton.jit
-def _pool_at(address, INTEGER: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a plane of a layer begins."""
-    pool = tl.load(address).to(tl.pointer_type(INTEGER))
-    if ALIGNED:
-        pool = tl.multiple_of(pool, 16)
-    return pool
 
 
 @triton.jit
@@ -413,7 +389,7 @@ def _move_tokens(
                 tl.store(there, _to_bits(codes * scale[:, None], KIND), mask=wanted)
             else:
                 bits = tl.load(there, mask=inside, other=0)
-                largest = tl.max(_magnitude(bits, KIND), 1)
+                largest = tl.max(bits.to(tl.int32) & (0x7FFFFFFF if KIND == "fp32" else 0x7FFF), 1)
                 scale = _scale_up(tl.div_rn(_of_ordered(largest, KIND), tl.full([TOKENS], 127.0, tl.float32)))
                 _report(state, largest >= _infinity(KIND), scale)
                 codes = _steps(_to_float(bits, KIND) * _inverse(scale)[:, None], -127.0, 127.0)
@@ -470,11 +446,6 @@ def _inverse(scale):
 @triton.jit
 def _steps(y, least, most):
     return tl.floor(tl.minimum(tl.maximum(y, least), most) + 0.5)
-
-
-@triton.jit
-def _magnitude(bits, KIND: tl.constexpr):
-    return bits.to(tl.int32) & (0x7FFFFFFF if KIND == "fp32" else 0x7FFF)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from kv_kernels import triton_digest, triton_pools
 from kv_kernels.int8_form import KC64, slice_form
-from kv_kernels.pools import PoolTable
+from kv_kernels.plain import PoolTable
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -378,12 +378,12 @@ def test_both_ways_are_measured_and_one_that_moves_other_bytes_is_not_taken(monk
     assert all(one.reached_gb_per_second > 0 for one in right)
     launch = triton_pools._launch
 
-    def wrong(pools: Any, form: Any, table: Any, payloads: Any, status: Any, reached: Any, **how: Any) -> None:
-        launch(pools, form, table if reached is None else table.flip(1), payloads, status, reached, **how)
+    def wrong(loads: bool, pools: Any, form: Any, table: Any, payloads: Any, status: Any, reached: Any) -> None:
+        launch(loads, pools, form, table if reached is None else table.flip(1), payloads, status, reached)
 
-    def nothing(*given: Any, **how: Any) -> None:
+    def nothing(*given: Any) -> None:
         if given[-1] is None:
-            launch(*given, **how)
+            launch(*given)
 
     for reaching in (wrong, nothing):
         monkeypatch.setattr(triton_pools, "_launch", reaching)

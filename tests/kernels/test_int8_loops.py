@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_kernels import int8_loops, plain, routes
+from kv_kernels import compiled, int8_loops, plain, routes
 from kv_kernels.copies import Flaw
 from kv_kernels.host import Paged
 from kv_kernels.int8_form import Axis, SliceForm, slice_form
@@ -149,9 +150,9 @@ def test_both_routes_write_the_same_bytes_and_the_same_pages(
     form = slice_form(heads, tokens, widths, DTYPES[dtype].itemsize)
     block = chance.randrange(2)
     spans, around = zip(*[room(form, len(layers)) for _ in range(2)], strict=True)
-    compiled = int8_loops.Int8Copy(form, Paged(layers, table, page_tokens, tokens), dtype)
+    loops = int8_loops.Int8Copy(form, Paged(layers, table, page_tokens, tokens), dtype)
     other = plain.PlainCopy(form, Paged(layers, table, page_tokens, tokens))
-    digests = compiled.encode_block(block * tokens, spans[0], digest)
+    digests = loops.encode_block(block * tokens, spans[0], digest)
     assert digests == other.encode_block(block * tokens, spans[1], digest)
     assert all((memory[:64] == CANARY).all() and (memory[-64:] == CANARY).all() for memory in around)
     if not isinstance(digests, list):
@@ -319,9 +320,9 @@ def test_without_numba_it_is_said_once_and_the_bytes_are_the_same(
     layer = [numbers("plain", (2, 64, 2, 8), torch.bfloat16, seed) for seed in (1, 2)]
     arrays = [plane.view(torch.uint16).numpy() for plane in layer]
     payloads = []
-    loops = routes.compiled_loops
     for has_loops in (True, False):
-        monkeypatch.setattr(routes, "compiled_loops", loops if has_loops else lambda: None)
+        monkeypatch.setattr(compiled, "IS_USABLE", has_loops)
+        monkeypatch.setattr(routes, "compiled_loops", cache(routes.compiled_loops.__wrapped__))
         for planes in (layer, arrays):
             routes.prepare_int8(["bfloat16"])
             span, memory = room(form, 1)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kv_kernels import int8, plain, triton_pools
 from kv_kernels.int8 import dequantize, quantize
 from kv_kernels.int8_form import Axis, SliceForm, slice_form
-from kv_kernels.pools import PoolTable
+from kv_kernels.plain import PoolTable
 from paged_memory import DEVICE, Case, Memory, kernels_can_run, ones, page_table, random_bits
 
 __all__ = ["kernels_can_run"]
@@ -198,7 +198,7 @@ def test_planes_that_make_no_table(planes: Any, said: str) -> None:
 
 @pytest.mark.slow
 def test_without_triton_all_but_the_kernels_can_be_imported() -> None:
-    program = "import sys; sys.modules['triton'] = None; from kv_kernels import host, int8, plain, pools"
+    program = "import sys; sys.modules['triton'] = None; from kv_kernels import host, int8, plain"
     subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": PATH}, timeout=120, check=True)
 
 
