@@ -4,8 +4,7 @@ Each stream is a queue. A seeded scheduler runs its operations one at a time: so
 waits for them, in any order that streams and events allow. What each operation reads and writes is checked with vector
 clocks (`happens_before`), so that a missing wait is found in every order, also in those where the bytes come out right.
 
-    in a kernel     call `run` with its body, as a launch puts a kernel into the current stream; the body has addresses
-                    of what it reads, and owns none of it
+    in a kernel     what a transfer launches runs when its turn comes
     in host code    `host_read`, `host_write`, `take` and `release` say what it does with which memory; `acting` says
                     which thread it is
 
@@ -120,25 +119,20 @@ class ChaosStream:
                 ctypes.memmove(target, source, size)
 
     def launch(self, work: Any) -> None:
-        """A transfer's launch, bound to its arguments. Where it fails, what it had launched runs all the same."""
+        """A transfer's launch, bound to its arguments. Where it is to fail, it runs all the same."""
         staged, frames, layers = work.args
-        bodies: list[Callable[[], object]] = []
-        has_failed = True
-        try:
-            with self.device.launching(bodies):
-                work()
-            has_failed = False
-        finally:
-            if bodies or not has_failed:
-                pages, tables, findings, slots = self.device.touched(work.func.__self__, frames, layers)
-                sources, targets = [region(staged)], pages
-                if staged.dim() == 1:  # a kernel that reaches the slots itself, through a scratch
-                    sources, findings = slots, [*findings, region(staged)]
-                    if not all(map(self.device.reaches, slots)):
-                        raise Pageable(f"a kernel in {self.name} reaches slots that are not pinned")
-                if self.name.startswith(Direction.SAVE.value):
-                    sources, targets = targets, sources
-                self._put("runs a kernel", reads=[*sources, *tables], writes=[*targets, *findings], bodies=bodies)
+        pages, tables, findings, slots = self.device.touched(work.func.__self__, frames, layers)
+        sources, targets = [region(staged)], pages
+        if staged.dim() == 1:  # a kernel that reaches the slots itself, through a scratch
+            sources, findings = slots, [*findings, region(staged)]
+            if not all(map(self.device.reaches, slots)):
+                raise Pageable(f"a kernel in {self.name} reaches slots that are not pinned")
+        if self.name.startswith(Direction.SAVE.value):
+            sources, targets = targets, sources
+        self._put("runs a kernel", reads=[*sources, *tables], writes=[*targets, *findings], bodies=[work])
+        self.device.launches += 1
+        if (error := self.device.failures.get(self.device.launches)) is not None:
+            raise error
 
     def step(self, body: Callable[[], object], reads: Sequence[Region] = (), writes: Sequence[Region] = ()) -> None:
         """Work of the engine's own, or of a test's."""
@@ -209,7 +203,8 @@ class ChaosDevice:
         self._memory: list[torch.Tensor] = []
         self._threads: dict[str, Clock] = {}
         self._acting = threading.local()
-        self._bodies: list[Callable[[], object]] | None = None
+        self.launches = 0
+        self.failures: dict[int, BaseException] = {}  # of launches, by their number from 1 on: they raise
         self._found: HazardError | None = None
 
     def lanes(self, direction: Direction) -> Sequence[ChaosStream]:
@@ -227,7 +222,9 @@ class ChaosDevice:
 
     def tables(self, size_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Given back where the last holder lets go: the device's in the order of the compute stream, as torch does."""
-        device, host = self.memory(size_bytes), self.pinned(size_bytes)
+        device, host = self.memory(size_bytes), self.memory(size_bytes)
+        with self.lock:
+            self._registered[host.data_ptr()] = size_bytes
         given = device.view(-1), host.view(-1)
         weakref.finalize(given[0], self._give_back, partial(self._compute.release, [region(device)])).atexit = False
         weakref.finalize(given[1], self._give_back, partial(self.release, [region(host)], "frees")).atexit = False
@@ -238,18 +235,7 @@ class ChaosDevice:
         with suppress(HazardError):  # which every later call raises; this is a finalizer
             release()
 
-    def run(self, body: Callable[[], object]) -> None:
-        """In a kernel's `work`: this is what it does when its turn comes."""
-        assert self._bodies is not None, "inside of a launch"
-        self._bodies.append(body)
-
     # --- host memory
-
-    def pinned(self, size_bytes: int) -> torch.Tensor:
-        memory = self.memory(size_bytes)
-        with self.lock:
-            self._registered[memory.data_ptr()] = size_bytes
-        return memory
 
     def register(self, address: int, size_bytes: int, *, writable: bool) -> str:
         refusal = self._refuse(address, size_bytes, writable)
@@ -363,16 +349,6 @@ class ChaosDevice:
         while self._random.random() < self._eagerness and self._step(self._ready()):
             pass
         self._raise()
-
-    @contextmanager
-    def launching(self, bodies: list[Callable[[], object]]) -> Iterator[None]:
-        """`run` adds to these."""
-        with self.lock:
-            self._bodies = bodies
-            try:
-                yield
-            finally:
-                self._bodies = None
 
     def note(self, operation: _Operation) -> None:
         """It is put into a stream. Raises `HazardError` for what no order makes right."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kv_kernels import triton_pools
-from kv_kernels.pools import PoolTable
+from kv_kernels.plain import PoolTable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -41,7 +41,7 @@ class Moved(Transfer):
     ) -> None:
         at_once = engine.random.choice([1, 1 << 40]) if direction is Direction.SAVE else 1 << 40
         super().__init__(engine.movers[direction], np.array(slots, np.int64), slices or engine.slices(), at_once)
-        self.pages, self._engine, self._direction = pages, engine, direction
+        self.pages, self._engine = pages, engine
         self.table, _ = engine.chaos.tables(4 * len(pages))
         self._region = region(self.table)
         self.table.view(torch.int32).copy_(torch.tensor(pages, dtype=torch.int32))
@@ -59,24 +59,18 @@ class Moved(Transfer):
         return all(event.query() for _, event in self.ends)
 
     def launch(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
-        engine, direction, table = self._engine, self._direction, self._region
-        address = staged.data_ptr()
-
-        def body() -> None:
-            numbers = host_tensor(*table).view(torch.int32)[frames.start * PAGES : frames.stop * PAGES].tolist()
-            held = host_tensor(address, len(frames) * layers.size_bytes).view(len(frames), layers.size_bytes)
-            head = 0 if layers.offset_bytes else HEADER_BYTES
-            held = held[:, head:].unflatten(1, (layers.stop - layers.first, PAGES, PAGE_BYTES))
-            for layer in range(layers.first, layers.stop):
-                for at, page in enumerate(numbers):
-                    inside = held[at // PAGES, layer - layers.first, at % PAGES]
-                    outside = engine.pool[layer, page]
-                    target, source = (outside, inside) if direction is Direction.LOAD else (inside, outside)
-                    target.copy_(source)
-            if direction is Direction.SAVE and head:
-                host_tensor(address, len(frames) * layers.size_bytes).view(len(frames), -1)[:, :head] = 0
-
-        engine.chaos.run(body)
+        pool, count = self._engine.pool, len(frames)
+        numbers = host_tensor(*self._region).view(torch.int32)[frames.start * PAGES : frames.stop * PAGES].tolist()
+        held = staged.view(count, layers.size_bytes)
+        head = 0 if layers.offset_bytes else HEADER_BYTES
+        pages = held[:, head:].unflatten(1, (layers.stop - layers.first, PAGES, PAGE_BYTES))
+        for layer in range(layers.first, layers.stop):
+            for at, page in enumerate(numbers):
+                inside, outside = pages[at // PAGES, layer - layers.first, at % PAGES], pool[layer, page]
+                target, source = (outside, inside) if self.mover.loads else (inside, outside)
+                target.copy_(source)
+        if not self.mover.loads and head:
+            held[:, :head] = 0
 
     def touched(self, frames: range, layers: LayerSlice) -> tuple[list[Region], ...]:
         pages = self.pages[frames.start * PAGES : frames.stop * PAGES]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kv_bench.measure import Say, Turn, against, rate_row, timed
-from kv_kernels.int8 import GROUP, KC64, slice_form
+from kv_kernels.int8_form import GROUP, KC64, slice_form
 from kvstore.block.codec import CODECS, RawCodec, codec_named
 from kvstore.block.errors import BadInput
 from kvstore.block.layout import Layout
@@ -57,7 +57,7 @@ def result_of(*modes: Mode) -> BenchResult:
 def size_rows() -> list[Row]:
     rows, pool_bits, dtype = [], 8.0 * POOL_DTYPE.itemsize, str(POOL_DTYPE).removeprefix("torch.")
     for shape, (heads, widths) in SHAPES.items():
-        form = slice_form(KC64, heads, GROUP, widths, POOL_DTYPE.itemsize)
+        form = slice_form(heads, GROUP, widths, POOL_DTYPE.itemsize)
         small, bound = 8 * form.size_bytes / (heads * GROUP * sum(widths)), BOUND if len(widths) > 1 else LATENT_BOUND
         for codec, bits, off_by in ((RAW, pool_bits, "exact"), (KC64, small, bound)):
             what, beside = {"codec": codec, "kv": shape}, (dtype, int(pool_bits), pool_bits / bits)

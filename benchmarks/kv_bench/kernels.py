@@ -28,9 +28,10 @@ from kv_bench.script import one_of
 from kv_kernels import gpu, plain, triton_digest, triton_pools
 from kv_kernels.cuda import Direction, host_tensor
 from kv_kernels.device_copy import SEGMENT_BYTES, DeviceTransfers, Moving
+from kv_kernels.host import Paged
 from kv_kernels.int8_form import KC64, SliceForm
 from kv_kernels.pinned import PinnedExtents
-from kv_kernels.pools import PoolTable
+from kv_kernels.plain import PoolTable
 from kv_kernels.transfer import LayerSlice, PageMover, Transfer, layer_slices
 from kvstore.block.codec import codec_named
 from kvstore.block.payload import RAW, int8_form
@@ -301,8 +302,8 @@ def _planned(codec: str, blocks: int, options: KernelsOptions, layers_at_once: i
     size, pages = frame_bytes(payload_bytes(shape, codec)), blocks * shape.block_tokens // page_tokens
     ways = DeviceTransfers(cast(Any, device))
     plane = torch.empty(pages, page_tokens, shape.kv_heads, shape.head_dim, dtype=torch.bfloat16)
-    how = form_of(shape, codec), [[plane, plane]] * shape.layers, range(pages), page_tokens, shape.block_tokens
-    copy: Any = ways.bind(*how)
+    paged = Paged([[plane, plane]] * shape.layers, range(pages), page_tokens, shape.block_tokens)
+    copy: Any = ways.bind(form_of(shape, codec), paged)
     if layers_at_once:
         copy.layers = layer_slices(shape.layers, copy.slice_bytes, layers_at_once)
     order = np.random.default_rng(1).permutation(blocks)

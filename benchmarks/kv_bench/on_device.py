@@ -138,15 +138,11 @@ class AtOnceDevice:
     def launch(self, work: Any) -> None:
         work()
 
-    run = launch
-
     def memory(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8)
 
-    pinned = memory
-
     def tables(self, size_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.memory(size_bytes), self.pinned(size_bytes)
+        return self.memory(size_bytes), self.memory(size_bytes)
 
     def register(self, address: int, size_bytes: int, *, writable: bool) -> str:
         return ""

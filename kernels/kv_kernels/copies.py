@@ -20,22 +20,24 @@ class Flaw(Enum):
 
 Digest = Callable[..., bytes]
 """Of one or several buffers taken as one: 16 bytes."""
+Digests = Sequence[Sequence[bytes]]
+"""Of each block in order those of its layer slices."""
 Encoded = Generator[list[bytes] | Flaw, None, None]
 """Of each block in order the digests of its layer slices, or why it cannot be written, which then comes last."""
 
 
 class Span(Protocol):
-    """A payload in this process's memory."""
+    """A payload in this process's memory: where it starts, and its bytes, writable where a block is encoded into it."""
 
     @property
-    def address(self) -> int:
-        """Where it starts."""
-        ...
+    def address(self) -> int: ...
 
     @property
-    def view(self) -> memoryview:
-        """All of its bytes, writable where a block is encoded into it."""
-        ...
+    def view(self) -> memoryview: ...
+
+
+Spans = Sequence[Span]
+"""Of each block its payload."""
 
 
 class BlockCopy(Protocol):
@@ -45,7 +47,7 @@ class BlockCopy(Protocol):
     the part's group. A token here, and in all of `kv_kernels`, is one row of a plane, whatever that covers.
     """
 
-    def encode(self, tokens: Sequence[int], into: Sequence[Span], digest: Digest) -> Encoded:
+    def encode(self, tokens: Sequence[int], into: Spans, digest: Digest) -> Encoded:
         """Encode blocks; yields for each in order the digest of every layer slice. For a block that the codec cannot
         write it yields the reason and ends: the payloads of that block and of those after it are garbage.
 
@@ -54,14 +56,7 @@ class BlockCopy(Protocol):
         """
         ...
 
-    def decode(
-        self,
-        payloads: Sequence[Span],
-        tokens: Sequence[int],
-        skip: int,
-        expected: Sequence[Sequence[bytes]],
-        digest: Digest,
-    ) -> int:
+    def decode(self, payloads: Spans, tokens: Sequence[int], skip: int, expected: Digests, digest: Digest) -> int:
         """Decode blocks into the pages and compare the digest of a private copy of every layer slice with `expected`.
         Returns how many leading blocks are good: those before the first one with a digest that differs.
 

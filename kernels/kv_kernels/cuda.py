@@ -81,14 +81,10 @@ class CudaDevice:
             )
         self._device = torch.device("cuda", index)
         self._copies = CopyBatch(ctypes.CDLL("libcuda.so.1"))
-        self._lanes = {
-            direction: [CudaStream(torch.cuda.Stream(self._device, priority=_HIGH), self._copies) for _ in range(LANES)]
-            for direction in Direction
-        }
 
     def lanes(self, direction: Direction) -> Sequence[CudaStream]:
-        """`LANES` streams of high priority, the same each time."""
-        return self._lanes[direction]
+        """`LANES` new streams of high priority."""
+        return [CudaStream(torch.cuda.Stream(self._device, priority=_HIGH), self._copies) for _ in range(LANES)]
 
     def compute(self) -> CudaStream:
         """The stream into which the engine puts work now, as the calling thread sees it."""
@@ -105,16 +101,9 @@ class CudaDevice:
         """New memory of the device and page-locked memory, flat uint8, from what torch keeps. The compute stream may
         still use the device's: the first work on it must wait for that stream. Both must be held until all work on them
         is over. Raises RuntimeError if there is none."""
-        return torch.empty(size_bytes, dtype=torch.uint8, device=self._device), self.pinned(size_bytes)
-
-    def run(self, body: Callable[[], object]) -> None:
-        """Inside of a launch's work: start kernels, in the launch's stream."""
-        body()
-
-    def pinned(self, size_bytes: int) -> torch.Tensor:
-        """New page-locked memory, flat uint8. Raises RuntimeError if there is none."""
         with torch.cuda.device(self._device):
-            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+            host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self._device), host
 
     def register(self, address: int, size_bytes: int, *, writable: bool) -> str:
         """Page-lock existing memory; returns nothing, or why it was refused. Read-only mappings need a flag that not

@@ -13,7 +13,7 @@ before the host has waited for it; pages of a block that is not good hold garbag
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, chain
 from math import gcd
@@ -25,11 +25,12 @@ import torch
 
 from kv_kernels import plain, triton_pools
 from kv_kernels.compiled import IS_USABLE, compiled
-from kv_kernels.copies import BlockCopy, Digest, Encoded, Flaw
+from kv_kernels.copies import BlockCopy, Digest, Digests, Encoded, Flaw, Spans
 from kv_kernels.cuda import CudaDevice, CudaStream, Direction, Rows
-from kv_kernels.int8_form import ALIGN_BYTES, GROUP, SliceForm
+from kv_kernels.host import Paged, Planes
+from kv_kernels.int8_form import ALIGN_BYTES, GROUP, Form
 from kv_kernels.pinned import PinnedExtents
-from kv_kernels.pools import RAW_BYTES, PoolTable
+from kv_kernels.plain import PoolTable
 from kv_kernels.transfer import LayerSlice, PageMover, Transfer, layer_slices
 from kv_kernels.triton_digest import SHORTEST_BYTES, digest_keys, digest_slices
 from kv_kernels.triton_pools import REACHING
@@ -51,41 +52,30 @@ _log = logging.getLogger(__name__)
 class DeviceCopy:
     """Bound to pages, as `copies.BlockCopy`. Holds their tensors for as long as it lives."""
 
-    def __init__(
-        self,
-        ways: DeviceTransfers,
-        form: SliceForm | None,
-        planes: Sequence[Sequence[torch.Tensor]],
-        table: Sequence[int],
-        block_tokens: int,
-        other: Callable[[], BlockCopy],
-    ) -> None:
-        """form: of a layer slice in 8 bits; None for bytes as they are. planes: per layer slice, per plane, [pages,
-        page_tokens, heads, width] on the device; table: physical pages. other: another route, for when this one takes
-        no more. Raises ValueError with the reason where these pages are not for this route."""
+    def __init__(self, ways: DeviceTransfers, form: Form, paged: Paged) -> None:
+        """Raises ValueError with the reason where these pages are not for this route."""
+        planes, table, page_tokens, block_tokens = paged
+        self._other = partial(plain.PlainCopy, form, paged)
         self.slice_bytes = plain.slice_bytes(planes[0], block_tokens, form)
-        self._page_tokens = planes[0][0].shape[1]
-        if form is None and self._page_tokens == block_tokens:
+        if form is None and page_tokens == block_tokens:
             planes = _in_rows(planes)
         self.pools = PoolTable.of(planes, torch.empty(len(planes), len(planes[0]), dtype=torch.int64, device="meta"))
-        if form is None and self.pools.dtype.itemsize not in RAW_BYTES:
+        if self.pools.dtype.itemsize not in triton_pools.INTEGERS:
             raise ValueError(f"numbers of {self.pools.dtype.itemsize} bytes")
         if self.slice_bytes % ALIGN_BYTES or (form is not None and block_tokens % GROUP):
             raise ValueError(f"blocks of {block_tokens} tokens, layer slices of {self.slice_bytes} bytes")
         if not SHORTEST_BYTES <= self.slice_bytes <= ways.segment_bytes:
             room = f"{SHORTEST_BYTES} to {ways.segment_bytes} are possible"
             raise ValueError(f"layer slices of {self.slice_bytes} bytes, where {room}")
-        self.ways = ways
-        self.form = form
-        self._other = other
-        self._table = np.array(table, np.int64)
+        self.ways, self.form = ways, form
+        self._table, self._page_tokens = np.array(table, np.int64), page_tokens
         self.addresses = np.array([[plane.data_ptr() for plane in layer] for layer in planes], np.int64)
-        self._block_pages = block_tokens // self._page_tokens
+        self._block_pages = block_tokens // page_tokens
         at_once = min(len(planes), ways.segment_bytes // self.slice_bytes)
         self.layers = layer_slices(len(planes), self.slice_bytes, at_once)
         self.blocks_at_once = max(1, ways.segment_bytes // (self.slice_bytes * len(planes)))
 
-    def encode(self, tokens: Sequence[int], into: Sequence[Any], digest: Digest) -> Encoded:
+    def encode(self, tokens: Sequence[int], into: Spans, digest: Digest) -> Encoded:
         """As `BlockCopy.encode`. digest: XXH3-128, which the device takes by itself."""
         if not tokens:
             return
@@ -101,14 +91,7 @@ class DeviceCopy:
         if not is_begun:
             yield from self._other().encode(tokens, into, digest)
 
-    def decode(
-        self,
-        payloads: Sequence[Any],
-        tokens: Sequence[int],
-        skip: int,
-        expected: Sequence[Sequence[bytes]],
-        digest: Digest,
-    ) -> int:
+    def decode(self, payloads: Spans, tokens: Sequence[int], skip: int, expected: Digests, digest: Digest) -> int:
         """As `BlockCopy.decode`. digest: XXH3-128, which the device takes by itself."""
         if not tokens:
             return 0
@@ -125,11 +108,11 @@ class DeviceCopy:
                 )
         return self._other().decode(payloads, tokens, skip, expected, digest)
 
-    def addresses_of(self, payloads: Sequence[Any]) -> Rows:
+    def addresses_of(self, payloads: Spans) -> Rows:
         """int64 [payloads]."""
         return np.fromiter(map(_address_of, payloads), np.int64, len(payloads))
 
-    def _begins(self, moving: Moving, payloads: Sequence[Any]) -> bool:
+    def _begins(self, moving: Moving, payloads: Spans) -> bool:
         """Start it. Memory of payloads that is new is page-locked soon, for the transfers after this one."""
         is_begun = moving.start()
         for memory in () if moving.is_known else set(map(_memory_of, payloads)):
@@ -178,10 +161,12 @@ class Moving(Transfer):
     def __init__(self, copy: DeviceCopy, rows: Rows, payloads: Rows, direction: Direction) -> None:
         """rows: the page table. payloads: addresses of the blocks' payloads, int64 [blocks]. Raises RuntimeError if
         there is no memory, or the device has failed."""
-        is_load, blocks, pools = direction is Direction.LOAD, len(rows), copy.pools
-        at_once = blocks if is_load else copy.blocks_at_once  # what is saved is used segment by segment
+        blocks, pools = len(rows), copy.pools
+        at_once = (
+            blocks if direction is Direction.LOAD else copy.blocks_at_once
+        )  # what is saved is used segment by segment
         super().__init__(copy.ways.movers[direction], payloads, copy.layers, at_once)
-        self.copy, self.pages, self.payloads, self._is_load = copy, rows, payloads, is_load
+        self.copy, self.pages, self.payloads = copy, rows, payloads
         takes = copy.ways.reaches(direction, copy.form is not None, copy.slice_bytes * pools.layers)
         programs = copy.ways.programs
         have_work = min(blocks, at_once) * pools.layers >= programs
@@ -202,7 +187,8 @@ class Moving(Transfer):
         told[starts[2] : starts[2] + blocks] = payloads
         told[starts[3] :] = 0
         copy.ways.device.copy(np.array([[self._places[1]], [told.ctypes.data], [told.nbytes]]))
-        self.pools = [pools.part(part.first, part.stop, addresses) for part in copy.layers]
+        cuts = [slice(part.first, part.stop) for part in copy.layers]
+        self.pools = [pools._replace(planes=pools.planes[cut], addresses=addresses[cut]) for cut in cuts]
         self._told_bytes = told.nbytes
         self._found = [(8 * start, 8 * shape[1]) for start, shape in zip(starts[3:5], shapes[3:], strict=True)]
 
@@ -223,26 +209,21 @@ class Moving(Transfer):
         stream.copy(np.array([*self._places, self._told_bytes]).reshape(3, 1))
 
     def launch(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
-        self.copy.ways.device.run(partial(self._launch, staged, slice(frames.start, frames.stop), layers))
-
-    def _launch(self, staged: torch.Tensor, rows: slice, layers: LayerSlice) -> None:
-        copy, at = self.copy, self.copy.layers.index(layers)
+        copy, at, rows = self.copy, self.copy.layers.index(layers), slice(frames.start, frames.stop)
         how = self.pools[at], copy.form, self.table[rows], staged
         digests, status = self.digests[rows, layers.first : layers.stop], self.status[rows, at]
         reached = None
         if staged.dim() == 1:
             reached = triton_pools.Reached(self.places[rows], layers.offset_bytes, digests, copy.ways.keys)
-        if not self._is_load:
+        if not self.mover.loads:
             triton_pools.save(*how, status, reached)
         if reached is None:
             digest_slices(staged, copy.slice_bytes, digests, copy.ways.keys)
-        if self._is_load:
+        if self.mover.loads:
             triton_pools.load(*how, reached)
 
     def bring(self, frames: range, stream: CudaStream) -> None:
-        device_at, host_at = self._places
-        targets = [host_at + start + row_bytes * frames.start for start, row_bytes in self._found]
-        stream.copy(self._found_rows(targets, device_at, frames))
+        stream.copy(self._found_rows(frames))
 
     def found(self, number: int) -> tuple[list[int], bytes]:
         """Of each block of an end, once it is there: the status, and the digests of all its layer slices."""
@@ -251,17 +232,20 @@ class Moving(Transfer):
         blocks = self.ends[number][0]
         status = np.empty((len(blocks), len(self.copy.layers)), np.int64)
         digests = np.empty((len(blocks), self.copy.pools.layers, 2), np.int64)
-        targets = [array.ctypes.data for array in (status, digests)]
-        self.copy.ways.device.copy(self._found_rows(targets, self._places[1], blocks))
+        rows = self._found_rows(blocks)
+        rows[:2] = [[status.ctypes.data, digests.ctypes.data], rows[0].tolist()]
+        self.copy.ways.device.copy(rows)
         halves = digests[..., ::-1].astype(">i8")  # as frames have them: the high one first
         return status.max(1).tolist(), halves.tobytes()
 
-    def _found_rows(self, targets: Sequence[int], base: int, blocks: range) -> Rows:
-        rows = [(base + start + row_bytes * blocks.start, row_bytes * len(blocks)) for start, row_bytes in self._found]
-        return np.array([(target, *row) for target, row in zip(targets, rows, strict=True)], np.int64).T.copy()
+    def _found_rows(self, blocks: range) -> Rows:
+        """From the device's tables to the host's."""
+        device_at, host_at = self._places
+        rows = [(start + row_bytes * blocks.start, row_bytes * len(blocks)) for start, row_bytes in self._found]
+        return np.array([(host_at + at, device_at + at, size) for at, size in rows], np.int64).T.copy()
 
 
-def _in_rows(planes: Sequence[Sequence[torch.Tensor]]) -> Sequence[Sequence[torch.Tensor]]:
+def _in_rows(planes: Planes) -> Planes:
     """Pages that are blocks of few rows, as states are, seen as many short rows, one program for 64 of them. As they
     are where they differ, or a page is not one run in the payload's order."""
     shapes = [plane.shape[1:] for plane in planes[0]]
@@ -313,19 +297,10 @@ class DeviceTransfers:
     def reaches(self, direction: Direction, is_int8: bool, payload_bytes: int) -> bool:
         return self._reaching.get((direction, is_int8, payload_bytes >= LARGE_BYTES), False)
 
-    def bind(
-        self,
-        form: SliceForm | None,
-        planes: Sequence[Sequence[torch.Tensor]],
-        table: Sequence[int],
-        page_tokens: int,
-        block_tokens: int,
-    ) -> BlockCopy | None:
-        """form: of a layer slice in 8 bits, where planes are of the dtype that is quantized; None for bytes as they
-        are. None where these pages are not for this route."""
-        other = partial(plain.PlainCopy, form, planes, table, page_tokens, block_tokens)
+    def bind(self, form: Form, paged: Paged) -> BlockCopy | None:
+        """None where these pages are not for this route."""
         try:
-            return DeviceCopy(self, form, planes, table, block_tokens, other)
+            return DeviceCopy(self, form, paged)
         except ValueError as error:
             reason = " ".join(str(error).split())
         if reason not in self._refused:

@@ -30,6 +30,7 @@ import torch
 
 from kv_kernels.cuda import CudaDevice, Direction, host_tensor
 from kv_kernels.device_copy import DeviceTransfers
+from kv_kernels.host import Paged
 from kv_kernels.int8_form import KC64, SliceForm, slice_form
 from kv_kernels.pinned import Leave
 
@@ -67,35 +68,29 @@ def on_cuda(index: int, *, learns: bool = True) -> DeviceTransfers:
     return ways
 
 
-def asked(index: int) -> list[Measured]:
-    """Measured by a process of its own. Raises RuntimeError where that does not end well."""
+def _learn(ways: DeviceTransfers, index: int) -> None:
+    """From a process of its own."""
     command = [sys.executable, "-P", "-m", "kv_kernels.gpu", str(index)]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS)
-        return [Measured(**one) for one in json.loads(done.stdout.splitlines()[-1])]
+        found = [Measured(**one) for one in json.loads(done.stdout.splitlines()[-1])]
     except (OSError, subprocess.SubprocessError) as error:
         reason = type(error).__name__
     except (ValueError, TypeError, IndexError):
         reason = next(reversed(done.stderr.splitlines()), f"status {done.returncode}")
-    raise RuntimeError(f"GPU {index} was not measured, and is served by copies: {reason}")
-
-
-def _learn(ways: DeviceTransfers, index: int) -> None:
-    try:
-        found = asked(index)
-    except RuntimeError as error:
-        _log.warning("%s", error)
+    else:
+        for one in found:
+            is_faster = one.reached_gb_per_second > one.copied_gb_per_second
+            ways.take(Direction(one.direction), one.codec == KC64, one.payload_bytes, reaches=is_faster)
         return
-    for one in found:
-        is_faster = one.reached_gb_per_second > one.copied_gb_per_second
-        ways.take(Direction(one.direction), one.codec == KC64, one.payload_bytes, reaches=is_faster)
+    _log.warning("GPU %d was not measured, and is served by copies: %s", index, reason)
 
 
 def measured(
     ways: DeviceTransfers, kv_bytes: int = KV_BYTES, heads: int = 8, width: int = 128, layers: Sequence[int] = (1, 32)
 ) -> Iterator[Measured]:
     """Both ways, for each codec, number of layers and direction."""
-    for form in (None, slice_form(KC64, heads, _BLOCK_TOKENS, (width, width), 2)):
+    for form in (None, slice_form(heads, _BLOCK_TOKENS, (width, width), 2)):
         for count in layers:
             blocks = max(1, kv_bytes // (4 * count * heads * _BLOCK_TOKENS * width))
             shape = (2 * count, blocks * _BLOCK_TOKENS // _PAGE_TOKENS, _PAGE_TOKENS, heads, width)
@@ -106,19 +101,20 @@ def measured(
 def _of_pages(ways: DeviceTransfers, form: SliceForm | None, pages: torch.Tensor, blocks: int) -> Iterator[Measured]:
     """pages: bfloat16 [K and V of each layer, pages, page_tokens, heads, width]."""
     planes = [list(layer) for layer in pages.split(2)]
-    copy: Any = ways.bind(form, planes, range(pages.shape[1]), _PAGE_TOKENS, _BLOCK_TOKENS)
+    copy: Any = ways.bind(form, Paged(planes, range(pages.shape[1]), _PAGE_TOKENS, _BLOCK_TOKENS))
     size = copy.slice_bytes * len(planes)
     tokens = range(0, blocks * _BLOCK_TOKENS, _BLOCK_TOKENS)
     with _both_mappings(ways, blocks * size) as (written, read):
         into, of = ([_Slot(address + block * size) for block in range(blocks)] for address in (written, read))
-        digests = _saved(copy, tokens, into)
+        save = partial(copy.encode, tokens, into, None)
+        digests = list(save())
         moves: dict[Direction, tuple[list[_Slot], torch.Tensor, Callable[[], object], object]] = {
-            Direction.SAVE: (into, host_tensor(written, blocks * size), partial(_saved, copy, tokens, into), digests),
+            Direction.SAVE: (into, host_tensor(written, blocks * size), lambda: list(save()), digests),
             Direction.LOAD: (of, pages, lambda: copy.decode(of, tokens, 0, digests, None), blocks),
         }
         for direction, (slots, target, move, wanted) in moves.items():
             ways.take(Direction.SAVE, form is not None, size, reaches=False)
-            _saved(copy, tokens, into)  # for the loads
+            list(save())  # for the loads
             can_reach = ways.extents.wait(copy.addresses_of(slots), size, _PIN_SECONDS)
             assert not can_reach or blocks * len(planes) >= ways.programs, "enough to do for a kernel"
             rates, outcomes = [], []
@@ -136,10 +132,6 @@ def _of_pages(ways: DeviceTransfers, form: SliceForm | None, pages: torch.Tensor
             is_right = all(is_good and torch.equal(outcomes[0][1], state) for is_good, state in outcomes)
             codec = "raw" if form is None else KC64
             yield Measured(direction.value, codec, size, rates[0], rates[1] if is_right and can_reach else 0.0)
-
-
-def _saved(copy: Any, tokens: Sequence[int], into: Sequence[_Slot]) -> list[list[bytes]]:
-    return list(copy.encode(tokens, into, None))
 
 
 @contextmanager

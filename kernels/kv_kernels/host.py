@@ -18,19 +18,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kv_kernels.copies import Digest, Encoded, Flaw, Span
+from kv_kernels.copies import Digest, Digests, Encoded, Flaw, Span, Spans
 
 Array = np.ndarray[Any, Any]
 Planes = Sequence[Sequence[Any]]
 """Per layer slice, per plane, a tensor [pages, page_tokens, heads, width] with any strides."""
 
-_UNSIGNED: dict[int, np.dtype[Any]] = {
-    1: np.dtype("u1"),
-    2: np.dtype("<u2"),
-    4: np.dtype("<u4"),
-    8: np.dtype("<u8"),
-}
-_BYTE = _UNSIGNED[1]
+
+class Paged(NamedTuple):
+    """Pages that a copy is bound to. table: physical pages, in the order of their tokens."""
+
+    planes: Planes
+    table: Sequence[int]
+    page_tokens: int
+    block_tokens: int
+
+
+_BYTE = np.dtype("u1")
 
 _FIRST_ADDRESS = 4096
 _MEMORY = memoryview((ctypes.c_char * ((1 << 57) - _FIRST_ADDRESS)).from_address(_FIRST_ADDRESS))
@@ -74,20 +78,9 @@ class SliceBySlice:
     """A copy that does one block after another on the calling thread, slice by slice. Pages are written from
     a private copy whose digest was compared: they see no other byte. Holds the tensors for as long as it lives."""
 
-    def __init__(
-        self,
-        planes: Planes,
-        table: Sequence[int] | Array,
-        page_tokens: int,
-        block_tokens: int,
-        slice_bytes: int,
-        writable: bool | None = None,
-    ) -> None:
-        """planes: per layer slice, per plane, [pages, page_tokens, heads, width]. table: physical pages. writable:
-        whether they can be loaded into, if it is known."""
-        self._planes, self._table = [list(layer) for layer in planes], table
-        self._page_tokens, self._block_tokens, self._slice_bytes = page_tokens, block_tokens, slice_bytes
-        self._known_writable = writable
+    def __init__(self, paged: Paged, slice_bytes: int) -> None:
+        planes, self._table, self._page_tokens, self._block_tokens = paged
+        self._planes, self._slice_bytes = [list(layer) for layer in planes], slice_bytes
 
     def encode_slice(self, layer: int, pages: Any, into: memoryview, address: int) -> Flaw | None:
         """Encode a layer slice of a block. pages: those of the block. into: its bytes; address: where they begin."""
@@ -97,21 +90,14 @@ class SliceBySlice:
         """The mirror, without the block's first `skip` tokens. pages: of the others. private: uint8 [slice_bytes]."""
         raise NotImplementedError
 
-    def encode(self, tokens: Sequence[int], into: Sequence[Span], digest: Digest) -> Encoded:
+    def encode(self, tokens: Sequence[int], into: Spans, digest: Digest) -> Encoded:
         for token, payload in zip(tokens, into, strict=True):
             encoded = self.encode_block(token, payload, digest)
             yield encoded
             if isinstance(encoded, Flaw):
                 return
 
-    def decode(
-        self,
-        payloads: Sequence[Span],
-        tokens: Sequence[int],
-        skip: int,
-        expected: Sequence[Sequence[bytes]],
-        digest: Digest,
-    ) -> int:
+    def decode(self, payloads: Spans, tokens: Sequence[int], skip: int, expected: Digests, digest: Digest) -> int:
         """As `BlockCopy.decode`."""
         for good, (payload, token, want) in enumerate(zip(payloads, tokens, expected, strict=True)):
             if not self.decode_block(payload, token, 0 if good else skip, want, digest):
@@ -143,8 +129,10 @@ class SliceBySlice:
         return True
 
     @cached_property
-    def _writable(self) -> bool:
-        return are_writable(self._planes) if self._known_writable is None else self._known_writable
+    def _is_writable(self) -> bool:
+        """Whether pages can be loaded into all planes: none is read-only, and no two numbers of one share their memory,
+        as those of an expanded tensor do."""
+        return all([_is_writable(plane) for layer in self._planes for plane in layer])
 
     @cached_property
     def _scratch(self) -> tuple[Array, int]:
@@ -152,7 +140,7 @@ class SliceBySlice:
         return scratch, scratch.ctypes.data
 
     def _check_writable(self) -> None:
-        if not self._writable:
+        if not self._is_writable:
             raise ValueError(UNWRITABLE_PAGES)
 
     def _pages(self, token: int, skip: int) -> Any:
@@ -166,10 +154,11 @@ class SliceBySlice:
 class RawCopy(SliceBySlice):
     """Copies blocks between host pages and payloads, bit for bit."""
 
-    def __init__(self, planes: Planes, table: Sequence[int], page_tokens: int, block_tokens: int) -> None:
+    def __init__(self, paged: Paged) -> None:
         """Layers differ in their strides and in the number of their pages only."""
-        lengths = [_bytes_of_block(plane, block_tokens) for plane in planes[0]]
-        super().__init__(planes, table, page_tokens, block_tokens, sum(lengths))
+        planes, block_tokens = paged.planes, paged.block_tokens
+        lengths = [plane.shape[2] * block_tokens * plane.shape[3] * plane.dtype.itemsize for plane in planes[0]]
+        super().__init__(paged, sum(lengths))
         # Where the one or two planes are runs of equal length; else nothing.
         alike, heads = len(set(lengths)) == 1 and len(lengths) <= 2, planes[0][0].shape[2]
         runs = _runs(self._planes, lengths[0] // heads, block_tokens) if alike else []
@@ -208,14 +197,7 @@ class RawCopy(SliceBySlice):
             digests += [digest(slices[layer]) for layer in range(start, stop)]
         return digests
 
-    def decode(
-        self,
-        payloads: Sequence[Span],
-        tokens: Sequence[int],
-        skip: int,
-        expected: Sequence[Sequence[bytes]],
-        digest: Digest,
-    ) -> int:
+    def decode(self, payloads: Spans, tokens: Sequence[int], skip: int, expected: Digests, digest: Digest) -> int:
         """As `BlockCopy.decode`."""
         if skip or not self._groups:
             return super().decode(payloads, tokens, skip, expected, digest)
@@ -292,25 +274,26 @@ def address(tensor: Any) -> int:
     return int(tensor.ctypes.data if isinstance(tensor, np.ndarray) else tensor.data_ptr())
 
 
+def strides(tensor: Any) -> tuple[int, ...]:
+    """In bytes."""
+    if isinstance(tensor, np.ndarray):
+        return tensor.strides
+    size = tensor.dtype.itemsize
+    return tuple([stride * size for stride in tensor.stride()])
+
+
 def page_step(tensor: Any) -> tuple[int, int]:
     """Bytes from one page of a plane to the next, and from its first to behind its last, which is more where pages lie
     in each other."""
-    step, *inner = map(abs, _strides(tensor))
+    step, *inner = map(abs, strides(tensor))
     reach = sum([(size - 1) * stride for size, stride in zip(tensor.shape[1:], inner, strict=True)])
     return step, max(step, reach + tensor.dtype.itemsize)
-
-
-def are_writable(planes: Planes) -> bool:
-    """Whether pages can be loaded into all of these: none is read-only, and no two numbers of one share their memory,
-    as those of an expanded tensor do."""
-    return all([_is_writable(plane) for layer in planes for plane in layer])
 
 
 def _is_writable(tensor: Any) -> bool:
     if isinstance(tensor, np.ndarray) and not tensor.flags.writeable:
         return False
-    strides = tensor.strides if isinstance(tensor, np.ndarray) else tensor.stride()
-    return 0 not in strides or all([stride or size < 2 for stride, size in zip(strides, tensor.shape, strict=True)])
+    return all([stride or size < 2 for stride, size in zip(strides(tensor), tensor.shape, strict=True)])
 
 
 def dtype_name(tensor: Any) -> str:
@@ -320,7 +303,7 @@ def dtype_name(tensor: Any) -> str:
 
 def is_same_width_numpy(tensor: Any, element_bytes: int) -> bool:
     """Numpy has no bfloat16 or float8: an array of unsigned integers of the same width stands for them."""
-    return isinstance(tensor, np.ndarray) and tensor.dtype == _UNSIGNED.get(element_bytes)
+    return isinstance(tensor, np.ndarray) and tensor.dtype == f"<u{element_bytes}"
 
 
 def _runs(planes: Planes, head_bytes: int, block_tokens: int) -> list[tuple[int, _Form]]:
@@ -389,7 +372,7 @@ def _run_form(tensor: Any, head_bytes: int, block_tokens: int) -> tuple[int, int
     """Stride, pages and of_head of a plane where a page [page_tokens, heads, width] is a block, and in memory [head,
     token, width] in C order, with or without gaps between heads; None where it lies otherwise."""
     pages, tokens, heads, width = tensor.shape
-    stride, of_token, of_head, of_number = _strides(tensor)
+    stride, of_token, of_head, of_number = strides(tensor)
     item = tensor.dtype.itemsize
     is_run = (
         pages > 0
@@ -400,20 +383,9 @@ def _run_form(tensor: Any, head_bytes: int, block_tokens: int) -> tuple[int, int
     return (stride, pages, of_head if heads > 1 else head_bytes) if is_run else None
 
 
-def _strides(tensor: Any) -> tuple[int, ...]:
-    if isinstance(tensor, np.ndarray):
-        return tensor.strides
-    return tuple([stride * tensor.dtype.itemsize for stride in tensor.stride()])
-
-
-def _bytes_of_block(tensor: Any, block_tokens: int) -> int:
-    _, _, heads, width = tensor.shape
-    return int(heads * block_tokens * width * tensor.dtype.itemsize)
-
-
 def _as_unsigned(tensor: Any) -> Array:
     """A tensor's memory, which the caller holds."""
+    number = f"<u{tensor.dtype.itemsize}"
     if isinstance(tensor, np.ndarray):
-        return tensor.view(_UNSIGNED[tensor.dtype.itemsize])
-    number = _UNSIGNED[tensor.dtype.itemsize]
-    return np.ndarray(tuple(tensor.shape), number, _MEMORY, tensor.data_ptr() - _FIRST_ADDRESS, _strides(tensor))
+        return tensor.view(number)
+    return np.ndarray(tuple(tensor.shape), number, _MEMORY, tensor.data_ptr() - _FIRST_ADDRESS, strides(tensor))

@@ -35,16 +35,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from kv_kernels.copies import Flaw
-from kv_kernels.int8_form import ALIGN_BYTES as ALIGN_BYTES
 from kv_kernels.int8_form import GROUP, Axis, PlaneForm, SliceForm
 from kv_kernels.int8_form import KC64 as KC64
-from kv_kernels.int8_form import SCALE_BYTES as SCALE_BYTES
-from kv_kernels.int8_form import slice_form as slice_form
-
-LARGEST = {torch.float16: 65504.0}
-"""Of the dtypes in which a decoded number could be beyond what the block held: half a scale above fp16's largest."""
 
 
 class Unwritable(ValueError):
@@ -56,7 +51,7 @@ class Unwritable(ValueError):
 
 
 class Quantized(NamedTuple):
-    """codes: int8 [heads, tokens, width]. scales: fp16, zeros: the pool's dtype, as `SliceForm` has them."""
+    """codes: int8 [heads, tokens, width]. scales: fp16, zeros: the pool's dtype, [heads, ...] as `PlaneForm` has it."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -75,17 +70,11 @@ def quantize(numbers: torch.Tensor, axis: Axis) -> Quantized:
         scales = _scale_up((high - low) / low.new_tensor(255.0))
         codes = _steps((grouped - low.unsqueeze(2)) * _inverse(scales).unsqueeze(2)).clamp(0, 255) - 128
         return Quantized(codes.to(torch.int8).flatten(1, 2), scales, low.to(numbers.dtype))
-    step = width if axis is Axis.TOKEN else GROUP
-    pieces = [x[..., at : at + step] for at in range(0, width, step)]
-    scales = torch.stack([_scale_up(piece.abs().amax(2) / x.new_tensor(127.0)) for piece in pieces], 2)
-    codes = torch.cat(
-        [
-            _steps(piece * _inverse(scales[..., at]).unsqueeze(2)).clamp(-127, 127).to(torch.int8)
-            for at, piece in enumerate(pieces)
-        ],
-        2,
-    )
-    return Quantized(codes, scales.squeeze(2) if axis is Axis.TOKEN else scales, None)
+    share = axis.share(width)
+    grouped = pad(x, (0, -width % share)).unflatten(2, (-1, share))
+    scales = _scale_up(grouped.abs().amax(3) / x.new_tensor(127.0))
+    codes = _steps(grouped * _inverse(scales).unsqueeze(3)).clamp(-127, 127).to(torch.int8)
+    return Quantized(codes.flatten(2)[..., :width], scales, None)
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, dtype: torch.dtype) -> Any:
@@ -94,13 +83,11 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | 
     if zeros is not None:
         grouped = codes.float().unflatten(1, (tokens // GROUP, GROUP)) + 128.0
         x = (grouped * scales.float().unsqueeze(2) + zeros.float().unsqueeze(2)).flatten(1, 2)
-    elif scales.dim() == 2:
-        x = codes.float() * scales.float().unsqueeze(2)
     else:
-        x = codes.float() * scales.float().repeat_interleave(GROUP, 2)[..., :width]
-    if dtype in LARGEST:
-        x = x.clamp(-LARGEST[dtype], LARGEST[dtype])
-    return x.to(dtype)
+        share = width if scales.shape[2] == 1 else GROUP
+        x = codes.float() * scales.float().repeat_interleave(share, 2)[..., :width]
+    largest = torch.finfo(dtype).max  # of fp16 a decoded number could be half a scale above it
+    return x.clamp(-largest, largest).to(dtype)
 
 
 def packed(form: SliceForm, parts: Sequence[Quantized]) -> torch.Tensor:
@@ -116,13 +103,8 @@ def packed(form: SliceForm, parts: Sequence[Quantized]) -> torch.Tensor:
 
 def unpacked(row: torch.Tensor, form: SliceForm, of_plane: PlaneForm, dtype: torch.dtype) -> Quantized:
     """One plane of a layer slice: as `packed` wrote it. dtype: the pool's."""
-    heads, tokens, width = form.heads, form.tokens, of_plane.width
-    shape = {
-        Axis.CHANNEL: (heads, tokens // GROUP, width),
-        Axis.TOKEN: (heads, tokens),
-        Axis.LATENT: (heads, tokens, -(-width // GROUP)),
-    }[of_plane.axis]
-    codes = _cut(row, of_plane.codes_at, torch.int8, (heads, tokens, width))
+    shape = form.heads, *of_plane.scales
+    codes = _cut(row, of_plane.codes_at, torch.int8, (form.heads, form.tokens, of_plane.width))
     scales = _cut(row, of_plane.scales_at, torch.float16, shape)
     zeros = _cut(row, of_plane.zeros_at, dtype, shape) if of_plane.axis is Axis.CHANNEL else None
     return Quantized(codes, scales, zeros)

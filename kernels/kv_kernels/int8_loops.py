@@ -11,77 +11,60 @@ the memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from enum import IntEnum
 from functools import cache, partial
 from logging import getLogger
 from typing import Any
 
 import numpy as np
-from numba import carray, float32, int8, int16, int32, int64, njit, typeof, types, uint32, uint64
+from numba import carray, float32, from_dtype, int8, int16, int32, int64, njit, typeof, types, uint32, uint64
 from numba.extending import intrinsic, overload
 
 from kv_kernels.compiled import OPTIONS, compiled
 from kv_kernels.copies import Flaw
-from kv_kernels.host import Array, Planes, SliceBySlice
-from kv_kernels.int8_form import SliceForm
+from kv_kernels.host import Array, Paged, Planes, SliceBySlice, address, strides
+from kv_kernels.int8_form import GROUP, Axis, SliceForm
 
 _log = getLogger(__name__)
 
 
-class Field(IntEnum):
-    """Columns of a table of planes, int64 [planes, fields]. Strides in numbers, offsets in the layer slice in bytes."""
-
-    ADDRESS = 0
-    PAGE = 1
-    TOKEN = 2
-    HEAD = 3
-    NUMBER = 4
-    WIDTH = 5
-    AXIS = 6
-    CODES_AT = 7
-    SCALES_AT = 8
-    ZEROS_AT = 9
+PLANE = np.dtype(
+    [(name, np.int64) for name in "address page token head number width axis codes_at scales_at zeros_at".split()]
+)
+"""A plane of a layer: its strides in numbers, and offsets in the layer slice in bytes."""
 
 
 class Int8Copy(SliceBySlice):
     """Encodes and decodes blocks between host pages and payloads."""
 
-    def __init__(self, dtype: str, form: SliceForm, planes: Planes, table: Sequence[int], page_tokens: int) -> None:
-        """dtype: as for `prepare`. planes: of it, or of integers of its width. Raises `ValueError` where strides are
+    def __init__(self, form: SliceForm, paged: Paged, dtype: str) -> None:
+        """dtype: as for `prepare`; planes are of it, or of integers of its width. Raises `ValueError` where strides are
         not whole numbers of elements, or the numbers of a token run backwards."""
-        super().__init__(planes, np.array(table, np.int64), page_tokens, form.tokens, form.size_bytes)
+        super().__init__(paged._replace(table=np.array(paged.table, np.int64)), form.size_bytes)
         self._encode, self._decode = prepare(dtype)
-        self._form, self._fields = form, [_fields(layer, form) for layer in self._planes]
+        self._form, self._rows = form, _rows_of(paged.planes, form)
 
     def encode_slice(self, layer: int, pages: Array, into: memoryview, address: int) -> Flaw | None:
         form = self._form
-        found = self._encode(self._fields[layer], pages, self._page_tokens, form.heads, form.tokens, address)
+        found = self._encode(self._rows[layer], pages, self._page_tokens, form.heads, form.tokens, address)
         for first, end in (form.gap, form.padding):
             into[first:end] = bytes(end - first)
         return Flaw(found) if found else None
 
     def decode_slice(self, layer: int, pages: Array, skip: int, private: Array, address: int) -> None:
         form = self._form
-        self._decode(self._fields[layer], pages, self._page_tokens, form.heads, form.tokens, address, skip)
+        self._decode(self._rows[layer], pages, self._page_tokens, form.heads, form.tokens, address, skip)
 
 
-def _fields(layer: Sequence[Any], form: SliceForm) -> Array:
-    rows = np.zeros((len(layer), len(Field)), np.int64)
-    for row, plane, of_plane in zip(rows, layer, form.planes, strict=True):
-        if isinstance(plane, np.ndarray):
-            address, bytes_apart, size = plane.ctypes.data, plane.strides, plane.itemsize
-            if any(stride % size for stride in bytes_apart) or bytes_apart[3] < 0:
+def _rows_of(planes: Planes, form: SliceForm) -> Array:
+    """[layers, planes] of `PLANE`."""
+    rows = []
+    for layer in planes:
+        for plane, (axis, width, *places, _) in zip(layer, form.planes, strict=True):
+            size, bytes_apart = plane.dtype.itemsize, strides(plane)
+            if any([stride % size for stride in bytes_apart]) or bytes_apart[3] < 0:
                 raise ValueError(f"strides of {bytes_apart} bytes; give whole numbers of {size} bytes, the last one up")
-            strides: Sequence[int] = [stride // size for stride in bytes_apart]
-        else:
-            address, strides = plane.data_ptr(), plane.stride()
-        row[Field.ADDRESS] = address
-        row[Field.PAGE], row[Field.TOKEN], row[Field.HEAD], row[Field.NUMBER] = strides
-        row[Field.WIDTH], row[Field.AXIS] = of_plane.width, of_plane.axis
-        row[Field.CODES_AT], row[Field.SCALES_AT] = of_plane.codes_at, of_plane.scales_at
-        row[Field.ZEROS_AT] = of_plane.zeros_at
-    return rows
+            rows.append((address(plane), *[stride // size for stride in bytes_apart], width, axis, *places))
+    return np.array(rows, np.int64).view(PLANE).reshape(len(planes), -1)
 
 
 @cache
@@ -102,7 +85,7 @@ def prepare(dtype: str) -> tuple[Any, Any]:
 
 def _compiled(dtype: str, encode: Any, decode: Any) -> tuple[Any, Any]:
     kind = _KINDS[dtype]
-    taken = typeof(kind), int64[:, ::1], int64[::1], int64, int64, int64, int64
+    taken = typeof(kind), from_dtype(PLANE)[::1], int64[::1], int64, int64, int64, int64
     encode.compile(taken)
     decode.compile((*taken, int64))
     return partial(encode, kind), partial(decode, kind)
@@ -110,13 +93,11 @@ def _compiled(dtype: str, encode: Any, decode: Any) -> tuple[Any, Any]:
 
 # Compiled code. Integers are cast at every step, because numba computes in 64 bits otherwise -------------------------
 
-GROUP = 64
-CHANNEL, LATENT = 0, 2
+CHANNEL, LATENT = int(Axis.CHANNEL), int(Axis.LATENT)
 BFLOAT16, FLOAT16, FLOAT32 = types.int8, types.int16, types.int32
 _KINDS = {"bfloat16": np.int8(0), "float16": np.int16(0), "float32": np.int32(0)}
 """Kinds of numbers. `kind` is an argument whose type says which, so that the choice is made while compiling."""
 
-_ADDRESS, _PAGE, _TOKEN, _HEAD, _NUMBER, _WIDTH, _AXIS, _CODES_AT, _SCALES_AT, _ZEROS_AT = (int(f) for f in Field)
 _FINE, _OUT_OF_RANGE, _NONFINITE = 0, Flaw.OUT_OF_RANGE.value, Flaw.NONFINITE.value
 _LARGEST_HALF = np.float32(65504.0)
 _UP_112 = 112 << 23  # from fp16's exponent to float32's
@@ -132,23 +113,19 @@ def _pointer(_typing: Any, address: Any) -> Any:
     return types.voidptr(address), generate
 
 
-def _bitcast(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    return builder.bitcast(args[0], context.get_value_type(signature.return_type))
-
-
-@intrinsic
-def _as_bits(_typing: Any, _number: Any) -> Any:
-    return types.uint32(types.float32), _bitcast
-
-
-@intrinsic
-def _as_float(_typing: Any, _bits: Any) -> Any:
-    return types.float32(types.uint32), _bitcast
-
-
 _INLINED = {"forceinline": True, **OPTIONS}
 _inlined = njit(**_INLINED)
 _function = njit(**OPTIONS)
+
+
+@_inlined
+def _as_bits(number):
+    return np.float32(number).view(np.uint32)
+
+
+@_inlined
+def _as_float(bits):
+    return np.uint32(bits).view(np.float32)
 
 
 @_inlined
@@ -243,25 +220,11 @@ _magnitude = _by_kind(
 def _places(plane, pages, page_tokens, size, token, places):
     """Where each token of the block begins in a plane, from `token` on. pages: of these."""
     for page in pages:
-        place = plane[_ADDRESS] + plane[_PAGE] * page * size
+        place = plane.address + plane.page * page * size
         for _ in range(page_tokens):
             places[token] = place
-            place += plane[_TOKEN] * size
+            place += plane.token * size
             token += 1
-
-
-@_function
-def _collect(kind, address, step, row, count):
-    numbers = _row(kind, address, count * step)
-    for i in range(count):
-        row[i] = numbers[i * step]
-
-
-@_function
-def _spread(kind, row, address, step, count):
-    numbers = _row(kind, address, count * step)
-    for i in range(count):
-        numbers[i * step] = row[i]
 
 
 @_function
@@ -321,7 +284,9 @@ def _encode_tokens(kind, rows, width, share, codes_at, scales_at):
             first = group * share
             count = min(share, width - first)
             row = _row(kind, rows[token] + first * size, count)
-            top = _top(kind, row, count)
+            top = _magnitude(kind, row[0])
+            for i in range(count):
+                top = max(top, _magnitude(kind, row[i]))
             if top >= _infinity(kind):
                 return _NONFINITE
             scale = _narrow_scale(_number(kind, top) / np.float32(127.0))
@@ -335,14 +300,6 @@ def _encode_tokens(kind, rows, width, share, codes_at, scales_at):
                 step = int32(y)
                 codes[i] = int8(int32(step - int32(1)) if float32(step) > y else step)
     return _FINE
-
-
-@_inlined
-def _top(kind, row, count):
-    top = _magnitude(kind, row[0])
-    for i in range(count):
-        top = max(top, _magnitude(kind, row[i]))
-    return top
 
 
 @_function
@@ -372,12 +329,6 @@ def _decode_tokens(kind, rows, start, width, share, codes_at, scales_at):
 
 # Where the tokens of a channel lie side by side ("turned", as K does in vLLM's pages on a CPU), a group is done channel
 # by channel, and its codes are turned by words: eight rows of eight bytes at a time.
-
-
-@_inlined
-def _is_turned(plane, page_tokens):
-    is_turned = plane[_TOKEN] == 1 and plane[_NUMBER] != 1 and plane[_AXIS] == CHANNEL
-    return is_turned and page_tokens % GROUP == 0 and plane[_WIDTH] % GROUP == 0
 
 
 @_inlined
@@ -458,37 +409,40 @@ def _decode_turned(kind, address, apart, width, codes_at, zeros, scales, tile, b
 
 @_inlined
 def _move(kind, planes, pages, page_tokens, heads, tokens, payload, skip, loads):
-    """A slice into a payload, or back. planes: int64 [planes, fields]. pages: int64, of the block, or of its tokens
+    """A slice into a payload, or back. planes: [planes] of `PLANE`. pages: int64, of the block, or of its tokens
     from `skip` on. payload: the address of the slice, whose padding is left alone. Returns 0, or a `Flaw`'s value.
     loads: a constant, so that each way is compiled alone."""
     size = _size(kind)
-    widest = planes[:, _WIDTH].max()
+    widest = planes.width.max()
     low, high = _empty(kind, widest), _empty(kind, widest)
     zeros, factors = np.empty(widest, np.float32), np.empty(widest, np.float32)  # scales, or their inverse
     tile, block = np.empty((GROUP, widest * size), np.uint8), np.empty(128, np.uint64)
     places, rows, tile_at = np.empty(tokens, np.int64), np.empty(GROUP, np.int64), int64(tile.ctypes.data)
     for plane in planes:
-        width, step = plane[_WIDTH], plane[_NUMBER]
-        share = GROUP if plane[_AXIS] == LATENT else width
-        is_turned = _is_turned(plane, page_tokens)
+        width, step = plane.width, plane.number
+        share = GROUP if plane.axis == LATENT else width
+        is_turned = plane.axis == CHANNEL and plane.token == 1 and step != 1
+        is_turned = is_turned and page_tokens % GROUP == 0 and width % GROUP == 0
         is_apart = step != 1 and not is_turned
         _places(plane, pages, page_tokens, size, skip, places)
         for head in range(heads):
             for group in range(skip // GROUP, tokens // GROUP):
                 start = max(0, skip - group * GROUP)
                 for token in range(start, GROUP):
-                    rows[token] = places[group * GROUP + token] + plane[_HEAD] * head * size
+                    rows[token] = places[group * GROUP + token] + plane.head * head * size
                     if is_apart:
                         row = _row(kind, tile_at + token * widest * size, width)
                         if not loads:
-                            _collect(kind, rows[token], step, row, width)
+                            numbers = _row(kind, rows[token], width * step)
+                            for i in range(width):
+                                row[i] = numbers[i * step]
                         rows[token] = tile_at + token * widest * size
-                codes_at = payload + plane[_CODES_AT] + (head * tokens + group * GROUP) * width
+                codes_at = payload + plane.codes_at + (head * tokens + group * GROUP) * width
                 found = _FINE
-                if plane[_AXIS] == CHANNEL:
+                if plane.axis == CHANNEL:
                     at = (head * (tokens // GROUP) + group) * width
-                    scales = carray(_pointer(payload + plane[_SCALES_AT] + 2 * at), (width,), int16)
-                    kept = _row(kind, payload + plane[_ZEROS_AT] + size * at, width)
+                    scales = carray(_pointer(payload + plane.scales_at + 2 * at), (width,), int16)
+                    kept = _row(kind, payload + plane.zeros_at + size * at, width)
                     apart = step * size
                     if loads:
                         for i in range(width):
@@ -509,7 +463,7 @@ def _move(kind, planes, pages, page_tokens, heads, tokens, payload, skip, loads)
                         elif found == _FINE:
                             _encode_channels(kind, rows, width, codes_at, zeros, factors)
                 else:
-                    scales_at = payload + plane[_SCALES_AT] + 2 * (head * tokens + group * GROUP) * -(-width // share)
+                    scales_at = payload + plane.scales_at + 2 * (head * tokens + group * GROUP) * -(-width // share)
                     if loads:
                         _decode_tokens(kind, rows, start, width, share, codes_at, scales_at)
                     else:
@@ -518,8 +472,10 @@ def _move(kind, planes, pages, page_tokens, heads, tokens, payload, skip, loads)
                     return found
                 if loads and is_apart:
                     for token in range(start, GROUP):
-                        place = places[group * GROUP + token] + plane[_HEAD] * head * size
-                        _spread(kind, _row(kind, rows[token], width), place, step, width)
+                        place = places[group * GROUP + token] + plane.head * head * size
+                        row, numbers = _row(kind, rows[token], width), _row(kind, place, width * step)
+                        for i in range(width):
+                            numbers[i * step] = row[i]
     return _FINE
 
 

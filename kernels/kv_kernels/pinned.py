@@ -15,18 +15,22 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from bisect import bisect_right
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
 from kv_kernels.compiled import compiled
-from kv_kernels.cuda import CudaDevice
+from kv_kernels.cuda import CudaDevice, Rows
 
 Addresses = np.ndarray[Any, np.dtype[np.int64]]
+Runs = tuple[Rows, bool]
+"""Slots in their order as few runs, int64 [3, runs], of each where it lies among them, its address, and its bytes; and
+whether all of it is page-locked."""
 Table = tuple[Addresses, np.ndarray[Any, np.dtype[np.bool_]]]
 """Of extents in order, int64 [extents, 2]: where each starts and ends; and whether it is page-locked."""
 Leave = Callable[[Callable[[], object]], object]
@@ -35,18 +39,9 @@ Leave = Callable[[Callable[[], object]], object]
 _log = logging.getLogger(__name__)
 
 
-class Runs(NamedTuple):
-    """Slots in their order as few runs. rows: int64 [3, runs], of each where it lies in its batch, its address, and its
-    bytes. Batch i has the runs cuts[i] to cuts[i + 1]; are_pinned: of each batch, whether all of it is."""
-
-    rows: np.ndarray[Any, np.dtype[np.int64]]
-    cuts: list[int]
-    are_pinned: list[bool]
-
-
 class _Extent:
-    def __init__(self, address: int, size_bytes: int, writable: bool) -> None:
-        self.address, self.end, self.writable = address, address + size_bytes, writable
+    def __init__(self, address: int, end: int, writable: bool) -> None:
+        self.address, self.end, self.writable = address, end, writable
         self.is_pinned, self.holds = False, 0
 
 
@@ -57,8 +52,7 @@ class PinnedExtents:
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
         self._changed = threading.Condition()  # of a reentrant lock: a finalizer may run while it is held
-        self._starts: list[int] = []
-        self._extents: list[_Extent] = []
+        self._extents: list[_Extent] = []  # by their addresses
         self._known: Table | None = None  # until something changes
         self._leaving: deque[Callable[[], object]] = deque()
         self._waiting: deque[_Extent] = deque()  # to be registered
@@ -93,15 +87,11 @@ class PinnedExtents:
         of the last view calls. Memory that is known already is only looked up; what overlaps other memory is left out.
         """
         with self._changed:
-            at = bisect_right(self._starts, address)
-            if self._is_closed or any(
-                other.address < address + size_bytes and address < other.end
-                for other in self._extents[max(0, at - 1) : at + 1]
-            ):
+            end = address + size_bytes
+            if self._is_closed or any(one.address < end and address < one.end for one in self._extents):
                 return
-            extent = _Extent(address, size_bytes, writable)
-            self._starts.insert(at, address)
-            self._extents.insert(at, extent)
+            extent = _Extent(address, end, writable)
+            insort(self._extents, extent, key=attrgetter("address"))
             self._known = None
             self._waiting.append(extent)
             self._changed.notify_all()
@@ -154,14 +144,15 @@ class PinnedExtents:
         if hold is None:
             return None
         hold.release()
-        return hold.runs(0, size_bytes)
+        (runs,) = hold.runs(0, size_bytes)
+        return runs
 
     def wait(self, slots: Addresses, size_bytes: int, timeout_s: float = 60.0) -> bool:
         """Until all of these slots are page-locked; returns whether that was in time."""
 
         def are_pinned() -> bool:
             runs = self.runs(slots, size_bytes)
-            return runs is not None and all(runs.are_pinned)
+            return runs is not None and runs[1]
 
         with self._changed:
             return self._changed.wait_for(are_pinned, timeout_s)
@@ -225,8 +216,7 @@ class PinnedExtents:
         if extent.is_pinned:
             self._device.unregister(extent.address)
         with self._changed:
-            at = self._extents.index(extent)
-            del self._starts[at], self._extents[at]
+            self._extents.remove(extent)
             self._known = None
 
     def _run(self) -> None:
@@ -252,14 +242,15 @@ class Hold:
         self.is_known = bool((places >= 0).all())
         self._slots, self._places, self._table = slots, places, table
 
-    def runs(self, offset_bytes: int, size_bytes: int, at_once: int = 1 << 40) -> Runs:
+    def runs(self, offset_bytes: int, size_bytes: int, at_once: int = 1 << 40) -> list[Runs]:
         """So much of each slot, in batches of `at_once` slots, of each neighbours as one run. Memory in no extent is
         not page-locked, nor what became so since it is held."""
         count = len(self._slots)
         rows, cuts = np.empty((3, count), np.int64), np.empty((2, 1 - (-count // at_once)), np.int64)
         _put_together(self._slots + offset_bytes, size_bytes, at_once, self._places, self._table[1], rows, cuts)
         firsts, are_pinned = cuts.tolist()
-        return Runs(rows[:, : firsts[-1]], firsts, [is_pinned == 1 for is_pinned in are_pinned[:-1]])
+        of_batch = zip(firsts, firsts[1:], are_pinned, strict=False)
+        return [(rows[:, first:stop], is_pinned == 1) for first, stop, is_pinned in of_batch]
 
     def release(self) -> None:
         held, self._held = self._held, ()
@@ -284,7 +275,7 @@ def _find(slots: Any, size: int, extents: Any, places: Any) -> int:
 
 @compiled
 def _put_together(slots: Any, size: int, at_once: int, places: Any, pinned: Any, rows: Any, cuts: Any) -> None:
-    """See `Runs`; cuts: int64 [2, batches + 1], of each batch its first run, and whether all is page-locked."""
+    """See `Hold.runs`; cuts: int64 [2, batches + 1], of each batch its first run, and whether all is page-locked."""
     runs, end, last = 0, -1, -1
     for number in range(len(slots)):
         batch, within, at = number // at_once, number % at_once, places[number]

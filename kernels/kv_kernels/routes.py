@@ -11,7 +11,7 @@ All routes of a codec write the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 from logging import getLogger
 from typing import Any, Protocol
@@ -21,8 +21,8 @@ import torch
 
 from kv_kernels import host, plain
 from kv_kernels.copies import BlockCopy
-from kv_kernels.host import Planes
-from kv_kernels.int8 import SliceForm
+from kv_kernels.host import Paged, Planes
+from kv_kernels.int8_form import Form
 
 _log = getLogger(__name__)
 
@@ -30,9 +30,7 @@ _log = getLogger(__name__)
 class OnDevice(Protocol):
     """The route of one device: `device_copy.DeviceTransfers`, which a process without triton cannot import."""
 
-    def bind(
-        self, form: SliceForm | None, planes: Planes, table: Sequence[int], page_tokens: int, block_tokens: int
-    ) -> BlockCopy | None:
+    def bind(self, form: Form, paged: Paged) -> BlockCopy | None:
         """None if the pages are not for it."""
         ...
 
@@ -43,51 +41,29 @@ Devices = Callable[[torch.device], OnDevice | None]
 """The route of a device, made when it is first asked for; None if there is none, as for host memory."""
 
 
-def raw_copy(
-    planes: Planes, table: Sequence[int], page_tokens: int, block_tokens: int, devices: Devices | None = None
-) -> BlockCopy:
-    """Bit for bit."""
-    way, how = _way(planes, devices), (planes, table, page_tokens, block_tokens)
-    copy = way.bind(None, *how) if way is not None else None
-    if copy is None:
-        copy = host.RawCopy(*how) if _is_on_host(planes) else plain.PlainCopy(None, *how)
-    return copy
+def block_copy(form: Form, paged: Paged, dtype: str, devices: Devices | None = None) -> BlockCopy:
+    """dtype: of the pool's numbers; arrays of numpy are of integers of its width. Raises `ValueError` if strides are
+    not whole numbers of elements."""
+    way = _way(paged.planes, devices)
+    if way is None and all([host.is_host(plane) for layer in paged.planes for plane in layer]):
+        if form is None:
+            return host.RawCopy(paged)
+        if (loops := compiled_loops()) is not None:
+            return loops.Int8Copy(form, paged, dtype)  # type: ignore[no-any-return]
+    copy = way.bind(form, paged) if way is not None else None
+    return copy or plain.PlainCopy(form, paged, dtype)
 
 
 def prepare_int8(dtypes: Iterable[str]) -> None:
     """Compile, which takes time at first. dtypes: `bfloat16`, `float16`, `float32`."""
-    loops = compiled_loops()
-    if loops is None:
-        _say_that_it_is_slow()
-        return
-    for dtype in dtypes:
-        loops.prepare(dtype)
-
-
-def int8_copy(
-    form: SliceForm,
-    planes: Planes,
-    table: Sequence[int],
-    page_tokens: int,
-    dtype: str,
-    devices: Devices | None = None,
-) -> BlockCopy:
-    """dtype: of the pool's numbers; tensors may be of integers of its width. Raises `ValueError` if strides are not
-    whole numbers of elements."""
-    way = _way(planes, devices)
-    loops = compiled_loops() if way is None else None
-    if loops is not None and _is_on_host(planes):
-        return loops.Int8Copy(dtype, form, planes, table, page_tokens)  # type: ignore[no-any-return]
-    kind = getattr(torch, dtype)
-    tensors = [[_as_torch(plane, kind) for plane in layer] for layer in planes]
-    how = form, tensors, table, page_tokens, form.tokens
-    copy = way.bind(*how) if way is not None else None
-    return copy or plain.PlainCopy(*how, writable=host.are_writable(planes))
+    if (loops := compiled_loops()) is not None:
+        for dtype in dtypes:
+            loops.prepare(dtype)
 
 
 @cache
 def compiled_loops() -> Any:
-    """`int8_loops`; None without numba.
+    """`int8_loops`; None without numba, which is said once.
 
     Imported when 8 bits are first asked for, and not with this file: it takes 0.2 s, and vLLM 0.31 and 0.32 cannot make
     a worker for a CPU in a process where llvmlite is loaded.
@@ -95,18 +71,14 @@ def compiled_loops() -> Any:
     from kv_kernels import compiled
 
     if not compiled.IS_USABLE:
+        _log.warning(
+            "numba is not installed, broken or switched off: 8-bit codecs on the CPU run some ten times slower; "
+            "pip install numba, or unset NUMBA_DISABLE_JIT"
+        )
         return None
     from kv_kernels import int8_loops
 
     return int8_loops
-
-
-@cache
-def _say_that_it_is_slow() -> None:
-    _log.warning(
-        "numba is not installed, broken or switched off: 8-bit codecs on the CPU run some ten times slower; "
-        "pip install numba, or unset NUMBA_DISABLE_JIT"
-    )
 
 
 def _way(planes: Planes, devices: Devices | None) -> OnDevice | None:
@@ -117,13 +89,3 @@ def _way(planes: Planes, devices: Devices | None) -> OnDevice | None:
     if way is None or any([getattr(plane, "device", None) != first.device for layer in planes for plane in layer]):
         return None
     return way
-
-
-def _is_on_host(planes: Planes) -> bool:
-    return all([host.is_host(plane) for layer in planes for plane in layer])
-
-
-def _as_torch(plane: Any, dtype: torch.dtype) -> torch.Tensor:
-    if not isinstance(plane, np.ndarray):
-        return plane.view(dtype)  # type: ignore[no-any-return]
-    return torch.from_numpy(plane.view(f"i{plane.itemsize}")).view(dtype)

@@ -22,6 +22,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -55,9 +56,10 @@ def layer_slices(layers: int, layer_bytes: int, layers_at_once: int, offset_byte
 
 
 class _Batch(NamedTuple):
-    """What goes through a segment at once. rows: its copies, to or from byte 0 of the segment; none where the kernel
-    reaches the slots itself."""
+    """What goes through a segment at once. end: the number of those that end together. rows: its copies, to or from
+    byte 0 of the segment; none where the kernel reaches the slots itself."""
 
+    end: int
     layers: LayerSlice
     frames: range
     rows: Rows
@@ -140,12 +142,8 @@ class Transfer:
         first = mover.streams[0]
         first.wait(mover.device.compute().record())
         self.tell(first)
-        ready, waiting = first.record(), set(mover.streams[1:])
-
-        def end(batch: _Batch) -> int:
-            return batch.frames.stop if self._frames_at_once < len(self._addresses) else 0
-
-        for _, together in groupby(sorted(batches, key=end), end):
+        ready, waiting, of_end = first.record(), set(mover.streams[1:]), attrgetter("end")
+        for _, together in groupby(sorted(batches, key=of_end), of_end):
             self._put_in(list(together), ready, waiting)
         self._is_put_in = True
         return True
@@ -157,7 +155,9 @@ class Transfer:
         assert self._hold is not None
         ends = self.ends if number is None else self.ends[number : number + 1]
         try:
-            for event in [event for _, event in ends] if self._is_put_in else self._half_way():
+            if not self._is_put_in:  # wait for what ends behind all that was put in before `start` raised
+                ends = [(range(0), stream.record()) for stream in self.mover.streams]
+            for _, event in ends:
                 event.synchronize()
         except RuntimeError as error:  # its traceback would keep other transfers' tables
             self.error = error.with_traceback(None)
@@ -175,29 +175,28 @@ class Transfer:
         """Whether slots are still its own: it was begun, has not been waited for, and the device has not failed."""
         return self._hold is not None and self.error is None
 
-    def _half_way(self) -> Sequence[Event]:
-        """What ends behind all that was put in before `start` raised."""
-        return [stream.record() for stream in self.mover.streams]
-
     def _batches(self, hold: Hold) -> Iterator[_Batch]:
+        room, count = self.mover.segment_bytes, len(self._addresses)
         for part in self.slices:
             at_once, size = self._frames_at_once, part.size_bytes
-            runs, reaches = hold.runs(part.offset_bytes, size, at_once), self.reaches
-            reaches = reaches and all(runs.are_pinned)
-            if not reaches and at_once > self.mover.segment_bytes // size:
-                at_once = self.mover.segment_bytes // size
+            runs = hold.runs(part.offset_bytes, size, at_once)
+            reaches = self.reaches and all([is_pinned for _, is_pinned in runs])
+            if not reaches and at_once > room // size:
+                at_once = room // size
                 runs = hold.runs(part.offset_bytes, size, at_once)
-            rows = runs.rows if self.mover.loads else runs.rows[[1, 0, 2]]  # out of the segment, into slots
-            for number, is_pinned in enumerate(runs.are_pinned):
-                frames = range(number * at_once, min((number + 1) * at_once, len(self._addresses)))
-                mine = slice(0) if reaches else slice(runs.cuts[number], runs.cuts[number + 1])
-                yield _Batch(part, frames, rows[:, mine], is_pinned)
+            for start, (rows, is_pinned) in zip(range(0, count, at_once), runs, strict=True):
+                if reaches:
+                    rows = rows[:, :0]
+                elif not self.mover.loads:  # out of the segment, into slots
+                    rows = rows[[1, 0, 2]]
+                frames = range(start, min(start + at_once, count))
+                yield _Batch(start // self._frames_at_once, part, frames, rows, is_pinned)
 
     def _put_in(self, batches: Sequence[_Batch], ready: Event, waiting: set[CudaStream]) -> None:
         """Batches that end together. waiting: streams that have not waited yet until all is ready."""
         packed = 0 if self.mover.loads else 1  # the row of addresses in a segment
         used: dict[CudaStream, None] = {}  # the one of the last batch last
-        for layers, frames, rows, is_pinned in batches:
+        for _, layers, frames, rows, is_pinned in batches:
             stream, segment, lock = self.mover.lane()
             used.pop(stream, None)
             used[stream] = None

@@ -21,10 +21,11 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from kv_kernels.int8_form import GROUP, Axis, PlaneForm, SliceForm
-from kv_kernels.pools import PoolTable, Strides, on_device
-from kv_kernels.triton_digest import digest_copy
+from kv_kernels.int8_form import GROUP, Axis, Form, PlaneForm
+from kv_kernels.plain import PoolTable
+from kv_kernels.triton_digest import digest_copy, on_device
 
 WARPS = 4
 LARGEST_GRID = 2**31 - 1
@@ -37,10 +38,9 @@ _PAIRS_TILE, _LANES = 2048, 32
 """Where channels go in pairs: numbers of V that a warp holds at a time, and pairs that it has."""
 _AT_ONCE = tl.constexpr(16)
 """Tokens of a pair of channels that are held at a time."""
-_INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
+INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 """What a number is moved as, by its bytes."""
 _KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_ABSENT = Strides(0, 0, 0, 0)
 
 
 class Reached(NamedTuple):
@@ -53,58 +53,38 @@ class Reached(NamedTuple):
     `digest_keys`.
     """
 
-    addresses: torch.Tensor
+    addresses: Tensor
     at: int
-    digests: torch.Tensor
-    keys: torch.Tensor
+    digests: Tensor
+    keys: Tensor
 
 
 def save(
-    pools: PoolTable,
-    form: SliceForm | None,
-    table: torch.Tensor,
-    payloads: torch.Tensor,
-    status: torch.Tensor,
-    reached: Reached | None = None,
+    pools: PoolTable, form: Form, table: Tensor, payloads: Tensor, status: Tensor, reached: Reached | None = None
 ) -> None:
     """Put the blocks of `table` into payloads, into the current stream.
 
-    form: of a layer slice in 8 bits; None for bytes as they are. table: int32 or int64 [blocks, pages of a block] of
-    page ids, all of them in the pool. payloads: uint8 [blocks, bytes], rows at multiples of 16; a flat
-    scratch where others are reached. status: int64 [blocks] with any stride, zeroed by the caller: in 8 bits it gets
-    of each block the worst `Flaw` as its value, or stays 0. Nothing is promised about the payload of a block that is
-    not 0. Raises ValueError for too many blocks.
+    table: int32 or int64 [blocks, pages of a block] of page ids, all of them in the pool. payloads: uint8 [blocks,
+    bytes], rows at multiples of 16; a flat scratch where others are reached. status: int64 [blocks] with any stride,
+    zeroed by the caller: in 8 bits it gets of each block the worst `Flaw` as its value, or stays 0. Nothing is promised
+    about the payload of a block that is not 0. Raises ValueError for too many blocks.
     """
-    _launch(pools, form, table, payloads, status, reached, is_load=False)
+    _launch(False, pools, form, table, payloads, status, reached)
 
 
-def load(
-    pools: PoolTable,
-    form: SliceForm | None,
-    table: torch.Tensor,
-    payloads: torch.Tensor,
-    reached: Reached | None = None,
-) -> None:
+def load(pools: PoolTable, form: Form, table: Tensor, payloads: Tensor, reached: Reached | None = None) -> None:
     """The mirror of `save`. A page id of -1 leaves that page out; no page may be named twice."""
-    _launch(pools, form, table, payloads, table, reached, is_load=True)
+    _launch(True, pools, form, table, payloads, table, reached)
 
 
 def _launch(
-    pools: PoolTable,
-    form: SliceForm | None,
-    table: torch.Tensor,
-    payloads: torch.Tensor,
-    status: torch.Tensor,
-    reached: Reached | None,
-    *,
-    is_load: bool,
+    loads: bool, pools: PoolTable, form: Form, table: Tensor, payloads: Tensor, status: Tensor, reached: Reached | None
 ) -> None:
-    (blocks, block_pages), planes, warps = table.shape, len(pools.widths), WARPS
-    tokens = block_pages * pools.page_tokens
+    blocks, block_pages = table.shape
+    tokens, slices = block_pages * pools.page_tokens, blocks * pools.layers
     raw_bytes = pools.heads * tokens * sum(pools.widths) * pools.dtype.itemsize
     slice_bytes, groups = raw_bytes if form is None else form.size_bytes, -(-tokens // GROUP)
-    slices, row_bytes = blocks * pools.layers, slice_bytes
-    programs = slices * groups * pools.heads
+    row_bytes, programs = slice_bytes, slices * groups * pools.heads
     if reached is None:
         row_bytes = payloads.stride(0)
         assert payloads.shape[0] == blocks and pools.layers * slice_bytes <= payloads.shape[1]
@@ -122,47 +102,23 @@ def _launch(
     else:
         forms = [_form(plane) for plane in form.planes]
         places = [(plane.codes_at, plane.scales_at, plane.zeros_at) for plane in form.planes]
-        ends, pairs = (*form.gap, form.padding[0]), 0 if is_load else _pairs_at_once(pools, form.planes[0])
+        ends, pairs = (*form.gap, form.padding[0]), 0 if loads else _pairs_at_once(pools, form.planes[0])
     if pairs:
-        warps = pairs // _LANES
-        forms[-1] = (*forms[-1][:3], min(64, warps * _PAIRS_TILE // forms[-1][2]))
+        forms[-1] = (*forms[-1][:3], min(64, pairs // _LANES * _PAIRS_TILE // forms[-1][2]))
+    where = payloads, row_bytes, slice_bytes, table, table.stride(0), pools.addresses
+    shape = pools.layers, groups, pools.heads, tokens
+    # With one plane the last one is the first, and is not read again; nor is what is reached where nothing is.
+    lies = pools.strides[0], pools.strides[-1], places[0], places[-1]
+    addresses, at, digests, keys = reached or (table, 0, table, table)
     with on_device(payloads.device):
         _move[(programs,)](
-            payloads,
-            row_bytes,
-            slice_bytes,
-            table,
-            table.stride(0),
-            pools.addresses,
-            pools.layers,
-            groups,
-            pools.heads,
-            tokens,
-            tuple(pools.strides[0]),
-            tuple(pools.strides[1] if planes == 2 else _ABSENT),
-            places[0],
-            places[-1],
-            status,
-            status.stride(0),
-            ends,
-            0,
-            slices,
-            *(reached or (table, 0, table, table))[:3],
-            reached.digests.stride(0) if reached is not None else 0,
-            reached.keys if reached is not None else table,
-            REACHED=0 if reached is None else slice_bytes,
-            LOADS=is_load,
-            PLANES=planes,
-            PAGE_TOKENS=pools.page_tokens,
-            INTEGER=_INTEGERS[pools.dtype.itemsize],
-            ALIGNED=pools.aligned,
-            KIND="raw" if form is None else _KINDS[pools.dtype],
-            PAIRS=pairs,
-            K=forms[0],
-            V=forms[-1],
-            num_warps=warps,
-            enable_fp_fusion=False,
-        )
+            *where, *shape, *lies, status, status.stride(0), ends, 0, slices,
+            addresses, at, digests, digests.stride(0), keys,
+            REACHED=0 if reached is None else slice_bytes, LOADS=loads, PAGE_TOKENS=pools.page_tokens,
+            INTEGER=INTEGERS[pools.dtype.itemsize], ALIGNED=pools.aligned,
+            KIND="raw" if form is None else _KINDS[pools.dtype], PAIRS=pairs, FORMS=tuple(forms),
+            num_warps=pairs // _LANES or WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def _form(plane: PlaneForm) -> tuple[int, int, int, int]:
@@ -170,7 +126,7 @@ def _form(plane: PlaneForm) -> tuple[int, int, int, int]:
     if plane.axis is Axis.CHANNEL:
         step = _step(plane.width)
     else:
-        step = _power_of_two(plane.width) if plane.axis is Axis.TOKEN else GROUP
+        step = triton.next_power_of_2(plane.width) if plane.axis is Axis.TOKEN else GROUP
     return int(plane.axis), plane.width, step, min(64, _TILE // step)
 
 
@@ -187,12 +143,7 @@ def _pairs_at_once(pools: PoolTable, plane: PlaneForm) -> int:
 
 def _step(width: int) -> int:
     """Numbers of a row that a program holds at a time where it need not hold all: without a rest if 64 allows it."""
-    return next((step for step in (128, 64) if width % step == 0), min(128, _power_of_two(width)))
-
-
-def _power_of_two(width: int) -> int:
-    """The smallest that is not below width."""
-    return 1 << (width - 1).bit_length()
+    return next((step for step in (128, 64) if width % step == 0), min(128, triton.next_power_of_2(width)))
 
 
 # The kernel -----------------------------------------------------------------------------------------------------------
@@ -207,9 +158,10 @@ def _power_of_two(width: int) -> int:
 def _move(
     payloads, row_bytes, slice_bytes, table, table_row, addresses, layers, groups, heads, tokens, k_strides, v_strides,
     k_places, v_places, status, status_row, ends, nothing, slices, reached, reached_at, digests, digests_row, keys,
-    REACHED: tl.constexpr, LOADS: tl.constexpr, PLANES: tl.constexpr, PAGE_TOKENS: tl.constexpr, INTEGER: tl.constexpr,
-    ALIGNED: tl.constexpr, KIND: tl.constexpr, PAIRS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    REACHED: tl.constexpr, LOADS: tl.constexpr, PAGE_TOKENS: tl.constexpr, INTEGER: tl.constexpr,
+    ALIGNED: tl.constexpr, KIND: tl.constexpr, PAIRS: tl.constexpr, FORMS: tl.constexpr,
 ):  # fmt: skip
+    PLANES: tl.constexpr = len(FORMS)
     shape, strides, places = (groups, heads, tokens, slice_bytes), (k_strides, v_strides), (k_places, v_places, ends)
     if REACHED:
         payload = payloads + tl.program_id(0).to(tl.int64) * row_bytes
@@ -228,7 +180,7 @@ def _move(
             while line < groups * heads:
                 _move_line(
                     line, pool, row, payload, state, shape, strides, places, nothing,
-                    LOADS, PLANES, PAGE_TOKENS, INTEGER, ALIGNED, KIND, PAIRS, K, V,
+                    LOADS, PAGE_TOKENS, INTEGER, ALIGNED, KIND, PAIRS, FORMS,
                 )  # fmt: skip
                 line += 1
             tl.debug_barrier()
@@ -246,51 +198,46 @@ def _move(
         pool, state = addresses + layer * PLANES, status + block * status_row
         _move_line(
             line, pool, row, payload, state, shape, strides, places, nothing,
-            LOADS, PLANES, PAGE_TOKENS, INTEGER, ALIGNED, KIND, PAIRS, K, V,
+            LOADS, PAGE_TOKENS, INTEGER, ALIGNED, KIND, PAIRS, FORMS,
         )  # fmt: skip
 
 
 @triton.jit
 def _move_line(
     number, addresses, row, payload, state, shape, strides, places, nothing,
-    LOADS: tl.constexpr, PLANES: tl.constexpr, PAGE_TOKENS: tl.constexpr, INTEGER: tl.constexpr, ALIGNED: tl.constexpr,
-    KIND: tl.constexpr, PAIRS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    LOADS: tl.constexpr, PAGE_TOKENS: tl.constexpr, INTEGER: tl.constexpr, ALIGNED: tl.constexpr,
+    KIND: tl.constexpr, PAIRS: tl.constexpr, FORMS: tl.constexpr,
 ):  # fmt: skip
     """64 tokens of one head, of all planes of a layer. number: of group and head; addresses: of the layer's planes."""
-    K_AXIS: tl.constexpr = K[0]
-    K_WIDTH: tl.constexpr = K[1]
     groups, heads, tokens, slice_bytes = shape
-    k_strides, v_strides = strides
-    k_places, v_places, ends = places
     group, head = (number // heads).to(tl.int64), (number % heads).to(tl.int64)
     line = head * groups + group
-    pool = _pool_at(addresses, INTEGER, ALIGNED) + head * k_strides[2]
-    if KIND == "raw":
-        numbers = payload.to(tl.pointer_type(INTEGER)) + head * tokens * K_WIDTH
-        _move_numbers(pool, k_strides, row, group, tokens, numbers, LOADS, PAGE_TOKENS, K)
-    elif PAIRS:
-        # 0, of which the compiler does not know that 16 divides it: it gives each thread one pair at a time, not four.
-        apart, into = pool + nothing, payload + nothing
-        _write_pairs(apart, k_strides, row, group, into, k_places, line, state, PAGE_TOKENS, KIND, K_WIDTH, PAIRS)
-    elif K_AXIS == 0:
-        _move_channels(pool, k_strides, row, group, payload, k_places, line, state, LOADS, PAGE_TOKENS, KIND, K)
-    else:
-        _move_tokens(pool, k_strides, row, group, payload, k_places, line, state, LOADS, PAGE_TOKENS, KIND, K)
+    numbers = payload.to(tl.pointer_type(INTEGER))
+    for plane in tl.static_range(len(FORMS)):
+        FORM: tl.constexpr = FORMS[plane]
+        WIDTH: tl.constexpr = FORM[1]
+        lies, place = strides[plane], places[plane]
+        pool = tl.load(addresses + plane).to(tl.pointer_type(INTEGER))
+        if ALIGNED:
+            pool = tl.multiple_of(pool, 16)
+        pool += head * lies[2]
+        if KIND == "raw":
+            _move_numbers(pool, lies, row, group, tokens, numbers + head * tokens * WIDTH, LOADS, PAGE_TOKENS, FORM)
+            numbers += heads * tokens * WIDTH
+        elif FORM[0] != 0:
+            _move_tokens(pool, lies, row, group, payload, place, line, state, LOADS, PAGE_TOKENS, KIND, FORM)
+        elif PAIRS:
+            # 0, of which the compiler does not know that 16 divides it: it gives each thread one pair at a time.
+            apart, into = pool + nothing, payload + nothing
+            _write_pairs(apart, lies, row, group, into, place, line, state, PAGE_TOKENS, KIND, WIDTH, PAIRS)
+        else:
+            _move_channels(pool, lies, row, group, payload, place, line, state, LOADS, PAGE_TOKENS, KIND, FORM)
     if KIND != "raw" and not LOADS:
         if line == 0:
             # What no other program writes: between K's scales and its zero points, and behind all.
-            bytes_ = tl.arange(0, 16)
-            if K_AXIS == 0:
-                tl.store(payload + ends[0] + bytes_, 0, mask=bytes_ < ends[1] - ends[0])
+            bytes_, ends = tl.arange(0, 16), places[2]
+            tl.store(payload + ends[0] + bytes_, 0, mask=bytes_ < ends[1] - ends[0])
             tl.store(payload + ends[2] + bytes_, 0, mask=bytes_ < slice_bytes - ends[2])
-    if PLANES == 2:
-        pool = _pool_at(addresses + 1, INTEGER, ALIGNED) + head * v_strides[2]
-        if KIND == "raw":
-            V_WIDTH: tl.constexpr = V[1]
-            numbers = payload.to(tl.pointer_type(INTEGER)) + heads * tokens * K_WIDTH
-            _move_numbers(pool, v_strides, row, group, tokens, numbers + head * tokens * V_WIDTH, LOADS, PAGE_TOKENS, V)
-        else:
-            _move_tokens(pool, v_strides, row, group, payload, v_places, line, state, LOADS, PAGE_TOKENS, KIND, V)
 
 
 @triton.jit
@@ -319,15 +266,6 @@ def _pages_of(row, token, TOKENS: tl.constexpr, PAGE_TOKENS: tl.constexpr):
     """The page of each of TOKENS tokens from `token` on, and its place in that page."""
     tokens = token + tl.arange(0, TOKENS)
     return tl.load(row + tokens // PAGE_TOKENS).to(tl.int64), (tokens % PAGE_TOKENS).to(tl.int64)
-
-
-@triton.jit
-def _pool_at(address, INTEGER: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a plane of a layer begins."""
-    pool = tl.load(address).to(tl.pointer_type(INTEGER))
-    if ALIGNED:
-        pool = tl.multiple_of(pool, 16)
-    return pool
 
 
 @triton.jit
@@ -451,7 +389,7 @@ def _move_tokens(
                 tl.store(there, _to_bits(codes * scale[:, None], KIND), mask=wanted)
             else:
                 bits = tl.load(there, mask=inside, other=0)
-                largest = tl.max(_magnitude(bits, KIND), 1)
+                largest = tl.max(bits.to(tl.int32) & (0x7FFFFFFF if KIND == "fp32" else 0x7FFF), 1)
                 scale = _scale_up(tl.div_rn(_of_ordered(largest, KIND), tl.full([TOKENS], 127.0, tl.float32)))
                 _report(state, largest >= _infinity(KIND), scale)
                 codes = _steps(_to_float(bits, KIND) * _inverse(scale)[:, None], -127.0, 127.0)
@@ -508,11 +446,6 @@ def _inverse(scale):
 @triton.jit
 def _steps(y, least, most):
     return tl.floor(tl.minimum(tl.maximum(y, least), most) + 0.5)
-
-
-@triton.jit
-def _magnitude(bits, KIND: tl.constexpr):
-    return bits.to(tl.int32) & (0x7FFFFFFF if KIND == "fp32" else 0x7FFF)
 
 
 @triton.jit

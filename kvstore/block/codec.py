@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -56,8 +55,7 @@ class RawCodec(_PartCodec):
 
     def bind(self, pages: Pages, layout: Layout, part: Part) -> BlockCopy:
         """Host memory is copied run by run at memcpy speed; see `routes` for pages on a device."""
-        planes, table, page_rows = _checked(pages, layout, part)
-        return routes.raw_copy(planes, table, page_rows, part.rows, self._devices)
+        return routes.block_copy(None, _checked(pages, layout, part), part.group.dtype, self._devices)
 
 
 class Int8Codec(_PartCodec):
@@ -72,10 +70,10 @@ class Int8Codec(_PartCodec):
 
     def bind(self, pages: Pages, layout: Layout, part: Part) -> BlockCopy:
         """Host memory goes through compiled loops; see `routes` for pages on a device."""
-        planes, table, page_rows = _checked(pages, layout, part)
+        paged = _checked(pages, layout, part)
         try:
             form = payload.int8_form(self.name, part)
-            return routes.int8_copy(form, planes, table, page_rows, part.group.dtype, self._devices)
+            return routes.block_copy(form, paged, part.group.dtype, self._devices)
         except ValueError as error:
             raise LayoutMismatch(f"layers {list(part.layers)}: {error}") from None
 
@@ -137,9 +135,8 @@ class Codecs:
             return None
 
 
-def _checked(pages: Pages, layout: Layout, part: Part) -> tuple[list[list[Any]], list[int], int]:
-    """Of each layer the planes of this part's heads, the page table, and the rows of a page. Raises
-    `LayoutMismatch`."""
+def _checked(pages: Pages, layout: Layout, part: Part) -> host.Paged:
+    """The planes of this part's heads. Raises `LayoutMismatch`."""
     of_group = pages.of_group(part.group.name)
     table, page_rows = page_numbers(of_group.table), of_group.page_tokens // part.group.row_tokens
     if part.block_tokens % of_group.page_tokens or of_group.page_tokens % part.group.row_tokens:
@@ -151,7 +148,7 @@ def _checked(pages: Pages, layout: Layout, part: Part) -> tuple[list[list[Any]],
     planes = [list(pages.planes[layer]) for layer in part.layers]
     if part.kv_heads < part.group.kv_heads:
         planes = [[plane[:, :, part.head_start : part.head_stop] for plane in layer] for layer in planes]
-    return planes, table, page_rows
+    return host.Paged(planes, table, page_rows, part.rows)
 
 
 def _check(pages: Pages, table: list[int], page_rows: int, layout: Layout, part: Part) -> None:

@@ -35,7 +35,7 @@ def int8_form(codec: str, part: Part) -> SliceForm:
     group = part.group
     if hindrance := _hindrance(part):
         raise BadInput(f"codec {codec!r} cannot write KV of {hindrance} (group {group.name!r}); use codec='raw'")
-    return slice_form(codec, part.kv_heads, part.rows, group.plane_widths, group.element_bytes)
+    return slice_form(part.kv_heads, part.rows, group.plane_widths, group.element_bytes)
 
 
 def payload_bytes(codec: str, part: Part) -> int:

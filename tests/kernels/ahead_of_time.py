@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from kv_kernels import triton_digest, triton_pools
 from kv_kernels.int8_form import KC64, slice_form
-from kv_kernels.pools import PoolTable
+from kv_kernels.plain import PoolTable
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -87,7 +87,7 @@ def kept(is_save: bool, codec: str, pools: PoolTable, reaches: bool = False) -> 
     """The kernel, with the arguments of a launch over two blocks of 128 tokens."""
     table = torch.zeros(2, 128 // pools.page_tokens, dtype=torch.int64)
     payloads = torch.zeros(2, pools.layers * 128 * pools.heads * sum(pools.widths) * 5, dtype=torch.uint8)
-    form = None if codec == "raw" else slice_form(codec, pools.heads, 128, pools.widths, pools.dtype.itemsize)
+    form = None if codec == "raw" else slice_form(pools.heads, 128, pools.widths, pools.dtype.itemsize)
     stand_in = triton_pools._move = Kept(triton_pools._move)
     numbers, reached = torch.zeros(64, dtype=torch.int64), None
     if reaches:

@@ -24,8 +24,10 @@ from kv_kernels import gpu, int8, triton_pools
 from kv_kernels.copies import BlockCopy, Flaw
 from kv_kernels.cuda import Direction
 from kv_kernels.device_copy import DeviceCopy, DeviceTransfers, Moving
+from kv_kernels.host import Paged
+from kv_kernels.int8_form import slice_form
 from kv_kernels.plain import PlainCopy
-from kv_kernels.routes import int8_copy, raw_copy
+from kv_kernels.routes import block_copy
 from paged_memory import kernels_can_run
 from tiering.frame import digest
 from tiering.tier import FrameSpan
@@ -37,7 +39,7 @@ pytestmark = [needs_interpreter, pytest.mark.usefixtures("kernels_can_run")]
 LAYERS, HEADS, WIDTH, TOKENS, PAGE_TOKENS = 2, 1, 4, 64, 32
 SHAPE = (PAGE_TOKENS, HEADS, WIDTH)
 CODECS = ["raw", int8.KC64]
-FORMS = {name: int8.slice_form(name, HEADS, TOKENS, (WIDTH, WIDTH), 2) for name in (int8.KC64,)}
+FORMS = {int8.KC64: slice_form(HEADS, TOKENS, (WIDTH, WIDTH), 2)}
 SLICE_BYTES = {"raw": 2 * HEADS * TOKENS * WIDTH * 2, **{name: form.size_bytes for name, form in FORMS.items()}}
 
 
@@ -61,13 +63,11 @@ def region_of(span: FrameSpan) -> Region:
 
 
 def copy_of(codec: str, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int], route: Any) -> BlockCopy:
-    if codec == "raw":
-        return raw_copy(planes, table, PAGE_TOKENS, TOKENS, route)
-    return int8_copy(FORMS[codec], planes, table, PAGE_TOKENS, "bfloat16", route)
+    return block_copy(FORMS.get(codec), Paged(planes, table, PAGE_TOKENS, TOKENS), "bfloat16", route)
 
 
 def plain_of(codec: str, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int]) -> BlockCopy:
-    return PlainCopy(FORMS.get(codec), planes, table, PAGE_TOKENS, TOKENS)
+    return PlainCopy(FORMS.get(codec), Paged(planes, table, PAGE_TOKENS, TOKENS))
 
 
 def same(one: Sequence[Sequence[torch.Tensor]], other: Sequence[Sequence[torch.Tensor]]) -> bool:
@@ -276,12 +276,12 @@ def test_blocks_of_any_number_of_rows(
 
     source, slots, wanted = planes(1), spans(), spans()
     tokens = [0, rows]
-    digests = good(raw_copy(source, table, rows, rows, route).encode(tokens, slots, digest))
-    assert digests == good(PlainCopy(None, source, table, rows, rows).encode(tokens, wanted, digest))
+    digests = good(block_copy(None, Paged(source, table, rows, rows), "", route).encode(tokens, slots, digest))
+    assert digests == good(PlainCopy(None, Paged(source, table, rows, rows)).encode(tokens, wanted, digest))
     assert [bytes(one.view) for one in slots] == [bytes(one.view) for one in wanted]
     mine, theirs = planes(2), planes(2)
-    assert raw_copy(mine, table, rows, rows, route).decode(slots, tokens, 0, digests, digest) == 2
-    assert PlainCopy(None, theirs, table, rows, rows).decode(slots, tokens, 0, digests, digest) == 2
+    assert block_copy(None, Paged(mine, table, rows, rows), "", route).decode(slots, tokens, 0, digests, digest) == 2
+    assert PlainCopy(None, Paged(theirs, table, rows, rows)).decode(slots, tokens, 0, digests, digest) == 2
     assert all(map(torch.equal, _bits(mine), _bits(theirs)))
     assert not caplog.records, "none of it took the plain route"
     route.close()
@@ -351,18 +351,10 @@ def test_a_device_that_fails_is_told_and_keeps_what_it_may_still_use(monkeypatch
     story.route.chaos.finish()
 
 
-def test_a_kernel_that_fails_is_told_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_fails_is_told_and_waited_for() -> None:
     story = Story(ChaosRoute(1, segment_of("raw")))
     copy = copy_of("raw", planes_of(story.pages, 1), story.table, story.route)
-    launches = count(1)
-    run = story.route.device.run
-
-    def failing(body: Any) -> None:
-        if next(launches) == 2:
-            raise OSError("a kernel that does not compile")
-        run(body)
-
-    monkeypatch.setattr(story.route.device, "run", failing)
+    story.route.chaos.failures[2] = OSError("a kernel that does not compile")
     encoding = copy.encode(story.tokens, story.slots, digest)
     with pytest.raises(OSError, match="does not compile"):
         good(encoding)
@@ -386,12 +378,12 @@ def test_both_ways_are_measured_and_one_that_moves_other_bytes_is_not_taken(monk
     assert all(one.reached_gb_per_second > 0 for one in right)
     launch = triton_pools._launch
 
-    def wrong(pools: Any, form: Any, table: Any, payloads: Any, status: Any, reached: Any, **how: Any) -> None:
-        launch(pools, form, table if reached is None else table.flip(1), payloads, status, reached, **how)
+    def wrong(loads: bool, pools: Any, form: Any, table: Any, payloads: Any, status: Any, reached: Any) -> None:
+        launch(loads, pools, form, table if reached is None else table.flip(1), payloads, status, reached)
 
-    def nothing(*given: Any, **how: Any) -> None:
+    def nothing(*given: Any) -> None:
         if given[-1] is None:
-            launch(*given, **how)
+            launch(*given)
 
     for reaching in (wrong, nothing):
         monkeypatch.setattr(triton_pools, "_launch", reaching)
@@ -417,7 +409,7 @@ def test_pages_that_are_not_for_it_take_the_plain_route(
     with caplog.at_level(logging.WARNING, "kv_kernels"):
         for _ in range(2):
             # Not the route of host memory: what is not for this one is on a device.
-            assert route.transfers.bind(None, planes, [0, 1, 2], 64, 64) is None
+            assert route.transfers.bind(None, Paged(planes, [0, 1, 2], 64, 64)) is None
     (record,) = caplog.records
     assert reason in record.getMessage() and "slow" in record.getMessage()
     assert "\n" not in record.getMessage()
@@ -426,7 +418,8 @@ def test_pages_that_are_not_for_it_take_the_plain_route(
 def test_planes_on_two_devices_take_the_plain_route() -> None:
     there = torch.empty(3, 64, 1, 4, device="meta")
     route = ChaosRoute(1)
-    assert isinstance(raw_copy([[torch.zeros(3, 64, 1, 4), there]], [0], 64, 64, route), PlainCopy)
+    paged = Paged([[torch.zeros(3, 64, 1, 4), there]], [0], 64, 64)
+    assert isinstance(block_copy(None, paged, "float32", route), PlainCopy)
 
 
 def test_several_threads_on_one_device() -> None:

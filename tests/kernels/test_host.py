@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_kernels import host
+from kv_kernels.host import Paged
 from kv_kernels.plain import PlainCopy
 from tiering.frame import digest
 from tiering.tier import FrameSpan
@@ -182,13 +183,13 @@ def sides(memory: Memory, table: list[int]) -> list[Any]:
     shape = memory.shape
     with mock.patch.multiple(host, _COPY_BYTES=shape.copy_bytes, _RUN_BYTES=shape.run_bytes):
         return [
-            host.RawCopy(memory.planes, table, shape.page_tokens, shape.block_tokens),
-            host.RawCopy(memory.as_numpy(), table, shape.page_tokens, shape.block_tokens),
+            host.RawCopy(Paged(memory.planes, table, shape.page_tokens, shape.block_tokens)),
+            host.RawCopy(Paged(memory.as_numpy(), table, shape.page_tokens, shape.block_tokens)),
         ]
 
 
 def plain(memory: Memory, table: list[int]) -> PlainCopy:
-    return PlainCopy(None, memory.planes, table, memory.shape.page_tokens, memory.shape.block_tokens)
+    return PlainCopy(None, Paged(memory.planes, table, memory.shape.page_tokens, memory.shape.block_tokens))
 
 
 # Against the reference ------------------------------------------------------------------------------------------------
@@ -324,7 +325,7 @@ def test_a_transposed_key_of_an_engine() -> None:
     payloads = []
     for plane in (values, transposed.permute(0, 3, 1, 2)):
         payload = Payload(2 * 16 * 8 * 2)
-        host.RawCopy([[plane]], [2], 16, 16).encode_block(0, payload.span, digest)
+        host.RawCopy(Paged([[plane]], [2], 16, 16)).encode_block(0, payload.span, digest)
         payloads.append(payload.bits)
     assert payloads[0] == payloads[1] == values[2].transpose(0, 1).contiguous().view(torch.uint8).numpy().tobytes()
 
@@ -333,10 +334,12 @@ def test_one_plane_as_runs_beside_one_with_strides() -> None:
     key, value = torch.randn(2, 2, 8, 16).to(torch.float16), torch.randn(2, 2, 16, 8).to(torch.float16)
     planes = [[key.permute(0, 3, 1, 2), value.permute(0, 2, 1, 3)]]
     want, got = Payload(2 * 2 * 16 * 8 * 2), Payload(2 * 2 * 16 * 8 * 2)
-    digests = PlainCopy(None, planes, [1], 16, 16).encode_block(0, want.span, digest)
-    assert host.RawCopy(planes, [1], 16, 16).encode_block(0, got.span, digest) == digests and got.bits == want.bits
+    digests = PlainCopy(None, Paged(planes, [1], 16, 16)).encode_block(0, want.span, digest)
+    assert (
+        host.RawCopy(Paged(planes, [1], 16, 16)).encode_block(0, got.span, digest) == digests and got.bits == want.bits
+    )
     copies = [[torch.zeros_like(plane) for plane in planes[0]]]
-    assert host.RawCopy(copies, [1], 16, 16).decode_block(got.span, 0, 0, digests, digest)
+    assert host.RawCopy(Paged(copies, [1], 16, 16)).decode_block(got.span, 0, 0, digests, digest)
     assert all(torch.equal(copy[1], plane[1]) for copy, plane in zip(copies[0], planes[0], strict=True))
     assert all(not copy[0].any() for copy in copies[0])
 
@@ -352,7 +355,7 @@ def test_layers_that_adjoin_are_copied_in_runs_of_half_a_mebibyte() -> None:
         buffer = np.zeros(4 * (size + apart), np.uint8)
         layers = [buffer[at * (size + apart) :][:size] for at in range(4)]
         planes = [[one.view(np.uint16).reshape(1, 1, 16, -1).transpose(0, 2, 1, 3)] for one in layers]
-        coder = host.RawCopy(planes, [0], 16, 16)
+        coder = host.RawCopy(Paged(planes, [0], 16, 16))
         assert [(group.start, group.stop) for group in coder._groups] == groups
 
 
@@ -372,7 +375,7 @@ def test_a_payload_between_the_layers_of_its_pages(copy_bytes: int) -> None:
         pages = memory[start : start + plane_bytes].view(np.uint16).reshape(3, 2, 16, 8)
         planes.append([pages.transpose(0, 2, 1, 3)])
     with mock.patch.object(host, "_COPY_BYTES", copy_bytes):
-        coder = host.RawCopy(planes, [1], 16, 16)
+        coder = host.RawCopy(Paged(planes, [1], 16, 16))
     digests = coder.encode_block(0, span, digest)
     page = plane_bytes // 3
     want = b"".join(bytes(buffer[start + page : start + 2 * page]) for start in starts)
@@ -389,7 +392,7 @@ def test_pages_that_run_backwards_in_memory() -> None:
     forwards = np.arange(4 * 2 * 16 * 4, dtype=np.uint16).reshape(4, 2, 16, 4)
     backwards = forwards[::-1].transpose(0, 2, 1, 3)
     payload = Payload(2 * 16 * 4 * 2)
-    host.RawCopy([[backwards]], [0], 16, 16).encode_block(0, payload.span, digest)
+    host.RawCopy(Paged([[backwards]], [0], 16, 16)).encode_block(0, payload.span, digest)
     assert payload.bits == forwards[3].tobytes()
 
 
@@ -450,7 +453,7 @@ def test_the_digest_is_taken_from_the_copy(pages: int, skip: int) -> None:
 def test_pages_that_are_read_only_are_not_written() -> None:
     values = np.frombuffer(bytes(2 * 16 * 4 * 2), dtype=np.uint16).reshape(1, 2, 16, 4).transpose(0, 2, 1, 3)
     payload = Payload(2 * 16 * 4 * 2, 7)
-    coder = host.RawCopy([[values]], [0], 16, 16)
+    coder = host.RawCopy(Paged([[values]], [0], 16, 16))
     with pytest.raises(ValueError, match="read-only"):
         coder.decode_block(payload.span, 0, 0, [digest(payload.span.view)], digest)
     assert not values.any()
@@ -472,7 +475,7 @@ def test_a_block_outside_of_the_pages_is_a_bug(token: int) -> None:
 def test_no_pages_at_all() -> None:
     empty = torch.empty(0, 16, 2, 8, dtype=torch.bfloat16)
     with pytest.raises(AssertionError):
-        host.RawCopy([[empty, empty]], [], 16, 16).encode_block(0, Payload(1024).span, digest)
+        host.RawCopy(Paged([[empty, empty]], [], 16, 16)).encode_block(0, Payload(1024).span, digest)
 
 
 def test_a_block_cut_at_its_front_needs_no_pages_for_what_is_cut() -> None:
@@ -488,7 +491,7 @@ def test_a_block_cut_at_its_front_needs_no_pages_for_what_is_cut() -> None:
 
 def test_the_memory_behind_a_tensor_lives_as_long_as_the_copy() -> None:
     planes = [[torch.full((1, 2, 16, 4), 3, dtype=torch.uint8).permute(0, 2, 1, 3)]]
-    coder = host.RawCopy(planes, [0], 16, 16)
+    coder = host.RawCopy(Paged(planes, [0], 16, 16))
     planes.clear()
     rubbish = [torch.zeros(128, dtype=torch.uint8) for _ in range(64)]
     payload = Payload(128)

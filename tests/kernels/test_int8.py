@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from math import prod
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_kernels import int8
-from kv_kernels.int8 import Axis, Unwritable, dequantize, quantize, slice_form
+from kv_kernels.int8 import Unwritable, dequantize, quantize
+from kv_kernels.int8_form import ALIGN_BYTES, GROUP, Axis, slice_form
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-23}
@@ -53,8 +54,8 @@ def spread(scales: torch.Tensor, axis: Axis, shape: torch.Size) -> torch.Tensor:
     """The scale, or the zero point, of every number."""
     x = scales.double()
     if axis is Axis.CHANNEL:
-        return x.repeat_interleave(int8.GROUP, 1)
-    return x.unsqueeze(2).expand(shape) if axis is Axis.TOKEN else x.repeat_interleave(int8.GROUP, 2)[..., : shape[2]]
+        return x.repeat_interleave(GROUP, 1)
+    return x.repeat_interleave(axis.share(shape[2]), 2)[..., : shape[2]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -84,15 +85,15 @@ def test_codes_and_scales_are_those_of_the_formula(kind: str, axis: Axis, dtype:
     made = quantize(x, axis)
     exact = x.double()
     if axis is Axis.CHANNEL:
-        grouped = exact.unflatten(1, (-1, int8.GROUP))
+        grouped = exact.unflatten(1, (-1, GROUP))
         low, top = grouped.amin(2), (grouped.amax(2) - grouped.amin(2)) / 255
         assert made.zeros is not None and torch.equal(made.zeros.double(), low)
         y = (exact - spread(low, axis, x.shape)) / spread(made.scales, axis, x.shape)
         codes = made.codes.double() + 128
     else:
         assert made.zeros is None
-        step = x.shape[2] if axis is Axis.TOKEN else int8.GROUP
-        top = torch.stack([piece.abs().amax(2) for piece in exact.split(step, 2)], 2).squeeze(2) / 127
+        pieces = exact.split(axis.share(x.shape[2]), 2)
+        top = torch.stack([piece.abs().amax(2) for piece in pieces], 2) / 127
         y = exact / spread(made.scales, axis, x.shape)
         codes = made.codes.double()
     below = (made.scales.view(torch.int16) - 1).view(torch.float16).double()
@@ -173,26 +174,26 @@ def test_the_bound_holds_at_every_size(
 def test_nothing_in_a_slice_lies_over_anything_else(
     heads: int, tokens: int, widths: tuple[int, ...], element_bytes: int
 ) -> None:
-    form = slice_form(int8.KC64, heads, tokens, widths, element_bytes)
+    form = slice_form(heads, tokens, widths, element_bytes)
     spans = []
     for plane in form.planes:
         spans.append((plane.codes_at, heads * tokens * plane.width, 1))
-        spans.append((plane.scales_at, heads * plane.groups * 2, 2))
+        spans.append((plane.scales_at, heads * prod(plane.scales) * 2, 2))
         if plane.axis is Axis.CHANNEL:
-            spans.append((plane.zeros_at, heads * plane.groups * element_bytes, element_bytes))
+            spans.append((plane.zeros_at, heads * prod(plane.scales) * element_bytes, element_bytes))
     end = 0
     for at, size, width in sorted(spans):
         assert at % width == 0 and end <= at < end + 4, "in order, without a gap that alignment does not need"
         end = at + size
-    assert end == form.padding[0] <= form.size_bytes < end + int8.ALIGN_BYTES
-    assert form.size_bytes % int8.ALIGN_BYTES == 0
+    assert end == form.padding[0] <= form.size_bytes < end + ALIGN_BYTES
+    assert form.size_bytes % ALIGN_BYTES == 0
 
 
 def test_bits_per_number() -> None:
     """As small as the formats promise, for 64 tokens of 8 heads of 128."""
     count = 8 * 64 * 256
-    assert 8 * slice_form(int8.KC64, 8, 64, (128, 128), 2).size_bytes / count == pytest.approx(8.3125)
-    assert 8 * slice_form(int8.KC64, 1, 64, (576,), 2).size_bytes / (64 * 576) == pytest.approx(8.25)
+    assert 8 * slice_form(8, 64, (128, 128), 2).size_bytes / count == pytest.approx(8.3125)
+    assert 8 * slice_form(1, 64, (576,), 2).size_bytes / (64 * 576) == pytest.approx(8.25)
 
 
 @pytest.mark.parametrize("axis", list(Axis))

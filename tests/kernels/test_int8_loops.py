@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,10 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_kernels import int8, int8_loops, plain, routes
+from kv_kernels import compiled, int8_loops, plain, routes
 from kv_kernels.copies import Flaw
-from kv_kernels.int8 import Axis, SliceForm, slice_form
-from kv_kernels.int8_loops import Field
+from kv_kernels.host import Paged
+from kv_kernels.int8_form import Axis, SliceForm, slice_form
 from tiering.frame import digest
 from tiering.tier import FrameSpan
 
@@ -114,7 +115,6 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @given(
-    codec=st.just(int8.KC64),
     dtype=st.sampled_from(sorted(DTYPES)),
     layout=st.sampled_from(sorted(LAYOUTS)),
     kind=st.sampled_from(KINDS),
@@ -126,7 +126,6 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 )
 @settings(max_examples=80, deadline=None)
 def test_both_routes_write_the_same_bytes_and_the_same_pages(
-    codec: str,
     dtype: str,
     layout: str,
     kind: str,
@@ -148,12 +147,12 @@ def test_both_routes_write_the_same_bytes_and_the_same_pages(
         ])
         for layer in range(2)
     ]  # fmt: skip
-    form = slice_form(codec, heads, tokens, widths, DTYPES[dtype].itemsize)
+    form = slice_form(heads, tokens, widths, DTYPES[dtype].itemsize)
     block = chance.randrange(2)
     spans, around = zip(*[room(form, len(layers)) for _ in range(2)], strict=True)
-    compiled = int8_loops.Int8Copy(dtype, form, layers, table, page_tokens)
-    other = plain.PlainCopy(form, layers, table, page_tokens, form.tokens)
-    digests = compiled.encode_block(block * tokens, spans[0], digest)
+    loops = int8_loops.Int8Copy(form, Paged(layers, table, page_tokens, tokens), dtype)
+    other = plain.PlainCopy(form, Paged(layers, table, page_tokens, tokens))
+    digests = loops.encode_block(block * tokens, spans[0], digest)
     assert digests == other.encode_block(block * tokens, spans[1], digest)
     assert all((memory[:64] == CANARY).all() and (memory[-64:] == CANARY).all() for memory in around)
     if not isinstance(digests, list):
@@ -167,9 +166,9 @@ def test_both_routes_write_the_same_bytes_and_the_same_pages(
             for layer in layers
         ]
         copy: Any = (
-            int8_loops.Int8Copy(dtype, form, into, table, page_tokens)
+            int8_loops.Int8Copy(form, Paged(into, table, page_tokens, tokens), dtype)
             if route == 0
-            else plain.PlainCopy(form, into, table, page_tokens, form.tokens)
+            else plain.PlainCopy(form, Paged(into, table, page_tokens, tokens))
         )
         assert copy.decode_block(spans[0], block * tokens, skip, digests, digest)
         landed.append(into)
@@ -182,19 +181,18 @@ def test_both_routes_write_the_same_bytes_and_the_same_pages(
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-@pytest.mark.parametrize("codec", [int8.KC64])
 @pytest.mark.parametrize("value", ["nan", "-nan", "inf", "-inf"])
 @pytest.mark.parametrize("plane", [0, 1])
-def test_a_block_that_is_not_finite_has_a_flaw(dtype: str, codec: str, value: str, plane: int) -> None:
+def test_a_block_that_is_not_finite_has_a_flaw(dtype: str, value: str, plane: int) -> None:
     seed = 5
-    chance = Random(f"{seed} {dtype} {codec} {value} {plane}")
-    form = slice_form(codec, 2, 128, (72, 80), DTYPES[dtype].itemsize)
+    chance = Random(f"{seed} {dtype} {value} {plane}")
+    form = slice_form(2, 128, (72, 80), DTYPES[dtype].itemsize)
     for _ in range(4):
         layer = [numbers("plain", (4, 64, 2, width), DTYPES[dtype], seed) for width in (72, 80)]
         at = (chance.randrange(4), chance.randrange(64), chance.randrange(2), chance.randrange((72, 80)[plane]))
         bad = torch.tensor(float(value.strip("-")))
         layer[plane][at] = -bad if value.startswith("-") else bad
-        copy = int8_loops.Int8Copy(dtype, form, [layer], [0, 1, 2, 3], 64)
+        copy = int8_loops.Int8Copy(form, Paged([layer], [0, 1, 2, 3], 64, form.tokens), dtype)
         found = [copy.encode_block(token, room(form, 1)[0], digest) for token in (0, 128)]
         assert found[at[0] // 2] is Flaw.NONFINITE
         assert isinstance(found[1 - at[0] // 2], list), "the block beside it was not concerned"
@@ -204,19 +202,15 @@ def test_a_block_that_is_not_finite_has_a_flaw(dtype: str, codec: str, value: st
 @pytest.mark.parametrize("axis", list(Axis))
 def test_numbers_beyond_the_scales_have_a_flaw(dtype: str, axis: Axis) -> None:
     """The largest that can be written is 127 or 255 times the largest fp16; float32's whole range is beyond."""
-    codec, widths = {
-        Axis.CHANNEL: (int8.KC64, (8, 8)),
-        Axis.TOKEN: (int8.KC64, (8, 8)),
-        Axis.LATENT: (int8.KC64, (8,)),
-    }[axis]
-    form = slice_form(codec, 1, 64, widths, DTYPES[dtype].itemsize)
+    widths = (8,) if axis is Axis.LATENT else (8, 8)
+    form = slice_form(1, 64, widths, DTYPES[dtype].itemsize)
     steps = 255 if axis is Axis.CHANNEL else 127
     for top, fits in ((0.99 * steps * 65504, True), (1.01 * steps * 65504, False), (3e38, False)):
         layer = [torch.zeros(1, 64, 1, width, dtype=DTYPES[dtype]) for width in widths]
         layer[axis is Axis.TOKEN][0, 5, 0, 3] = top
         if axis is Axis.CHANNEL and top > 1e38:
             layer[0][0, 6, 0, 3] = -top  # their distance is beyond float32
-        copy = int8_loops.Int8Copy(dtype, form, [layer], [0], 64)
+        copy = int8_loops.Int8Copy(form, Paged([layer], [0], 64, form.tokens), dtype)
         found = copy.encode_block(0, room(form, 1)[0], digest)
         assert isinstance(found, list) if fits else found is Flaw.OUT_OF_RANGE
 
@@ -225,9 +219,9 @@ def test_numbers_beyond_the_scales_have_a_flaw(dtype: str, axis: Axis) -> None:
 def test_a_thread_that_flushes_denormals_writes_the_same_bytes(dtype: str) -> None:
     """Engines switch that on (torch.set_flush_denormal); of bfloat16 only what is no float32 denormal can be kept."""
     kind = "tiny" if dtype == "bfloat16" else "denormal"
-    form = slice_form(int8.KC64, 2, 64, (72, 80), 2)
+    form = slice_form(2, 64, (72, 80), 2)
     layer = [numbers(kind, (1, 64, 2, width), DTYPES[dtype], 3) for width in (72, 80)]
-    copy = int8_loops.Int8Copy(dtype, form, [layer], [0], 64)
+    copy = int8_loops.Int8Copy(form, Paged([layer], [0], 64, form.tokens), dtype)
     payloads = []
     pages = []
     try:
@@ -238,7 +232,7 @@ def test_a_thread_that_flushes_denormals_writes_the_same_bytes(dtype: str) -> No
             digests = copy.encode_block(0, span, digest)
             assert isinstance(digests, list)
             into = [torch.zeros_like(plane) for plane in layer]
-            back = int8_loops.Int8Copy(dtype, form, [into], [0], 64)
+            back = int8_loops.Int8Copy(form, Paged([into], [0], 64, form.tokens), dtype)
             assert back.decode_block(span, 0, 0, digests, digest)
             payloads.append(bytes(memory))
             pages.append(b"".join(bits(plane).numpy().tobytes() for plane in into))
@@ -248,22 +242,24 @@ def test_a_thread_that_flushes_denormals_writes_the_same_bytes(dtype: str) -> No
 
 
 def test_a_damaged_slice_reaches_no_page() -> None:
-    form = slice_form(int8.KC64, 2, 64, (16, 16), 2)
+    form = slice_form(2, 64, (16, 16), 2)
     layers = [[numbers("plain", (1, 64, 2, 16), torch.bfloat16, seed) for seed in (1, 2)] for _ in range(2)]
     span, _ = room(form, 2)
-    digests = int8_loops.Int8Copy("bfloat16", form, layers, [0], 64).encode_block(0, span, digest)
+    digests = int8_loops.Int8Copy(form, Paged(layers, [0], 64, form.tokens), "bfloat16").encode_block(0, span, digest)
     assert isinstance(digests, list)
     span.view[form.size_bytes + 100] ^= 4
     into = [[torch.zeros_like(plane) for plane in layer] for layer in layers]
-    assert not int8_loops.Int8Copy("bfloat16", form, into, [0], 64).decode_block(span, 0, 0, digests, digest)
+    assert not int8_loops.Int8Copy(form, Paged(into, [0], 64, form.tokens), "bfloat16").decode_block(
+        span, 0, 0, digests, digest
+    )
     assert into[0][0].any() and not into[1][0].any() and not into[1][1].any()
 
 
 def test_pages_that_are_read_only_and_odd_strides_are_refused() -> None:
-    form = slice_form(int8.KC64, 1, 64, (4, 4), 2)
+    form = slice_form(1, 64, (4, 4), 2)
     plane = np.zeros((1, 64, 1, 4), np.uint16)
     plane.flags.writeable = False
-    copy = int8_loops.Int8Copy("bfloat16", form, [[plane, plane]], [0], 64)
+    copy = int8_loops.Int8Copy(form, Paged([[plane, plane]], [0], 64, form.tokens), "bfloat16")
     span, _ = room(form, 1)
     digests = copy.encode_block(0, span, digest)
     assert isinstance(digests, list)
@@ -271,10 +267,10 @@ def test_pages_that_are_read_only_and_odd_strides_are_refused() -> None:
         copy.decode_block(span, 0, 0, digests, digest)
     odd = np.zeros((64, 9), np.uint8)[:, 1:].view(np.uint16).reshape(1, 64, 1, 4, order="A")
     with pytest.raises(ValueError, match="whole numbers"):
-        int8_loops.Int8Copy("bfloat16", form, [[odd, odd]], [0], 64)
+        int8_loops.Int8Copy(form, Paged([[odd, odd]], [0], 64, form.tokens), "bfloat16")
     backwards = np.zeros((1, 64, 1, 4), np.uint16)[..., ::-1]
     with pytest.raises(ValueError, match="last one up"):
-        int8_loops.Int8Copy("bfloat16", form, [[backwards, backwards]], [0], 64)
+        int8_loops.Int8Copy(form, Paged([[backwards, backwards]], [0], 64, form.tokens), "bfloat16")
 
 
 @pytest.mark.parametrize("has_loops", [True, False])
@@ -291,10 +287,10 @@ def test_no_route_loads_into_pages_that_cannot_hold_it(
         "expanded array": np.lib.stride_tricks.as_strided(np.zeros(4, np.uint16), (1, 64, 1, 4), (8, 0, 8, 2)),
         "expanded tensor": torch.zeros(1, 1, 1, 4, dtype=torch.bfloat16).expand(1, 64, 1, 4),
     }[kind]
-    form = slice_form(int8.KC64, 1, 64, (4, 4), 2)
+    form = slice_form(1, 64, (4, 4), 2)
     for copy in (
-        routes.int8_copy(form, [[plane, plane]], [0], 64, "bfloat16"),
-        routes.raw_copy([[plane, plane]], [0], 64, 64),
+        routes.block_copy(form, Paged([[plane, plane]], [0], 64, 64), "bfloat16"),
+        routes.block_copy(None, Paged([[plane, plane]], [0], 64, 64), "bfloat16"),
     ):
         memory = np.zeros(4096, np.uint8)[: form.size_bytes if copy.__module__ != "kv_kernels.host" else 1024]
         span = FrameSpan(memory.ctypes.data, memoryview(memory.data))
@@ -305,13 +301,13 @@ def test_no_route_loads_into_pages_that_cannot_hold_it(
 
 
 def test_pages_whose_tokens_and_heads_run_backwards() -> None:
-    form = slice_form(int8.KC64, 2, 64, (8, 8), 4)
+    form = slice_form(2, 64, (8, 8), 4)
     straight = numbers("plain", (2, 64, 2, 8), torch.float32, 1).numpy()
     turned = np.ascontiguousarray(straight[::-1, ::-1, ::-1])[::-1, ::-1, ::-1]
     payloads = []
     for plane in (straight, turned):
         span, memory = room(form, 1)
-        copy = int8_loops.Int8Copy("float32", form, [[plane, plane]], [1], 64)
+        copy = int8_loops.Int8Copy(form, Paged([[plane, plane]], [1], 64, form.tokens), "float32")
         assert isinstance(copy.encode_block(0, span, digest), list)
         payloads.append(bytes(memory))
     assert payloads[0] == payloads[1]
@@ -320,26 +316,22 @@ def test_pages_whose_tokens_and_heads_run_backwards() -> None:
 def test_without_numba_it_is_said_once_and_the_bytes_are_the_same(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    form = slice_form(int8.KC64, 2, 64, (8, 8), 2)
+    form = slice_form(2, 64, (8, 8), 2)
     layer = [numbers("plain", (2, 64, 2, 8), torch.bfloat16, seed) for seed in (1, 2)]
     arrays = [plane.view(torch.uint16).numpy() for plane in layer]
     payloads = []
-    loops = routes.compiled_loops
     for has_loops in (True, False):
-        monkeypatch.setattr(routes, "compiled_loops", loops if has_loops else lambda: None)
+        monkeypatch.setattr(compiled, "IS_USABLE", has_loops)
+        monkeypatch.setattr(routes, "compiled_loops", cache(routes.compiled_loops.__wrapped__))
         for planes in (layer, arrays):
             routes.prepare_int8(["bfloat16"])
             span, memory = room(form, 1)
-            copy = routes.int8_copy(form, [planes], [1], 64, "bfloat16")
+            copy = routes.block_copy(form, Paged([planes], [1], 64, 64), "bfloat16")
             assert isinstance(copy, int8_loops.Int8Copy if has_loops else plain.PlainCopy)
             assert [isinstance(encoded, list) for encoded in copy.encode([0], [span], digest)] == [True]
             payloads.append(bytes(memory))
     assert len(set(payloads)) == 1
     assert caplog.text.count("numba is not installed, broken or switched off") == 1
-
-
-def test_the_fields_are_those_that_the_loops_read() -> None:
-    assert [field.value for field in Field] == list(range(len(Field)))
 
 
 @pytest.mark.slow

@@ -48,15 +48,15 @@ def test_runs_are_whole_and_in_order_and_end_where_an_extent_does() -> None:
         slots = Random(seed).sample(range(10), Random(seed).randint(1, 10))
         if seed % 2:
             slots.sort()
-        runs = extents.runs(memory.data_ptr() + SLOT * np.array(slots), SLOT)
-        tensors = [host_tensor(*run) for run in runs.rows[1:].T.tolist()]
+        rows, is_pinned = extents.runs(memory.data_ptr() + SLOT * np.array(slots), SLOT)
+        tensors = [host_tensor(*run) for run in rows[1:].T.tolist()]
         assert torch.equal(torch.cat(tensors), torch.cat([memory.view(10, SLOT)[slot] for slot in slots]))
-        assert runs.are_pinned == [True]
+        assert is_pinned
         for run in tensors:
             start = run.data_ptr() - memory.data_ptr()
             assert start // (5 * SLOT) == (start + len(run) - 1) // (5 * SLOT), "inside one extent"
-    every = extents.runs(memory.data_ptr() + SLOT * np.arange(10), SLOT)
-    assert every.rows[2].tolist() == [5 * SLOT, 5 * SLOT]
+    every, _ = extents.runs(memory.data_ptr() + SLOT * np.arange(10), SLOT)
+    assert every[2].tolist() == [5 * SLOT, 5 * SLOT]
 
 
 def test_slots_are_pinned_when_all_their_extents_are() -> None:
@@ -65,9 +65,7 @@ def test_slots_are_pinned_when_all_their_extents_are() -> None:
     for half in memory.split(5 * SLOT):
         _add(extents, half)
     for _ in range(3):
-        seen.append(
-            [extents.runs(memory.data_ptr() + SLOT * np.array(two), SLOT).are_pinned[0] for two in ([0, 4], [4, 5])]
-        )
+        seen.append([extents.runs(memory.data_ptr() + SLOT * np.array(two), SLOT)[1] for two in ([0, 4], [4, 5])])
         extents.step()
     assert seen == [[False, False], [True, False], [True, True]]
 
@@ -82,7 +80,7 @@ def test_a_refusal_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert device.refused == 2
     (record,) = caplog.records
     assert "120 bytes of read-only shared memory: operation not supported (801)" in record.getMessage()
-    assert not extents.runs(np.array([memory.data_ptr()]), SLOT).are_pinned[0] and extents.close(1.0)
+    assert not extents.runs(np.array([memory.data_ptr()]), SLOT)[1] and extents.close(1.0)
 
 
 def test_memory_stays_while_it_is_held_and_goes_then() -> None:
@@ -162,8 +160,8 @@ def test_other_memory_is_the_callers_and_is_not_page_locked() -> None:
     _add(extents, memory)
     _do_all(extents)
     slots = [memory.data_ptr(), other.data_ptr() + SLOT, other.data_ptr() + 2 * SLOT]
-    runs = extents.runs(np.array(slots), SLOT)
-    assert runs.rows[1].tolist() == slots and runs.are_pinned == [False]
+    rows, is_pinned = extents.runs(np.array(slots), SLOT)
+    assert rows[1].tolist() == slots and not is_pinned
 
 
 def test_its_thread_does_what_there_is_and_ends() -> None:
@@ -233,7 +231,7 @@ def test_the_same_address_may_come_again() -> None:
         _do_all(extents)
         extent = _new(extents)
         _do_all(extents)
-        assert extents.runs(np.array([extent.address]), 4096).are_pinned[0]
+        assert extents.runs(np.array([extent.address]), 4096)[1]
 
 
 def test_after_the_close_memory_goes_at_once() -> None:

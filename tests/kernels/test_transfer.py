@@ -257,28 +257,6 @@ def _found(run: Callable[[int, NoWait], None], no_wait: NoWait) -> int:
 # --- how transfers end -----------------------------------------------------------------------------------------------
 
 
-class Failing(Moved):
-    """One of its launches raises, after half of it was put in."""
-
-    launches, fails_at = 0, 2
-
-    def launch(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
-        self.launches += 1
-        super().launch(staged, frames, layers)
-        if self.launches == self.fails_at:
-            raise self.failure()
-
-    def failure(self) -> BaseException:
-        return OSError("a kernel that does not compile")
-
-
-class Interrupted(Failing):
-    fails_at = 1
-
-    def failure(self) -> BaseException:
-        return KeyboardInterrupt()
-
-
 def _ready(seed: int = 1, refused: bool = False) -> tuple[Engine, list[int], list[int]]:
     """An engine with memory page-locked, five filled slots and the pages for them."""
     engine = Engine(seed, NoWait(), refused)
@@ -297,12 +275,19 @@ WHOLE = [LayerSlice(0, LAYERS, 0, FRAME_BYTES)]
 
 @pytest.mark.parametrize("refused", [False, True])
 @pytest.mark.parametrize("direction", list(Direction))
-@pytest.mark.parametrize("kind", [Failing, Interrupted])
+@pytest.mark.parametrize(
+    ("error", "launch"),
+    [(OSError("a kernel that does not compile"), 2), (KeyboardInterrupt(), 1)],
+    ids=["half", "first"],
+)
 @pytest.mark.parametrize("seed", range(8))
-def test_what_fails_half_way_is_waited_for(seed: int, kind: type[Failing], direction: Direction, refused: bool) -> None:
+def test_what_fails_half_way_is_waited_for(
+    seed: int, error: BaseException, launch: int, direction: Direction, refused: bool
+) -> None:
     engine, slots, pages = _ready(seed, refused)
-    moved = kind(engine, direction, slots, pages, WHOLE)
-    with pytest.raises((OSError, KeyboardInterrupt)):
+    engine.chaos.failures[launch] = error
+    moved = Moved(engine, direction, slots, pages, WHOLE)
+    with pytest.raises(type(error)):
         moved.start()
     assert moved.wait() and moved.wait(), "again"
     for slot in slots:
@@ -325,7 +310,8 @@ def test_a_device_that_fails_keeps_slots_and_tables(is_put_in: bool, monkeypatch
     if is_put_in:
         moved = engine.start(Direction.LOAD, slots, pages)
     else:
-        moved = Interrupted(engine, Direction.LOAD, slots, pages, WHOLE)
+        engine.chaos.failures[1] = KeyboardInterrupt()
+        moved = Moved(engine, Direction.LOAD, slots, pages, WHOLE)
         with pytest.raises(KeyboardInterrupt):
             moved.start()
     monkeypatch.setattr(ChaosEvent, "synchronize", broken)
@@ -350,9 +336,8 @@ def test_neighbouring_slots_are_one_copy() -> None:
     engine, _, _ = _ready()
     first, second = [memory.data_ptr() for memory in engine.memory]
     order = [first + slot * FRAME_BYTES for slot in (0, 1, 2, 4, 3)] + [second, second + FRAME_BYTES]
-    runs = engine.extents.runs(np.array(order), FRAME_BYTES)
-    assert (runs.rows[2] // FRAME_BYTES).tolist() == [3, 1, 1, 2]
-    assert runs.are_pinned == [True]
+    rows, is_pinned = engine.extents.runs(np.array(order), FRAME_BYTES)
+    assert (rows[2] // FRAME_BYTES).tolist() == [3, 1, 1, 2] and is_pinned
 
 
 def test_memory_is_not_unregistered_under_a_copy() -> None:

@@ -20,8 +20,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kv_kernels import int8, plain, triton_pools
-from kv_kernels.int8 import KC64, Axis, dequantize, quantize, slice_form
-from kv_kernels.pools import PoolTable
+from kv_kernels.int8 import dequantize, quantize
+from kv_kernels.int8_form import Axis, SliceForm, slice_form
+from kv_kernels.plain import PoolTable
 from paged_memory import DEVICE, Case, Memory, kernels_can_run, ones, page_table, random_bits
 
 __all__ = ["kernels_can_run"]
@@ -160,7 +161,7 @@ def test_a_launch_asks_torch_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     staged, kernel = payloads[:, HEADER:], Launched()
     monkeypatch.setattr(triton_pools, "_move", kernel)
     with Operations() as operations:
-        for form in (None, slice_form(KC64, case.heads, case.block_tokens, case.widths, 2)):
+        for form in (None, slice_form(case.heads, case.block_tokens, case.widths, 2)):
             triton_pools.save(pools, form, table, staged, status)
             triton_pools.load(pools, form, table, staged)
     assert operations.seen == []
@@ -197,7 +198,7 @@ def test_planes_that_make_no_table(planes: Any, said: str) -> None:
 
 @pytest.mark.slow
 def test_without_triton_all_but_the_kernels_can_be_imported() -> None:
-    program = "import sys; sys.modules['triton'] = None; from kv_kernels import host, int8, plain, pools"
+    program = "import sys; sys.modules['triton'] = None; from kv_kernels import host, int8, plain"
     subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": PATH}, timeout=120, check=True)
 
 
@@ -214,21 +215,19 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 # In 8 bits ------------------------------------------------------------------------------------------------------------
 
 INT8_CASES = [
-    (KC64, Case("token-major", "bfloat16", 16, 4, 2, (128, 128), layers=3)),
-    (KC64, Case("head-major", "float16", 1, 128, 3, (72, 80), layers=1, table=torch.int32)),
-    (KC64, Case("fused", "float32", 48, 4, 1, (96, 65), layers=2)),
-    (KC64, Case("transposed", "bfloat16", 32, 2, 2, (64, 192), layers=2)),
-    (KC64, Case("gaps", "float32", 64, 1, 5, (7, 5), layers=2)),  # with bytes between and behind its pieces
-    (KC64, Case("head-range", "float16", 3, 64, 2, (80, 128), layers=1, blocks=1)),
-    (KC64, Case("transposed", "float32", 128, 1, 1, (64, 64), layers=1)),
-    (KC64, Case("gaps", "bfloat16", 64, 1, 3, (5, 192), layers=2)),
-    (KC64, Case("token-major", "bfloat16", 64, 1, 1, (576,), layers=1)),
-    (KC64, Case("gaps", "float16", 16, 8, 1, (567,), layers=2, blocks=1)),
-    (KC64, Case("token-major", "bfloat16", 64, 1, 1, (2304, 3), layers=1, blocks=1)),
+    Case("token-major", "bfloat16", 16, 4, 2, (128, 128), layers=3),
+    Case("head-major", "float16", 1, 128, 3, (72, 80), layers=1, table=torch.int32),
+    Case("fused", "float32", 48, 4, 1, (96, 65), layers=2),
+    Case("transposed", "bfloat16", 32, 2, 2, (64, 192), layers=2),
+    Case("gaps", "float32", 64, 1, 5, (7, 5), layers=2),  # with bytes between and behind its pieces
+    Case("head-range", "float16", 3, 64, 2, (80, 128), layers=1, blocks=1),
+    Case("transposed", "float32", 128, 1, 1, (64, 64), layers=1),
+    Case("gaps", "bfloat16", 64, 1, 3, (5, 192), layers=2),
+    Case("token-major", "bfloat16", 64, 1, 1, (576,), layers=1),
+    Case("gaps", "float16", 16, 8, 1, (567,), layers=2, blocks=1),
+    Case("token-major", "bfloat16", 64, 1, 1, (2304, 3), layers=1, blocks=1),
 ]
-int8_cases = pytest.mark.parametrize(
-    ("codec", "case"), INT8_CASES, ids=[f"{codec}-{case}" for codec, case in INT8_CASES]
-)
+int8_cases = pytest.mark.parametrize("case", INT8_CASES, ids=str)
 
 
 def numbers(case: Case, seed: int) -> Callable[[torch.Tensor], object]:
@@ -271,30 +270,30 @@ def _trouble(plane: torch.Tensor, generator: torch.Generator) -> None:
     plane[-2] *= 1e-7
 
 
-def int8_payloads_for(codec: str, case: Case) -> torch.Tensor:
-    size = HEADER + form_of(codec, case).size_bytes * case.layers + TAIL
+def int8_payloads_for(case: Case) -> torch.Tensor:
+    size = HEADER + form_of(case).size_bytes * case.layers + TAIL
     return torch.full((case.blocks, -(-size // 64) * 64), 0xA5, dtype=torch.uint8)
 
 
-def form_of(codec: str, case: Case) -> int8.SliceForm:
-    return slice_form(codec, case.heads, case.block_tokens, case.widths, case.torch_dtype.itemsize)
+def form_of(case: Case) -> SliceForm:
+    return slice_form(case.heads, case.block_tokens, case.widths, case.torch_dtype.itemsize)
 
 
 def status_for(case: Case) -> torch.Tensor:
     return torch.zeros(case.blocks, dtype=torch.int64)
 
 
-def twin_payloads(codec: str, case: Case, memory: Memory, table: torch.Tensor) -> torch.Tensor:
-    payloads, status = int8_payloads_for(codec, case), status_for(case)
-    plain.save(memory.pools, form_of(codec, case), table, payloads[:, HEADER:], status)
+def twin_payloads(case: Case, memory: Memory, table: torch.Tensor) -> torch.Tensor:
+    payloads, status = int8_payloads_for(case), status_for(case)
+    plain.save(memory.pools, form_of(case), table, payloads[:, HEADER:], status)
     assert status.tolist() == [0] * case.blocks
     return payloads
 
 
-def kernel_payloads(codec: str, case: Case, memory: Memory, table: torch.Tensor) -> torch.Tensor:
-    payloads, status = int8_payloads_for(codec, case).to(DEVICE), status_for(case).to(DEVICE)
+def kernel_payloads(case: Case, memory: Memory, table: torch.Tensor) -> torch.Tensor:
+    payloads, status = int8_payloads_for(case).to(DEVICE), status_for(case).to(DEVICE)
     there = memory.copy(DEVICE)
-    triton_pools.save(there.pools, form_of(codec, case), table.to(DEVICE), payloads[:, HEADER:], status)
+    triton_pools.save(there.pools, form_of(case), table.to(DEVICE), payloads[:, HEADER:], status)
     assert status.tolist() == [0] * case.blocks
     assert torch.equal(there.bits(), memory.bits()), "a gather writes no page"
     return payloads.cpu()
@@ -307,24 +306,24 @@ def block_of(plane: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @int8_cases
-def test_quantizing_is_the_twin_bit_for_bit(codec: str, case: Case) -> None:
+def test_quantizing_is_the_twin_bit_for_bit(case: Case) -> None:
     """With header and tail as they were."""
     memory, table = troubled(case, 1), page_table(case, 2)
-    want, got = twin_payloads(codec, case, memory, table), kernel_payloads(codec, case, memory, table)
-    assert torch.equal(got, want), _where(got, want, codec, case)
-    end = HEADER + case.layers * form_of(codec, case).size_bytes
+    want, got = twin_payloads(case, memory, table), kernel_payloads(case, memory, table)
+    assert torch.equal(got, want), _where(got, want, case)
+    end = HEADER + case.layers * form_of(case).size_bytes
     assert bool((got[:, :HEADER] == 0xA5).all()) and bool((got[:, end:] == 0xA5).all())
 
 
 @int8_cases
-def test_dequantizing_is_the_twin_bit_for_bit(codec: str, case: Case) -> None:
+def test_dequantizing_is_the_twin_bit_for_bit(case: Case) -> None:
     """Into pages of NaN, some of which are left out; those and all others stay NaN."""
-    payloads = twin_payloads(codec, case, troubled(case, 3), page_table(case, 4))
+    payloads = twin_payloads(case, troubled(case, 3), page_table(case, 4))
     table = page_table(case, 5, left_out=True)
     want, got = Memory.of(case, ones), Memory.of(case, ones).copy(DEVICE)
-    plain.load(want.pools, form_of(codec, case), table, payloads[:, HEADER:])
+    plain.load(want.pools, form_of(case), table, payloads[:, HEADER:])
     sent = payloads.to(DEVICE, copy=True)
-    triton_pools.load(got.pools, form_of(codec, case), table.to(DEVICE), sent[:, HEADER:])
+    triton_pools.load(got.pools, form_of(case), table.to(DEVICE), sent[:, HEADER:])
     assert torch.equal(got.bits(), want.bits())
     assert torch.equal(sent.cpu(), payloads)
     named = set(table.flatten().tolist()) - {-1}
@@ -336,12 +335,12 @@ def test_dequantizing_is_the_twin_bit_for_bit(codec: str, case: Case) -> None:
 
 
 @int8_cases
-def test_the_twin_is_what_int8_says(codec: str, case: Case) -> None:
+def test_the_twin_is_what_int8_says(case: Case) -> None:
     """Each piece of each slice where `SliceForm` has it, and the decoded numbers in the pages."""
-    memory, table, form = troubled(case, 6), page_table(case, 7), form_of(codec, case)
-    payloads = twin_payloads(codec, case, memory, table)
+    memory, table, form = troubled(case, 6), page_table(case, 7), form_of(case)
+    payloads = twin_payloads(case, memory, table)
     back = Memory.of(case, ones)
-    plain.load(back.pools, form_of(codec, case), table, payloads[:, HEADER:])
+    plain.load(back.pools, form_of(case), table, payloads[:, HEADER:])
     for index, pages in enumerate(table):
         for layer in range(case.layers):
             at = HEADER + layer * form.size_bytes
@@ -359,21 +358,21 @@ def test_the_twin_is_what_int8_says(codec: str, case: Case) -> None:
 @pytest.mark.parametrize("mistake", ["truncated", "half to even", "not inverted"])
 def test_other_roundings_give_other_codes(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above sees a code that is off by one: these twins are wrong on purpose."""
-    codec, case = KC64, Case("token-major", "float32", 64, 1, 1, (64, 64), layers=1, blocks=1)
+    case = Case("token-major", "float32", 64, 1, 1, (64, 64), layers=1, blocks=1)
     memory, table = Memory.of(case, numbers(case, 8)), page_table(case, 9)
     # Multiples of half a step beside the ends that make the step a power of two.
     key = memory.planes[0][0]
     key[:] = torch.randint(0, 511, key.shape, generator=torch.Generator().manual_seed(10)) / 2
     key[:, 0], key[:, 1] = 0, 255
-    got = kernel_payloads(codec, case, memory, table)
-    assert torch.equal(got, twin_payloads(codec, case, memory, table))
+    got = kernel_payloads(case, memory, table)
+    assert torch.equal(got, twin_payloads(case, memory, table))
     if mistake == "not inverted":
         memory.planes[0][1].mul_(1 / 3)
-        got = kernel_payloads(codec, case, memory, table)
+        got = kernel_payloads(case, memory, table)
         monkeypatch.setattr(int8, "_inverse", lambda scales: (1.0 / scales.double()).half().float())
     else:
         monkeypatch.setattr(int8, "_steps", torch.trunc if mistake == "truncated" else torch.round)
-    assert not torch.equal(got, twin_payloads(codec, case, memory, table))
+    assert not torch.equal(got, twin_payloads(case, memory, table))
 
 
 def test_along_the_wrong_axis_a_biased_channel_would_be_lost() -> None:
@@ -382,9 +381,9 @@ def test_along_the_wrong_axis_a_biased_channel_would_be_lost() -> None:
     memory, table = Memory.of(case, numbers(case, 11)), page_table(case, 12)
     for plane, channel in zip(memory.planes[0], (5, 9), strict=True):
         plane[..., channel] += 300
-    payloads = kernel_payloads(KC64, case, memory, table)
+    payloads = kernel_payloads(case, memory, table)
     back = Memory.of(case, ones).copy(DEVICE)
-    triton_pools.load(back.pools, form_of(KC64, case), table.to(DEVICE), payloads.to(DEVICE)[:, HEADER:])
+    triton_pools.load(back.pools, form_of(case), table.to(DEVICE), payloads.to(DEVICE)[:, HEADER:])
 
     def error(x: torch.Tensor, y: torch.Tensor) -> float:
         """Of the channels that have no bias."""
@@ -399,9 +398,8 @@ def test_along_the_wrong_axis_a_biased_channel_would_be_lost() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, about numbers that are meant to be wrong
-@pytest.mark.parametrize("codec", [KC64])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_what_cannot_be_written_is_reported_by_block(codec: str, dtype: str) -> None:
+def test_what_cannot_be_written_is_reported_by_block(dtype: str) -> None:
     """The worst of a block's groups; where a group has a NaN, its scale does not count."""
     case = Case("token-major", dtype, 16, 4, 2, (64, 72), layers=2, blocks=9)
     memory, table = Memory.of(case, numbers(case, 13)), page_table(case, 14)
@@ -419,11 +417,11 @@ def test_what_cannot_be_written_is_reported_by_block(codec: str, dtype: str) -> 
     # The largest scale that fits, and the next one.
     last_value[pages[7, 3], 1, 0, 1] = 127 * 65504.0 if dtype == "float32" else 126 * 65536.0
     last_value[pages[8, 3], 1, 0, 1] = 127 * 65504.0 + 1 if dtype == "float32" else 127 * 65536.0
-    want, payloads = status_for(case), int8_payloads_for(codec, case)
-    plain.save(memory.pools, form_of(codec, case), table, payloads[:, HEADER:], want)
+    want, payloads = status_for(case), int8_payloads_for(case)
+    plain.save(memory.pools, form_of(case), table, payloads[:, HEADER:], want)
     assert want.tolist() == [0, 2, 2, 1, 1, 2, 2, 0, 1]
-    there, got, status = memory.copy(DEVICE), int8_payloads_for(codec, case).to(DEVICE), status_for(case).to(DEVICE)
-    triton_pools.save(there.pools, form_of(codec, case), table.to(DEVICE), got[:, HEADER:], status)
+    there, got, status = memory.copy(DEVICE), int8_payloads_for(case).to(DEVICE), status_for(case).to(DEVICE)
+    triton_pools.save(there.pools, form_of(case), table.to(DEVICE), got[:, HEADER:], status)
     assert status.tolist() == want.tolist()
     for block in (0, 7):
         assert torch.equal(got[block].cpu(), payloads[block])
@@ -445,8 +443,8 @@ def test_every_scale_is_rounded_up_as_the_twin_does() -> None:
         block = torch.zeros(4096)
         block[: len(part)] = part
         value[table[0].long()] = block.view(64, 64, 1, 1)
-        got = kernel_payloads(KC64, case, memory, table)
-        assert torch.equal(got, twin_payloads(KC64, case, memory, table))
+        got = kernel_payloads(case, memory, table)
+        assert torch.equal(got, twin_payloads(case, memory, table))
 
 
 def _same(piece: torch.Tensor, at: int, numbers: torch.Tensor) -> bool:
@@ -454,9 +452,9 @@ def _same(piece: torch.Tensor, at: int, numbers: torch.Tensor) -> bool:
     return torch.equal(piece[at : at + len(data)], data)
 
 
-def _where(got: torch.Tensor, want: torch.Tensor, codec: str, case: Case) -> str:
+def _where(got: torch.Tensor, want: torch.Tensor, case: Case) -> str:
     """The first byte that differs, for a message that helps."""
     block, byte = (got != want).nonzero()[0].tolist() if not torch.equal(got, want) else (0, 0)
-    form = form_of(codec, case)
+    form = form_of(case)
     layer, at = divmod(byte - HEADER, form.size_bytes)
     return f"block {block}, layer {layer}, byte {at} of {form}"
