@@ -6,10 +6,8 @@ Small files are written whole or not at all (new file, sync, rename, sync of the
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import socket
 import stat
@@ -18,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from tiering.failpoint import Reach, go_on
-from tiering.tier import FrameSpan
 
 _BACKLOG = 128
 _LOCK_BYTES = 16
@@ -297,9 +294,3 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def private_pages(size_bytes: int) -> FrameSpan:
-    """New private memory, aligned as a disk wants it; it goes when its last view does."""
-    view = memoryview(mmap.mmap(-1, size_bytes))
-    return FrameSpan(ctypes.addressof(ctypes.c_ubyte.from_buffer(view)), view)

@@ -21,8 +21,7 @@ import pytest
 
 from simulation.machine import CLASSES, MAC_KEY, STAMPS, Frame
 from tiering.errors import TierFull, TierUnavailable
-from tiering.nvme.index_digest import DIGEST_FILE
-from tiering.nvme.lmdb_index import DATA_FILE, LOCK_FILE
+from tiering.nvme.lmdb_index import DATA_FILE, DIGEST_FILE, LOCK_FILE
 from tiering.nvme.slab_recovery import Found
 from tiering.nvme.tier import NvmeTier
 from torture.tier import RealMachine
