@@ -16,7 +16,7 @@ from itertools import count
 
 from tiering.dram.extents import Extent, ExtentPool, MemoryKeeper, found_extent
 from tiering.dram.keeping import KeptExtent, Ledger
-from tiering.errors import BlockCorrupt, BlockMissing, TierFull, TierUnavailable
+from tiering.errors import BlockCorrupt, BlockMissing, TierUnavailable
 from tiering.faults import HANDED_OVER, KEPT, kind_of
 from tiering.frame import HEADER_BYTES, generation_in
 from tiering.slots import FrameEvent, FrameState, Piece, SlotLedger
@@ -237,14 +237,11 @@ class DramTier:
         return extent is not None and extent.memory.is_shared(0, self._guard - 1)
 
     def start_vacating(self, number: int, count: int) -> list[int]:
-        """Take an extent's free slots out of use and reserve `count` places elsewhere in its class."""
+        """Take an extent's free slots out of use and reserve `count` places elsewhere in its class, which has them."""
         slot_class = self.class_of(number)
         self.ledger.start_closing(number)
         places = self.reserve(slot_class, count)
-        if len(places) < count:
-            self.abort(places)
-            self.stop_vacating(number)
-            raise TierFull("no slots to move the frames to")
+        assert len(places) == count, "an extent is emptied into free slots"
         return places
 
     def retire(self, number: int) -> Extent:
