@@ -86,7 +86,7 @@ def open_index(directory: Path, map_bytes: int, *, clean: bool, reach: Reach = g
     `clean` is whether the last owner closed it: then it must be what was closed, or it is doubtful. If that is not
     known, or it was not closed, the whole file is walked by another process first. The caller
     holds an exclusive lock on the directory: a file must not be opened twice in one process, nor be changed while it
-    is probed. A file that somebody removed looks like an index that never was: `last_transaction` is 0 then.
+    is probed. A file that somebody removed looks like an index that never was.
 
     `map_bytes` is how large the file may become before the map is moved to a larger one. Raises `IndexDoubtful`
     (discard, open again, rebuild; the message names the check) and `TierUnavailable` (no permission, no space).
@@ -237,10 +237,6 @@ class LmdbIndex:
             self._open_environment().sync(True)
         except lmdb.Error as error:
             raise _typed(error, self.directory, "sync") from error
-
-    def last_transaction(self) -> int:
-        """Rises with every batch that changes anything; 0 says that the index is new, and knows of no older slabs."""
-        return int(self._open_environment().info()["last_txnid"])
 
     def close(self) -> None:
         """Close the file, without a `sync`. Iterations end with `TierUnavailable`. Safe to call twice."""

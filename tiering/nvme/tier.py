@@ -27,12 +27,13 @@ from tiering.nvme.slab import (
     SLOTS_PER_RECORD,
     STAMP_PAGES,
     STAMP_SLAB,
+    UNPROVEN,
     StoreStamp,
     latest_stamp,
+    mark_key,
     record_key,
     slab_name,
     slab_number,
-    unproven_key,
 )
 from tiering.nvme.slab_files import Files, read_page
 from tiering.nvme.slab_recovery import Found, Progress, SlabRecovery
@@ -245,7 +246,7 @@ class NvmeTier:
         with self._lock:
             slab = self._ledger.remove(number)
         records = range(-(-slab.slots.capacity // SLOTS_PER_RECORD))
-        names = [unproven_key(number), *(record_key(number, record) for record in records)]
+        names = [mark_key(UNPROVEN, number), *(record_key(number, record) for record in records)]
         self._commits.join(BatchRequest(changes=[(name, None) for name in names]))
         self._recovery.retired(number)
         try:
