@@ -22,7 +22,7 @@ import pytest
 from simulation.customer import Customer, Name
 from simulation.disk import SimulatedFiles
 from simulation.index import SimulatedIndex
-from simulation.machine import CLASSES, MAC_KEY, SLAB_BYTES, STAMPS, Frame, Machine, OneKey
+from simulation.machine import CLASSES, MAC_KEY, SLAB_BYTES, STAMPS, Frame, Keys, Machine, OneKey
 from simulation.power import PowerLoss
 from tiering.errors import BlockMissing, IndexDoubtful, TierError, TierFull, TierUnavailable
 from tiering.frame import Stamp, digest
@@ -88,11 +88,7 @@ class SameMachine(Machine):
 
 def twin(customer: Customer) -> Customer:
     """The same disk and the same books once more, the tier not started."""
-    machine = SameMachine(customer.machine.budget_bytes)
-    machine.files, machine.index = customer.machine.files.copy(), customer.machine.index.copy()
-    machine.files.power = machine.index.power = machine.power
-    machine.uids = 1000
-    other = Customer(machine)
+    other = Customer(customer.machine.copy(SameMachine))
     other.generation, other.frames = customer.generation, dict(customer.frames)
     other.owed, other.leaving = dict(customer.owed), set(customer.leaving)
     other.gone, other.bad = set(customer.gone), set(customer.bad)
@@ -843,24 +839,6 @@ def test_a_record_that_is_right_goes_before_a_doubt() -> None:
 # Slabs ----------------------------------------------------------------------------------------------------------------
 
 
-class Keys:
-    """`MacKeys` of a store with two tenants, whose keys may be away."""
-
-    def __init__(self, *absent: bytes) -> None:
-        self.absent = absent
-
-    def mac_key(self, tenant: bytes, key_id: bytes, epoch: int) -> bytes | None:
-        if tenant in self.absent or key_id != b"key-id-0" or epoch != 1:
-            return None
-        return {b"t" * 16: MAC_KEY, b"u" * 16: MAC_KEY}.get(tenant)
-
-    slab_key = mac_key
-
-
-def with_keys(keys: Keys) -> Callable[..., NvmeTier]:
-    return lambda files, maker, _, *rest: NvmeTier(files, maker, keys, *rest)
-
-
 def test_a_slab_that_is_given_back_is_gone(customer: Customer) -> None:
     names = customer.store(0, SLOTS)
     customer.store(1, 2)
@@ -1069,7 +1047,7 @@ def test_one_header_of_a_slab_is_enough(pages: str, damage: str) -> None:
             files.flip(slab_name(number), (offset + 12) * 8)
     if damage == "unreadable":
         files.fail("read", 3 if pages == "front" else 4, io_error())
-    customer.compare(customer.machine.start(with_keys(Keys())))
+    customer.compare(customer.machine.start(keys=Keys()))
     assert not customer.tier.rebuilds and customer.tier.left_alone == []
     customer.store(0, 2)
 
@@ -1114,10 +1092,10 @@ def test_a_slab_whose_key_is_away_waits_for_it(rebuilt: bool) -> None:
     customer.settle()
     machine = customer.machine
     machine.stop()
-    customer.compare(machine.start(with_keys(Keys(b"u" * 16))))
+    customer.compare(machine.start(keys=Keys(b"u" * 16)))
     assert [one.name for one in customer.tier.left_alone] == [slab_name(4)], "though it never held a frame"
     machine.stop()
-    customer.compare(machine.start(with_keys(Keys())))
+    customer.compare(machine.start(keys=Keys()))
     machine.stop()
     before = {name: machine.files.image(name) for name in machine.files.sizes()}
     mine = dict(customer.owed)
@@ -1125,7 +1103,7 @@ def test_a_slab_whose_key_is_away_waits_for_it(rebuilt: bool) -> None:
     if rebuilt:
         machine.discard()
         customer.index_lost = True
-    found = machine.start(with_keys(Keys(b"t" * 16)))
+    found = machine.start(keys=Keys(b"t" * 16))
     assert [slab.header.about for slab in found] == [b"theirs"] and found[0].places == []
     assert [one.name for one in customer.tier.left_alone] == [slab_name(number) for number in (1, 2, 3)]
     assert customer.tier.rebuilds is rebuilt
@@ -1136,12 +1114,12 @@ def test_a_slab_whose_key_is_away_waits_for_it(rebuilt: bool) -> None:
     machine.stop()
     assert all(machine.files.image(slab_name(number)) == before[slab_name(number)] for number in (1, 2, 3))
     customer.owed = mine
-    customer.compare(machine.start(with_keys(Keys())))
+    customer.compare(machine.start(keys=Keys()))
     assert customer.tier.left_alone == []
     customer.evict(customer.some(3))
     customer.settle()
     customer.machine.lose_power(Random(3))
-    customer.compare(machine.start(with_keys(Keys())))
+    customer.compare(machine.start(keys=Keys()))
     assert not customer.tier.rebuilds
     customer.restart()
 
