@@ -46,6 +46,7 @@ from tiering.nvme.slab import (
     SLOTS_PER_RECORD,
     STAMP_PAGES,
     STAMP_SLAB,
+    UNREAD,
     OtherFormat,
     StoreStamp,
     latest_stamp,
@@ -340,7 +341,7 @@ class _Examiner:
             return b"".join(frame.entry for frame in frames[slots.start : slots.stop])
 
         mac_key = self._keys.slab_key(header.slot_class.tenant, header.key_id, header.epoch)
-        if self._index is not None and mac_key is not None and not self._index.unread([header.number]):
+        if self._index is not None and mac_key is not None and not self._index.marked(UNREAD, [header.number]):
             return self._index.slab_entries(header, mac_key, by_headers)
         # No record counts without the key; a slab that the index has not read yet is read as without an index.
         damaged = set(range(-(-header.slots // SLOTS_PER_RECORD))) if mac_key is None else set()

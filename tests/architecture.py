@@ -294,18 +294,13 @@ EXEMPTIONS = (
         frozenset({RANDOMNESS, DISK}),
         "a person's entrance: it makes tokens up, and says on which machine",
     ),
-    Exemption(
-        "tiering/files.py",
-        frozenset({DISK, MEMORY}),
-        "the one door to the disk for all but slabs, with pages for these",
-    ),
+    Exemption("tiering/files.py", frozenset({DISK, MEMORY}), "the one door to the disk for all but slabs"),
     Exemption(
         "tiering/nvme/slab_files.py", frozenset({DISK, MEMORY}), "slabs on a disk, with the buffers of direct I/O"
     ),
     Exemption(
         "tiering/nvme/lmdb_index.py", frozenset({DISK}), "LMDB opens its file by itself; here it is checked before"
     ),
-    Exemption("tiering/nvme/index_digest.py", frozenset({DISK}), "reads that same file as a whole"),
     Exemption("tiering/policies/lazy_memory.py", frozenset({MEMORY}), "private zeros in place of those of numpy"),
     Exemption(
         "tiering/dram/extents.py", frozenset({MEMORY}), "the one maker of shared memory: memfd, size, map, advice"

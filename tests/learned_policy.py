@@ -6,15 +6,15 @@ from array import array
 
 import numpy as np
 
-from tiering.policies import adaptive_arrays
+from tiering.policies import adaptive_loops as loops
 from tiering.policies.adaptive import Adaptive
 
 
 def by_worth(names: array[int], seed: int) -> Adaptive:
     """As if the guard had said so, whatever is learned later."""
     policy = Adaptive(names, seed)
-    policy._numbers[adaptive_arrays.RULE] = 1
-    policy._scores[adaptive_arrays.OWN_SCORE] = 1e9
-    shape = adaptive_arrays.KINDS, adaptive_arrays.AGES
-    policy._learned[adaptive_arrays.WORTH] = np.random.default_rng(seed).random(shape)
+    policy._numbers[loops.RULE] = 1
+    policy._scores[loops.OWN_SCORE] = 1e9
+    shape = loops.KINDS, loops.AGES
+    policy._learned[loops.WORTH] = np.random.default_rng(seed).random(shape)
     return policy

@@ -11,7 +11,7 @@ import errno
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -98,7 +98,10 @@ class Unheard:
 
 def kind_of(error: BaseException) -> FaultKind:
     """The kind of an error, or of its cause."""
-    for one in _causes(error):
+    one: BaseException | None = error
+    for _ in range(_MOST_CAUSES):
+        if one is None:
+            break
         if isinstance(one, MemoryError):
             return FaultKind.NO_MEMORY
         if isinstance(one, RuntimeError) and _THREAD_WORDS in str(one):
@@ -106,16 +109,8 @@ def kind_of(error: BaseException) -> FaultKind:
         number = getattr(one, "errno", None)
         if isinstance(number, int) and number in _BY_ERRNO:
             return _BY_ERRNO[number]
-    return FaultKind.OTHER
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    one: BaseException | None = error
-    for _ in range(_MOST_CAUSES):
-        if one is None:
-            return
-        yield one
         one = one.__cause__ or one.__context__
+    return FaultKind.OTHER
 
 
 # ---------------------------------------------------------------------------------------------------------------------

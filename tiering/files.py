@@ -6,10 +6,8 @@ Small files are written whole or not at all (new file, sync, rename, sync of the
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import socket
 import stat
@@ -18,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from tiering.failpoint import Reach, go_on
-from tiering.tier import FrameSpan
 
 _BACKLOG = 128
 _LOCK_BYTES = 16
@@ -34,7 +31,17 @@ class Unfit(FileExistsError):
         return str(self.strerror)
 
 
-class DirectoryLock:
+class _LockFile:
+    _descriptor = -1
+
+    def release(self) -> None:
+        """Unlock. Safe to call twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class DirectoryLock(_LockFile):
     """An exclusive lock on a directory, held by the kernel for as long as this process lives and has it open."""
 
     def __init__(self, directory: Path) -> None:
@@ -57,20 +64,16 @@ class DirectoryLock:
 
     def close_after_fork(self) -> None:
         """In a forked child: the lock is the parent's alone, and must not outlive it here."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        super().release()
 
     def release(self) -> None:
         """Unlock. Safe to call twice."""
-        if self._descriptor >= 0:
-            if os.getpid() == self._owner:  # a forked child shares the lock: it neither keeps it alive nor ends it
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self._descriptor >= 0 and os.getpid() == self._owner:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a forked child neither keeps it alive nor ends it
+        super().release()
 
 
-class ReadingLock:
+class ReadingLock(_LockFile):
     """Keeps every other process out of a directory that is only inspected: the same lock, and nothing is written for
     it.
 
@@ -79,18 +82,11 @@ class ReadingLock:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._descriptor = -1
         try:
             self._descriptor = open_regular(directory / "lock", os.O_RDONLY)
         except FileNotFoundError:
             return
         _take_lock(self._descriptor)
-
-    def release(self) -> None:
-        """Unlock. Safe to call twice."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
 
 
 def _take_lock(descriptor: int) -> None:
@@ -154,24 +150,14 @@ def _refuse_shared(status: os.stat_result) -> None:
 
 def read_file(path: Path, most_bytes: int, check: Callable[[os.stat_result], None] = lambda status: None) -> bytes:
     """The contents of a file. check: raises if it must not be read. Raises `OSError`, `Unfit` if no file or longer."""
-    descriptor = open_regular(path, os.O_RDONLY)
-    try:
-        check(os.fstat(descriptor))
-        return _read_whole(descriptor, most_bytes)
-    finally:
-        os.close(descriptor)
-
-
-def _read_whole(descriptor: int, most_bytes: int) -> bytes:
-    chunks, size = [], os.fstat(descriptor).st_size
-    if size <= most_bytes:
-        size = 0
-        while size <= most_bytes and (chunk := os.read(descriptor, 1 << 16)):
-            chunks.append(chunk)
-            size += len(chunk)
+    with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+        status = os.fstat(file.fileno())
+        check(status)
+        raw = file.read(most_bytes + 1) if status.st_size <= most_bytes else b""
+    size = max(status.st_size, len(raw))
     if size > most_bytes:
         raise Unfit(f"it has {size} bytes, and {most_bytes} are the most that it may have")
-    return b"".join(chunks)
+    return raw
 
 
 def open_regular(path: Path, flags: int) -> int:
@@ -274,16 +260,13 @@ def write_secret_file(path: Path, contents: bytes, reach: Reach = go_on, mode: i
     temporary = path.with_name(path.name + ".new")
     temporary.unlink(missing_ok=True)  # of a process that was killed; or what is no file, which must not be waited for
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
+    with os.fdopen(descriptor, "wb") as draft:
         os.fchmod(descriptor, mode)
         reach("secret draft made")
-        written = 0
-        while written < len(contents):
-            written += os.write(descriptor, contents[written:])
+        draft.write(contents)
+        draft.flush()
         reach("secret written")
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
     reach("secret synced")
     os.rename(temporary, path)
     reach("secret renamed")
@@ -297,9 +280,3 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def private_pages(size_bytes: int) -> FrameSpan:
-    """New private memory, aligned as a disk wants it; it goes when its last view does."""
-    view = memoryview(mmap.mmap(-1, size_bytes))
-    return FrameSpan(ctypes.addressof(ctypes.c_ubyte.from_buffer(view)), view)

@@ -10,7 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from tiering.policies.by_group import ByGroup
 from tiering.policies.policy import EvictionPolicy
 from tiering.policies.retention import Retention
 from tiering.slots import FrameState, Piece, SlotLedger
-from tiering.tier import NO_PLACE, SLOT_BITS, Column, SlotClass, extent_of, slot_of
+from tiering.tier import NO_PLACE, SLOT_BITS, SLOT_MASK, Column, SlotClass, extent_of, slot_of
 
 _UNKNOWN = -1.0
 
@@ -198,11 +198,7 @@ class Residency:
         places = self.forget(row)
         self.unlisted(row)
         if parent >= 0:
-            children = self._children[parent] - 1
-            assert children >= 0
-            self._children[parent] = children
-            if not children and self._listed[parent]:
-                self.policy.became_leaf(parent)
+            self.child_went(parent)
         return places
 
     def unlisted(self, row: int) -> None:
@@ -502,10 +498,6 @@ class Residency:
 # Slots that late readers may still have mapped, and how many readers each has --------------------------------------
 
 
-_FEW = 64
-"""Up to so many places are walked in a plain loop."""
-
-
 class HeldPlaces:
     """A count for each place; 0 for most."""
 
@@ -515,12 +507,6 @@ class HeldPlaces:
 
     def defer_reuse(self, places: Collection[int]) -> None:
         """Add a reader of each; they are distinct."""
-        if len(places) <= _FEW:
-            for place in places:
-                extent, slot = extent_of(place), slot_of(place)
-                self._counts_of(extent, slot)[slot] += 1
-                self._held[extent] += 1
-            return
         for extent, slots in _by_extent(places):
             column = np.frombuffer(self._counts_of(extent, int(slots.max())), np.int32)
             column[slots] += 1
@@ -529,23 +515,15 @@ class HeldPlaces:
     def allow_reuse(self, places: Collection[int]) -> list[int]:
         """Remove a reader of each; returns the places without a reader left."""
         done: list[int] = []
-        if len(places) <= _FEW:
-            for place in places:
-                extent, slot = extent_of(place), slot_of(place)
-                counts = self._counts[extent]
-                counts[slot] -= 1
-                assert counts[slot] >= 0, "let go more often than held"
-                if not counts[slot]:
-                    done.append(place)
-                self._went(extent, 1)
-            return done
         for extent, slots in _by_extent(places):
             column = np.frombuffer(self._counts[extent], np.int32)
             left = column[slots] - 1
             assert left.min() >= 0, "let go more often than held"
             column[slots] = left
             done += ((extent << SLOT_BITS) | slots[left == 0]).tolist()
-            self._went(extent, len(slots))
+            self._held[extent] -= len(slots)
+            if not self._held[extent]:
+                del self._held[extent], self._counts[extent]
         return done
 
     def __contains__(self, place: int) -> bool:
@@ -587,23 +565,13 @@ class HeldPlaces:
             counts.extend(array("i", bytes(4 * (max(slot + 1, 64, 2 * len(counts)) - len(counts)))))
         return counts
 
-    def _went(self, extent: int, count: int) -> None:
-        self._held[extent] -= count
-        if not self._held[extent]:
-            del self._held[extent], self._counts[extent]
-
 
 def _by_extent(places: Collection[int]) -> Iterator[tuple[int, Column]]:
     column = np.fromiter(places, np.int64, len(places)) if not isinstance(places, np.ndarray) else places
-    extents, slots = column >> SLOT_BITS, column & ((1 << SLOT_BITS) - 1)
-    if (extents == extents[0]).all():
-        yield int(extents[0]), slots
-        return
+    extents, slots = column >> SLOT_BITS, column & SLOT_MASK
     order = np.argsort(extents, kind="stable")
-    extents, slots = extents[order], slots[order]
-    starts = [0, *(np.flatnonzero(extents[1:] != extents[:-1]) + 1).tolist(), len(extents)]
-    for start, stop in pairwise(starts):
-        yield int(extents[start]), slots[start:stop]
+    numbers, starts = np.unique(extents[order], return_index=True)
+    yield from zip(numbers.tolist(), np.split(slots[order], starts[1:]), strict=False)  # of none there is one empty run
 
 
 # ---------------------------------------------------------------------------------------------------------------------

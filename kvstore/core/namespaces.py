@@ -29,8 +29,8 @@ from kvstore.core.usage import check_fits
 from kvstore.protocol.messages import Grant
 from tiering.counts.awaits import AwaitEnd
 from tiering.errors import TierError, TierUnavailable
-from tiering.files import private_pages
 from tiering.frame import HEADER_BYTES, epoch_in
+from tiering.nvme.slab_files import private_pages
 from tiering.tier import NO_PLACE, Column, TierMiss
 
 DROP_SECONDS = 30.0

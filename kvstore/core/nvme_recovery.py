@@ -37,8 +37,8 @@ from kvstore.core.table import BlockTable
 from kvstore.status.tree import RecoveryStatus
 from tiering.errors import BlockCorrupt, TierError, TierUnavailable
 from tiering.faults import SHORTAGES, kind_of
-from tiering.files import private_pages
 from tiering.frame import HEADER_BYTES, open_header, verify_payload
+from tiering.nvme.slab_files import private_pages
 from tiering.nvme.slab_recovery import Found
 from tiering.nvme.tier import NvmeTier
 from tiering.tier import NO_PLACE, SlotClass

@@ -18,7 +18,7 @@ from kvstore.core.lease_pieces import Endings
 from kvstore.core.shared import GIVE_WAY_SECONDS, Shared
 from tiering.counts.tally import CheckedAt
 from tiering.dram.extents import Extent
-from tiering.dram.mover import FrameCopy, MoveDone, MoveOutcome, Mover
+from tiering.dram.mover import FrameCopy, MoveOutcome, Mover
 from tiering.dram.unmap_wait import (
     COLLECTIVE_LOOKS,
     LOOKS_SECONDS,
@@ -262,18 +262,18 @@ class Room:
         return job
 
     def _vacate(self, job: ExtentMove) -> None:
-        results = [MoveDone(copy, MoveOutcome.GONE) for copy in job.copies]  # if the mover is interrupted
+        results = [MoveOutcome.GONE] * len(job.copies)  # if the mover is interrupted
         try:
             results = self._mover.run(job.copies)
         finally:
             with self._shared.lock:
                 self._end_job(job, results)
 
-    def _end_job(self, job: ExtentMove, results: Sequence[MoveDone]) -> None:
+    def _end_job(self, job: ExtentMove, results: Sequence[MoveOutcome]) -> None:
         del self.vacating[job.extent]
         emptied = not self._shared.closed
-        for done in results:
-            emptied = self._settle(done) and emptied
+        for copy, outcome in zip(job.copies, results, strict=True):
+            emptied = self._settle(copy, outcome) and emptied
         if emptied:
             self._blocks.dram.retire(job.extent)
             self._blocks.counters["reclaimed_extents"] += 1
@@ -281,8 +281,8 @@ class Room:
             self._blocks.dram.stop_vacating(job.extent)
         self._shared.moves_done.notify_all()
 
-    def _settle(self, done: MoveDone) -> bool:
-        blocks, residency, copy = self._blocks, self._blocks.residency, done.copy
+    def _settle(self, copy: FrameCopy, outcome: MoveOutcome) -> bool:
+        blocks, residency = self._blocks, self._blocks.residency
         if self._shared.closed:
             return False
         blocks.unpin(blocks.index.namespace_of(copy.row), [copy.row])
@@ -290,10 +290,10 @@ class Room:
         part = blocks.dram.class_of(place_extent).part
         here = residency.place(copy.row, part) == copy.source
         in_use = residency.pins.counts[copy.row] or residency.is_held(copy.source)
-        if done.outcome is not MoveOutcome.GONE and here and not in_use:
-            is_sound = done.outcome is MoveOutcome.MOVED
+        if outcome is not MoveOutcome.GONE and here and not in_use:
+            is_sound = outcome is MoveOutcome.MOVED
             blocks.tally.checked(CheckedAt.MOVE, blocks.dram.class_of(place_extent).frame_bytes, is_sound=is_sound)
-            if done.outcome is MoveOutcome.MOVED and blocks.relocate(copy.row, part, copy.target):
+            if outcome is MoveOutcome.MOVED and blocks.relocate(copy.row, part, copy.target):
                 blocks.counters["moved_frames"] += 1
                 return True
             blocks.quarantine(copy.row)

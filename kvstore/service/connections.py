@@ -31,7 +31,7 @@ from kvstore.service.dispatch import Handlers
 from kvstore.service.parked import Parked, ParkedLocate, Parking, Response
 from kvstore.service.sessions import ClientState
 from tiering.clock import Clock
-from tiering.counts.histogram import Waits
+from tiering.counts.histogram import BOUNDS_MS, Histogram
 from tiering.faults import DOOR_THREADS, FaultReports, RateLimitedLog, kind_of
 
 _READ_BYTES = 256 << 10
@@ -207,7 +207,7 @@ class Connection:
         self.waiting: deque[QueuedRequest] = deque()
         self.parked: dict[int, Parked] = {}  # by the number of its request
         self.ready_at = now
-        self.waited = Waits()
+        self.waited = Histogram(BOUNDS_MS)
         self.refusal: m.Failed | None = None  # the answer to its hello, if rejected
         self.tokens, self.large_bytes = listener.buckets(limits, now)
         self.filled_at = now

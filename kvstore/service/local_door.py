@@ -52,7 +52,7 @@ from kvstore.service.parked import Parking, Response
 from kvstore.service.sessions import ClientState, Sessions
 from kvstore.status.tree import DoorStatus
 from tiering.clock import Clock
-from tiering.counts.histogram import Waits
+from tiering.counts.histogram import Histogram
 from tiering.faults import CONNECTIONS, SENT, FaultReports, RateLimitedLog, Unheard, kind_of
 from tiering.files import listening_socket, remove_socket
 
@@ -169,7 +169,7 @@ class LocalDoor:
         """Change rates only, from the next message on."""
         self._limits = self._threads.limits = limits
 
-    def waited(self) -> dict[int, Waits]:
+    def waited(self) -> dict[int, Histogram]:
         """By connection number, how long each open connection's requests waited to be begun."""
         there = [one for one in list(self._connections) if one.refusal is None]
         return {one.caller.number: one.waited for one in there if isinstance(one.caller, ClientState)}
@@ -449,7 +449,7 @@ class LocalDoor:
 
     def _waited(self, connection: Connection, seconds: float) -> None:
         self._figures.waited(seconds)
-        connection.waited.add(seconds)
+        connection.waited.add(1000 * seconds)
 
     def _answer(self, connection: Connection, number: int, served: Response, *, asks: bool = False) -> None:
         if served.parked is not None:

@@ -46,8 +46,8 @@ from tiering.dram.extents import Extent
 from tiering.dram.keeping import NAME_BYTES, KeptExtent
 from tiering.errors import TierError
 from tiering.faults import SHORTAGES, FaultKind, kind_of
-from tiering.files import private_pages
 from tiering.nvme.frame_index import IndexMaker
+from tiering.nvme.slab_files import private_pages
 from tiering.policies.policy import PolicyMaker
 
 _log = logging.getLogger(__name__)

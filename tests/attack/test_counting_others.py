@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from xxhash import xxh3_128_digest
@@ -28,9 +28,8 @@ from kvstore.block.identity import Namespace
 from kvstore.block.layout import Layout
 from kvstore.client.framing import FramedSocket
 from kvstore.config import Limits
-from kvstore.node import EmbeddedDoor, EmbeddedStore
 from kvstore.protocol import messages as m
-from kvstore.protocol.messages import Grant, LeaseReply, MatchReply, ReserveReply
+from kvstore.protocol.messages import Grant, LeaseReply, ReserveReply
 from service.sidecar import Sidecar
 from tiering.clock import SystemClock
 from tiering.dram.extents import MAX_HOLDER, MappedExtent
@@ -47,32 +46,6 @@ SECONDS = 30.0
 FAR = 1 << 12
 """Above whatever could be counted here: two numbers as near as that would be neighbours in a count."""
 _LOCK = struct.Struct("@hhqqi4x")
-
-
-class Eyes(Protocol):
-    """A tenant's side of a store, and all that it shows."""
-
-    def open(self, name: str) -> Grant: ...
-
-    def reserve(self, number: int, keys: Sequence[bytes]) -> ReserveReply: ...
-
-    def commit(self, reply: ReserveReply) -> int: ...
-
-    def abort(self, reply: ReserveReply) -> None: ...
-
-    def match(self, number: int, keys: Sequence[bytes]) -> MatchReply: ...
-
-    def lease(self, number: int, keys: Sequence[bytes]) -> LeaseReply: ...
-
-    def headers(self, reply: LeaseReply) -> list[bytes]: ...
-
-    def release(self, lease: int) -> None: ...
-
-    def drop(self, number: int) -> int: ...
-
-    def more(self, seen: Seen) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -98,41 +71,21 @@ class Seen:
         return self.draw("extent", extent_of(place)), slot_of(place)
 
 
-class DoorEyes:
-    """In the store's own process."""
-
-    def __init__(self, store: EmbeddedStore) -> None:
-        self._door = store._door()
-        assert isinstance(self._door, EmbeddedDoor)
+class Eyes(Asking):
+    """A tenant's side of a store, and all that it shows: in the store's own process."""
 
     def open(self, name: str) -> Grant:
-        return Asking(self._door).open_namespace(Namespace(name, LAYOUT, "raw"), [PAYLOAD_BYTES])
+        return self.open_namespace(Namespace(name, LAYOUT, "raw"), [PAYLOAD_BYTES])
 
-    def reserve(self, number: int, keys: Sequence[bytes]) -> ReserveReply:
-        return Asking(self._door).reserve(number, keys, 0, 0, None)
+    def fill(self, reply: ReserveReply) -> int:
+        return self.commit(reply.reservation, 0, 0, [[DIGEST]] * len(reply.blocks))
 
-    def commit(self, reply: ReserveReply) -> int:
-        return Asking(self._door).commit(reply.reservation, 0, 0, [[DIGEST]] * len(reply.blocks))
-
-    def abort(self, reply: ReserveReply) -> None:
-        Asking(self._door).abort(reply.reservation)
-
-    def match(self, number: int, keys: Sequence[bytes]) -> MatchReply:
-        return Asking(self._door).match(number, keys)
-
-    def lease(self, number: int, keys: Sequence[bytes]) -> LeaseReply:
-        return Asking(self._door).lease(number, keys, 0, 1000)
+    def take(self, number: int, keys: Sequence[bytes]) -> LeaseReply:
+        return self.lease(number, keys, 0, 1000)
 
     def headers(self, reply: LeaseReply) -> list[bytes]:
-        return (
-            [bytes(span.view[:HEADER_BYTES]) for span in self._door.memory(0, reply.places[0])] if reply.places else []
-        )
-
-    def release(self, lease: int) -> None:
-        Asking(self._door).release(lease)
-
-    def drop(self, number: int) -> int:
-        return Asking(self._door).drop(number, SECONDS)
+        places = reply.places[0] if reply.places else []
+        return [bytes(span.view[:HEADER_BYTES]) for span in self.door.memory(0, places)]
 
     def more(self, seen: Seen) -> None:
         """There is nothing else."""
@@ -141,10 +94,11 @@ class DoorEyes:
         """Nor is there a connection."""
 
 
-class WireEyes:
+class WireEyes(Eyes):
     """At a socket, message by message, with memory as the kernel maps it."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__(self)  # type: ignore[arg-type]
         self._path = path
         self._session = secrets.token_bytes(16)
         self._wires = [self._connected()]
@@ -155,35 +109,11 @@ class WireEyes:
     def _connected(self) -> FramedSocket:
         return FramedSocket(str(self._path), "eyes", self._session, SystemClock(), SECONDS)
 
-    def _ask(self, verb: m.Verb) -> Any:
+    def call(self, verb: m.Verb, kind: Any = None, seconds: float | None = None) -> Any:
+        """As a door's."""
         answer = self._wires[0].call(verb, SECONDS).answer
         self._retired += self._wires[0].retired()
         return answer
-
-    def open(self, name: str) -> Grant:
-        granted = self._ask(m.OpenNamespace(Namespace(name, LAYOUT, "raw").pack(), [PAYLOAD_BYTES]))
-        grant: Grant = granted.grant
-        return grant
-
-    def reserve(self, number: int, keys: Sequence[bytes]) -> ReserveReply:
-        reply: ReserveReply = self._ask(m.Reserve(number, list(keys), 0)).reply
-        return reply
-
-    def commit(self, reply: ReserveReply) -> int:
-        committed = self._ask(m.Commit(reply.reservation, 0, 0, [[DIGEST]] * len(reply.blocks)))
-        blocks: int = committed.blocks
-        return blocks
-
-    def abort(self, reply: ReserveReply) -> None:
-        self._ask(m.Abort(reply.reservation))
-
-    def match(self, number: int, keys: Sequence[bytes]) -> MatchReply:
-        reply: MatchReply = self._ask(m.MatchPrefix(number, list(keys))).reply
-        return reply
-
-    def lease(self, number: int, keys: Sequence[bytes]) -> LeaseReply:
-        reply: LeaseReply = self._ask(m.LeasePrefix(number, list(keys), 0, 1000)).reply
-        return reply
 
     def headers(self, reply: LeaseReply) -> list[bytes]:
         places = reply.places[0] if reply.places else []
@@ -200,19 +130,12 @@ class WireEyes:
             found.append(bytes(self._mapped[number].view[start : start + HEADER_BYTES]))
         return found
 
-    def release(self, lease: int) -> None:
-        self._ask(m.Release([lease]))
-
-    def drop(self, number: int) -> int:
-        dropped: int = self._ask(m.Drop(number)).blocks
-        return dropped
-
     def more(self, seen: Seen) -> None:
         """What was given back; the list of namespaces; and, of one more connection, the lock that stands for it."""
-        self._ask(m.Ping())
+        self.call(m.Ping())
         seen.plain.append(("retired", sorted(seen.draw("extent", number) for number in self._retired)))
         self._retired.clear()
-        listed = self._ask(m.Namespaces())
+        listed = self.call(m.Namespaces())
         seen.plain.append([(one.id, one.blocks) for one in listed.namespaces] + [listed.next])
         self._wires.append(self._connected())
         number = next(iter(self._mapped), None)
@@ -265,14 +188,14 @@ class Tenant:
 
     def be_busy(self, times: int) -> None:
         stored = [self.key()]
-        self.eyes.commit(self.eyes.reserve(self.number, stored))
+        self.eyes.fill(self.eyes.reserve(self.number, stored))
         for at in range(times):
             reserved = self.eyes.reserve(self.number, [stored[0], self.key()])
             if at % 2:
-                assert self.eyes.commit(reserved)
+                assert self.eyes.fill(reserved)
             else:
-                self.eyes.abort(reserved)
-            lease = self.eyes.lease(self.number, [self.key()] if at % 3 == 0 else stored).lease
+                self.eyes.abort(reserved.reservation)
+            lease = self.eyes.take(self.number, [self.key()] if at % 3 == 0 else stored).lease
             if lease:
                 self.eyes.release(lease)
             if at % 10 == 0:
@@ -292,10 +215,10 @@ class Tenant:
             places = [[seen.place(place) for place in column] for column in reserved.places]
             told = (reserved.present, reserved.blocks, reserved.stopped_at, reserved.reason)
             seen.plain.append((seen.draw("reservation", reserved.reservation), places, told))
-            seen.plain.append(eyes.commit(reserved))
+            seen.plain.append(eyes.fill(reserved))
         for asked in (keys, keys[:1], [*keys, self.key()], [self.key()]):
             seen.plain.append(eyes.match(self.number, asked))
-            lease = eyes.lease(self.number, asked)
+            lease = eyes.take(self.number, asked)
             places = [[seen.place(place) for place in column] for column in lease.places]
             generations = [seen.generation(one) for one in lease.generations]
             told = (lease.first_block, lease.blocks, lease.tiers, lease.reason, lease.detail)
@@ -327,7 +250,7 @@ LIMITS = Limits(namespaces=4096, leases=1 << 16)
 @contextmanager
 def embedded(directory: Path) -> Iterator[tuple[Eyes, Eyes]]:
     with open_at(directory, dram="32MiB", extent="64KiB", limits=LIMITS, numbers_key=bytes(16)) as store:
-        yield DoorEyes(store.for_tenant("mine")), DoorEyes(store.for_tenant("theirs"))
+        yield Eyes(store.for_tenant("mine")._door()), Eyes(store.for_tenant("theirs")._door())
         store.check()
 
 
@@ -380,14 +303,14 @@ def _bare(one: Any) -> Any:
 def test_what_is_remembered_of_evicted_blocks_is_each_tenants_own(tmp_path: Path) -> None:
     limits = Limits(forgotten=8)
     with open_at(tmp_path, dram="1MiB", extent="64KiB", limits=limits) as store:
-        mine, theirs = (Tenant(DoorEyes(store.for_tenant(name)), name) for name in ("mine", "theirs"))
+        mine, theirs = (Tenant(Eyes(store.for_tenant(name)._door()), name) for name in ("mine", "theirs"))
         keys = [mine.key() for _ in range(4)]
-        mine.eyes.commit(mine.eyes.reserve(mine.number, keys))
+        mine.eyes.fill(mine.eyes.reserve(mine.number, keys))
         assert store.evict(4) == 4
         before = [mine.eyes.match(mine.number, [key]).reason for key in keys]
         for _ in range(20):
             reserved = theirs.eyes.reserve(theirs.number, [theirs.key()])
-            assert theirs.eyes.commit(reserved) == 1 and store.evict(1) == 1
+            assert theirs.eyes.fill(reserved) == 1 and store.evict(1) == 1
         assert [mine.eyes.match(mine.number, [key]).reason for key in keys] == before == ["evicted"] * 4
 
 
@@ -396,7 +319,7 @@ def test_a_limit_of_all_tenants_does_not_say_how_much_the_others_have(tmp_path: 
     for others in (2, 5):
         limits = Limits(namespaces=8)
         with open_at(tmp_path / str(others), dram="4MiB", limits=limits) as store:
-            mine, theirs = (DoorEyes(store.for_tenant(name)) for name in ("mine", "theirs"))
+            mine, theirs = (Eyes(store.for_tenant(name)._door()) for name in ("mine", "theirs"))
             for at in range(others):
                 theirs.open(f"{at}")
             with pytest.raises(ValueError) as refused:

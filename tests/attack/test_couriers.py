@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +54,25 @@ def nothing_is_left(sidecar: Sidecar) -> None:
     desk.check()
 
 
-def engine_is_served(sidecar: Sidecar) -> None:
+@contextmanager
+def engine_of(sidecar: Sidecar) -> Iterator[tuple[Peer, int]]:
+    """An engine's bare connection, and the number of its namespace."""
     with closing(Peer(str(sidecar.path))) as engine:
         assert isinstance(engine.ask(m.Hello(1, m.NEWEST_VERSION)), m.Welcome)
         granted = engine.ask(m.OpenNamespace(packed_namespace(), PAYLOAD), 2)
         assert isinstance(granted, m.Granted)
-        reserved = engine.ask(m.Reserve(granted.grant.number, chain(8), 0), 3)
-        assert isinstance(reserved, m.Reserved) and len(reserved.reply.blocks) == 8, reserved
-        engine.ask(m.Abort(reserved.reply.reservation), 4)
+        yield engine, granted.grant.number
+
+
+def reserves(engine: Peer, space: int) -> None:
+    reserved = engine.ask(m.Reserve(space, chain(8), 0), 3)
+    assert isinstance(reserved, m.Reserved) and len(reserved.reply.blocks) == 8, reserved
+    engine.ask(m.Abort(reserved.reply.reservation), 4)
+
+
+def engine_is_served(sidecar: Sidecar) -> None:
+    with engine_of(sidecar) as (engine, space):
+        reserves(engine, space)
 
 
 def test_figures_that_no_counter_holds_are_told_to_people(sidecar: Sidecar) -> None:
@@ -327,10 +338,7 @@ while True:
 @pytest.mark.slow
 def test_a_flood_of_couriers_is_served_in_turn_with_engines(sidecar: Sidecar) -> None:
     tests = str(Path(__file__).parents[1])
-    with closing(Peer(str(sidecar.path))) as engine:
-        engine.ask(m.Hello(1, m.NEWEST_VERSION))
-        granted = engine.ask(m.OpenNamespace(packed_namespace(), PAYLOAD), 2)
-        assert isinstance(granted, m.Granted)
+    with engine_of(sidecar) as (engine, space):
         keys = chain(4)
         with subprocess.Popen(
             [sys.executable, "-c", FLOODS, str(sidecar.courier_path), tests], stdout=subprocess.PIPE, text=True
@@ -339,13 +347,11 @@ def test_a_flood_of_couriers_is_served_in_turn_with_engines(sidecar: Sidecar) ->
             begun, between = sum(sidecar.door.usage().served.values()), []
             for at in range(20_000):
                 before = sum(sidecar.door.usage().served.values())
-                answer = engine.ask(m.MatchPrefix(granted.grant.number, keys, counts=False), 10 + at)
+                answer = engine.ask(m.MatchPrefix(space, keys, counts=False), 10 + at)
                 between.append(sum(sidecar.door.usage().served.values()) - before)
                 assert isinstance(answer, m.Matched), answer
                 if at % 200 == 0:
-                    reserved = engine.ask(m.Reserve(granted.grant.number, chain(8), 0), 3)
-                    assert isinstance(reserved, m.Reserved) and len(reserved.reply.blocks) == 8, reserved
-                    engine.ask(m.Abort(reserved.reply.reservation), 4)
+                    reserves(engine, space)
                 flooded = sum(sidecar.door.usage().served.values()) - begun - at
                 if flooded > 2000:
                     break
@@ -361,12 +367,8 @@ def test_a_flood_of_couriers_is_served_in_turn_with_engines(sidecar: Sidecar) ->
 def test_engines_locate_no_more_than_is_asked_at_a_time(sidecar: Sidecar) -> None:
     """A flood of questions, and waits for what others located."""
     assert sidecar.desk is not None
-    with closing(RawCourier(sidecar.courier_path)) as courier, closing(Peer(str(sidecar.path))) as engine:
+    with closing(RawCourier(sidecar.courier_path)) as courier, engine_of(sidecar) as (engine, space):
         courier.questions()
-        engine.ask(m.Hello(1, m.NEWEST_VERSION))
-        granted = engine.ask(m.OpenNamespace(packed_namespace(), PAYLOAD), 2)
-        assert isinstance(granted, m.Granted)
-        space = granted.grant.number
         few, many = chain(1), chain(65_536)
         for keys, count in ((few, 3000), (many, 24)):
             for at in range(count):

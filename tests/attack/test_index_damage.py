@@ -14,15 +14,16 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from simulation.machine import CLASSES, MAC_KEY, STAMPS, Frame
+from simulation.customer import Customer, Name
+from simulation.machine import CLASSES, Frame
 from tiering.errors import TierFull, TierUnavailable
-from tiering.nvme.index_digest import DIGEST_FILE
-from tiering.nvme.lmdb_index import DATA_FILE, LOCK_FILE
+from tiering.nvme.lmdb_index import DATA_FILE, DIGEST_FILE, LOCK_FILE
 from tiering.nvme.slab_recovery import Found
 from tiering.nvme.tier import NvmeTier
 from torture.tier import RealMachine
@@ -31,7 +32,6 @@ SEED = 20261123
 PAGE_BYTES = 4096
 FLIPS = 120
 LIVED, FAILED = 0, 1
-Name = tuple[int, bytes, int]
 Damage = Callable[[Path], object]
 """What is done to a directory."""
 
@@ -42,54 +42,31 @@ class Stock:
     def __init__(self, directory: Path, seed: int, *, clean: bool) -> None:
         self.directory = directory
         self.keep: object = None
-        self.frames: dict[Name, Frame] = {}
-        self.places: dict[int, Name] = {}
-        self.leaving: set[Name] = set()
-        """Given up, but not durably."""
-        self._random = Random(seed)
-        self._next = 1
         self._as_it_was = directory.with_name(directory.name + " as it was")
         machine = RealMachine(directory)
+        self.customer = Customer(machine, seed)
         machine.start()
-        self._live(machine)
+        self._live()
         machine.stop()
         self.older_index = (directory / "index" / DATA_FILE).read_bytes()
         machine.start()
-        self._live(machine)
+        self._live()
         if clean:
             machine.stop()
         else:
-            assert machine.tier is not None
-            for place in sorted(self.places)[:3]:
-                machine.tier.delete([place])
-                self.leaving.add(self.places.pop(place))
+            self.customer.evict(self.customer.some(3))  # not durably
             machine.vanish()
         machine.files.close()
         self.index = (directory / "index" / DATA_FILE).read_bytes()
         shutil.copytree(directory, self._as_it_was)
 
-    def _live(self, machine: RealMachine) -> None:
-        tier = machine.tier
-        assert tier is not None
+    def _live(self) -> None:
         for step in range(40):
-            part = self._random.randrange(2)
-            if tier.free_slots(CLASSES[part]) < 4:
-                try:
-                    tier.new_slab(STAMPS[part], MAC_KEY, b"about")
-                except TierFull:
-                    continue
-            places = tier.reserve(CLASSES[part], 4)
-            frames = [Frame(part, self._random.randbytes(32), self._next + at, self._random) for at in range(4)]
-            self._next += 4
-            tier.commit(places, [memoryview(frame.bytes) for frame in frames])
-            self.frames.update((frame.name, frame) for frame in frames)
-            self.places.update(zip(places, (frame.name for frame in frames), strict=True))
+            with suppress(TierFull):
+                self.customer.store(self.customer.random.randrange(2), 4)
             if step % 4 == 3:
-                going = self._random.sample(sorted(self.places), 5)
-                tier.delete(going)
-                tier.settle()
-                for place in going:
-                    del self.places[place]
+                self.customer.evict(self.customer.some(5))
+                self.customer.settle()
 
     def restore(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -146,7 +123,7 @@ class Stock:
                 name = (part, entry["key"].tobytes(), int(entry["generation"]))
                 frame = bytearray(slab.header.slot_class.frame_bytes)
                 tier.read(place, memoryview(frame))
-                known = self.frames.get(name) or (new or {}).get(name)
+                known = self.customer.frames.get(name) or (new or {}).get(name)
                 if known is None or frame != known.bytes:
                     header = machine.read(place)
                     is_found_out = header is None or (header.stamp.part, header.prefix_key, header.generation) != name
@@ -156,9 +133,9 @@ class Stock:
                     continue
                 assert name not in there, f"{name} is there twice"
                 there.add(name)
-        missing = set(self.places.values()) - there
+        missing = self.customer.owed.keys() - there
         assert may_miss or not missing, f"{len(missing)} acknowledged frames are gone"
-        back = there - set(self.places.values()) - self.leaving - (new or {}).keys()
+        back = there - self.customer.owed.keys() - self.customer.leaving - (new or {}).keys()
         assert may_miss or not back, f"{len(back)} frames are back that were given up"
         counts["missing"] += len(missing)
         return there

@@ -17,8 +17,7 @@ from random import Random
 
 import pytest
 
-from simulation.disk import SimulatedFiles
-from simulation.machine import MAC_KEY, SLAB_BYTES, Machine
+from simulation.machine import MAC_KEY, SLAB_BYTES, Keys, Machine
 from tiering.errors import BlockCorrupt, TierFull
 from tiering.frame import HEADER_BYTES, Sealer, Stamp, digest, open_header, verify_payload
 from tiering.nvme.slab import DOUBTS, META, SLOTS_PER_RECORD, STAMP_PAGES, doubt_key, record_key, slab_name
@@ -38,19 +37,6 @@ SIZES = (4096, 3000, 10_000)
 STAMPS = [Stamp(b"key-id-0", 1, TENANT, b"n" * 32, "raw", part, 3, 64, 2, size) for part, size in enumerate(SIZES)]
 CLASSES = [SlotClass(one.tenant, one.namespace, one.part, one.frame_bytes) for one in STAMPS]
 SEALERS = [Sealer(one, MAC_KEY) for one in STAMPS]
-
-
-class Keys:
-    """Knows one tenant, one key and one epoch, as a real key ring does."""
-
-    def mac_key(self, tenant: bytes, key_id: bytes, epoch: int) -> bytes | None:
-        return MAC_KEY if (tenant, key_id, epoch) == (TENANT, b"key-id-0", 1) else None
-
-    slab_key = mac_key
-
-
-def make(files: SimulatedFiles, maker: Machine, _: object, *rest: object) -> NvmeTier:
-    return NvmeTier(files, maker, Keys(), *rest)  # type: ignore[arg-type]
 
 
 def frame_of(part: int, key: bytes, generation: int, random: Random) -> bytes:
@@ -78,7 +64,7 @@ class Stock:
         self.records = [key for key, _ in self.index.iterate(b"r")]
 
     def _live(self, random: Random) -> None:
-        self.machine.start(make)
+        self.machine.start(keys=Keys())
         tier = self.machine.tier
         assert tier is not None
         for stamp in (*STAMPS, *STAMPS):
@@ -109,13 +95,6 @@ class Stock:
         tier.delete(places)
         tier.settle()
 
-    def copy(self) -> Machine:
-        machine = Machine(self.machine.budget_bytes)
-        machine.files, machine.index = self.files.copy(), self.index.copy()
-        machine.files.power = machine.index.power = machine.power
-        machine.uids = 1000
-        return machine
-
     def bytes_at(self, place: int) -> bytes:
         name, offset = self.starts[place]
         return self.images[name][offset : offset + self.frame_bytes(place)]
@@ -134,7 +113,7 @@ class Round:
 
     def __init__(self, stock: Stock, random: Random, counts: Counter[str]) -> None:
         self.stock, self.random, self.counts = stock, random, counts
-        self.machine = stock.copy()
+        self.machine = stock.machine.copy()
         self.kinds: dict[int, str] = {}  # places whose bytes were changed, and how
         self.hidden: set[int] = set()  # places that the index or a slab may say nothing of any more
         self.shown: set[int] = set()  # places that an index of another time may name
@@ -300,7 +279,7 @@ class Round:
     # What is there afterwards
 
     def check(self) -> None:
-        found = self.machine.start(make)
+        found = self.machine.start(keys=Keys())
         tier = self.machine.tier
         assert tier is not None
         seen: set[int] = set()
@@ -367,7 +346,7 @@ class Round:
         tier.check()
         self.machine.stop()
         there = {}
-        for slab in self.machine.start(make):
+        for slab in self.machine.start(keys=Keys()):
             part = slab.header.slot_class.part
             for place, entry in zip(slab.places, slab.entries, strict=True):
                 there[part, entry["key"].tobytes(), int(entry["generation"])] = place

@@ -266,7 +266,7 @@ def _end_in_any_way(draw: random.Random) -> None:
 
 
 def test_held_places_count_alike_few_or_many_at_a_time() -> None:
-    """The plain loop and the columns do the same."""
+    """Of one extent or of several, and of none at all."""
     draw = random.Random(3)
     held, counts = HeldPlaces(), dict[int, int]()
     everything = [place_of(extent, slot) for extent in (3, 9, 1 << 30) for slot in range(200)]

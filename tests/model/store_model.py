@@ -37,7 +37,7 @@ from kvstore.keys.store_keys import StoreKeys
 from kvstore.node import EmbeddedDoor, EmbeddedStore, StoreParts
 from kvstore.protocol import messages as m
 from tiering.dram.extents import ExtentPool
-from tiering.dram.mover import FrameCopy, MoveDone, Mover
+from tiering.dram.mover import FrameCopy, MoveOutcome, Mover
 from tiering.dram.tier import DramTier
 from tiering.files import DirectoryLock
 from tiering.policies.lru import LeafFirstLru
@@ -221,7 +221,7 @@ class InterruptibleMover:
     after: list[Interruption] = field(default_factory=list)
     runs: int = 0
 
-    def run(self, copies: Sequence[FrameCopy]) -> list[MoveDone]:
+    def run(self, copies: Sequence[FrameCopy]) -> list[MoveOutcome]:
         """Copy and verify."""
         self.runs += 1
         _call(self.before, copies)

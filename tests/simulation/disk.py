@@ -39,7 +39,7 @@ class SimulatedFiles:
     in the cache, not synced. A create leaves nothing, a remove leaves the slab. A sync makes nothing durable, and what
     was waiting for it can be read until the crash, but no later sync makes it durable either: it must be written again.
 
-    What was planned with `fail` and what `poke`, `flip` and `copy_slot` damaged outlasts a crash. A `Power` belongs to
+    What was planned with `fail` and what `poke` and `flip` damaged outlasts a crash. A `Power` belongs to
     all disks of a machine: whoever calls `crash` on each of them also calls `Power.back`, once, before the next effect.
     """
 
@@ -173,10 +173,6 @@ class SimulatedFiles:
         """Put bytes anywhere in the slab as if they had always been there; no alignment."""
         with self._lock:
             self._slabs[name].change(offset, len(data), lambda _: data)
-
-    def copy_slot(self, name: str, source_offset: int, target_offset: int, length: int) -> None:
-        """A misdirected write: the bytes of one place are now in another one too."""
-        self.poke(name, target_offset, self.image(name)[source_offset : source_offset + length])
 
     def image(self, name: str) -> bytes:
         """The slab as a read sees it."""

@@ -9,7 +9,7 @@ from simulation.disk import SimulatedFiles
 from simulation.index import SimulatedIndex
 from simulation.power import Power
 from tiering.errors import BlockCorrupt
-from tiering.frame import HEADER_BYTES, FrameHeader, Sealer, Stamp, digest, open_header, verify_payload
+from tiering.frame import HEADER_BYTES, FrameHeader, MacKeys, Sealer, Stamp, digest, open_header, verify_payload
 from tiering.nvme.frame_index import FrameIndex
 from tiering.nvme.slab_recovery import Found
 from tiering.nvme.tier import NvmeTier
@@ -26,6 +26,20 @@ class OneKey:
 
     def mac_key(self, tenant: bytes, key_id: bytes, epoch: int) -> bytes | None:
         return MAC_KEY
+
+    slab_key = mac_key
+
+
+class Keys:
+    """`MacKeys` of a store with two tenants, one key and one epoch, as a key ring has them; some may be away."""
+
+    def __init__(self, *absent: bytes) -> None:
+        self.absent = absent
+
+    def mac_key(self, tenant: bytes, key_id: bytes, epoch: int) -> bytes | None:
+        if tenant in self.absent or key_id != b"key-id-0" or epoch != 1:
+            return None
+        return {b"t" * 16: MAC_KEY, b"u" * 16: MAC_KEY}.get(tenant)
 
     slab_key = mac_key
 
@@ -76,9 +90,9 @@ class Machine:
 
     # A person with a finger on the switch
 
-    def start(self, make: Callable[..., NvmeTier] = NvmeTier) -> list[Found]:
+    def start(self, make: Callable[..., NvmeTier] = NvmeTier, keys: MacKeys | None = None) -> list[Found]:
         """Open the directory and load all of it."""
-        self.tier = make(self.files, self, OneKey(), SlabSizes(self.budget_bytes, SLAB_BYTES), self.new_uid)
+        self.tier = make(self.files, self, keys or OneKey(), SlabSizes(self.budget_bytes, SLAB_BYTES), self.new_uid)
         return list(self.tier.load())
 
     def stop(self) -> None:
@@ -96,6 +110,14 @@ class Machine:
         if index_too:
             self.discard()
         self.power.back()
+
+    def copy(self, kind: type[Machine] | None = None) -> Machine:
+        """The same disk once more, the tier not started."""
+        twin = (kind or Machine)(self.budget_bytes)
+        twin.files, twin.index = self.files.copy(), self.index.copy()
+        twin.files.power = twin.index.power = twin.power
+        twin.uids = 1000
+        return twin
 
     def new_uid(self) -> bytes:
         self.uids += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 
 import pytest
 
@@ -44,30 +45,27 @@ def test_a_crash_keeps_what_was_synced_and_first_ones_of_the_rest(seed: int) -> 
     assert index.unsynced == 0, "what survived one crash survives the next"
 
 
-def test_a_crash_may_keep_any_number_of_batches() -> None:
-    kept = set()
+@pytest.mark.parametrize(
+    ("acts", "kept"),
+    [
+        ("write write write", {0, 1, 2, 3}),
+        ("write sync write cut", {1, 2}),  # the batch that is cut off is kept or lost
+        ("write sync cut", {0, 1}),  # a sync that is cut off promises nothing
+    ],
+)
+def test_what_a_crash_may_keep(acts: str, kept: set[int]) -> None:
+    found = set()
     for seed in SEEDS:
-        index = SimulatedIndex()
-        for number in range(1, 4):
-            write(index, number)
-        index.crash(random.Random(seed))
-        kept.add(batches(index))
-    assert kept == {0, 1, 2, 3}
-
-
-def test_a_batch_that_is_cut_off_is_kept_or_lost() -> None:
-    kept = set()
-    for seed in SEEDS:
-        power = Power(last=3)
+        steps = acts.removesuffix(" cut").split()
+        power = Power(last=len(steps) if acts.endswith("cut") else None)
         index = SimulatedIndex(power)
-        write(index, 1)
-        index.sync()
-        with pytest.raises(PowerLoss):
-            write(index, 2)
+        for number, step in enumerate(steps, 1):
+            with pytest.raises(PowerLoss) if number == power.last else nullcontext():
+                index.sync() if step == "sync" else write(index, steps[:number].count("write"))
         power.back()
         index.crash(random.Random(seed))
-        kept.add(batches(index))
-    assert kept == {1, 2}
+        found.add(batches(index))
+    assert found == kept
 
 
 def test_when_the_machine_is_off_nothing_has_an_effect() -> None:
@@ -83,20 +81,6 @@ def test_when_the_machine_is_off_nothing_has_an_effect() -> None:
         power.back()
         index.crash(random.Random(seed))
         assert index.get([b"too late"]) == [None] and batches(index) <= 2
-
-
-def test_a_sync_that_is_cut_off_promises_nothing() -> None:
-    kept = set()
-    for seed in SEEDS:
-        power = Power(last=2)
-        index = SimulatedIndex(power)
-        write(index, 1)
-        with pytest.raises(PowerLoss):
-            index.sync()
-        power.back()
-        index.crash(random.Random(seed))
-        kept.add(batches(index))
-    assert kept == {0, 1}
 
 
 def test_a_planned_fault_comes_once_and_has_no_effect() -> None:

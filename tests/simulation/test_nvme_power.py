@@ -7,34 +7,27 @@ then the index is lost as well. After each start everything that is there is rea
 from __future__ import annotations
 
 from collections.abc import Callable
-from random import Random
 
 import pytest
 
-from simulation.machine import CLASSES, MAC_KEY, STAMPS, Frame, Machine
+from simulation.customer import Customer
+from simulation.machine import Machine
 from simulation.power import PowerLoss
 from tiering.errors import TierFull
-from tiering.nvme.slab_recovery import Found
 from tiering.nvme.tier import NvmeTier
-from tiering.slots import FrameState
-from tiering.tier import place_of
 
-KEYS = 60
 SESSIONS = 4
 STEPS = 24
 
 
 class Life:
-    """A disk, and what it owes: frames by name (part, key, generation)."""
+    """A disk, a customer of the tier on it, and what happened to both."""
 
     def __init__(self, seed: int, make: Callable[..., NvmeTier] = NvmeTier) -> None:
-        self.random = Random(seed)
-        self.make = make
         self.machine = Machine()
-        self.generation = 0
-        self.written: dict[tuple[int, bytes, int], Frame] = {}
-        self.owed: dict[tuple[int, bytes, int], int | None] = {}  # acknowledged; where, in this session
-        self.in_flight: set[tuple[int, bytes, int]] = set()  # neither acknowledged nor gone: may be there or not
+        self.customer = Customer(self.machine, seed)
+        self.random = self.customer.random
+        self.make = make
         self.index_lost = False
         self.losses = self.rebuilds = self.kept = 0
 
@@ -44,15 +37,20 @@ class Life:
             if self.random.random() < 0.8:
                 self.machine.power.back(last=self.random.randrange(1, 120))
             try:
-                for _ in range(STEPS):
-                    self.step()
-                self.machine.stop()
-                self.forget_what_settled()
+                self.work(STEPS)
             except PowerLoss:
                 self.losses += 1
                 lost = self.random.random() < 0.3
                 self.machine.lose_power(self.random, index_too=lost)
                 self.index_lost = self.index_lost or lost
+                self.customer.index_lost |= lost
+
+    def work(self, steps: int) -> None:
+        """A session until its end in order."""
+        for _ in range(steps):
+            self.step()
+        self.machine.stop()
+        self.customer.has_settled()
 
     def start(self) -> None:
         """Open, which may itself be cut short, and compare."""
@@ -66,123 +64,42 @@ class Life:
                 self.losses += 1
                 self.machine.lose_power(self.random)
         self.machine.power.back()
-        assert self.machine.tier is not None
-        self.rebuilds += self.machine.tier.rebuilds
-        assert self.index_lost or not self.machine.tier.rebuilds, "a good index was thrown away"
+        tier = self.customer.tier
+        self.rebuilds += tier.rebuilds
+        assert self.index_lost or not tier.rebuilds, "a good index was thrown away"
+        assert not tier.left_alone
         self.index_lost = False
-        self.compare(found)
-
-    def compare(self, found: list[Found]) -> None:
-        tier = self.machine.tier
-        assert tier is not None and not tier.left_alone
-        there: dict[tuple[int, bytes, int], int] = {}
-        for slab in found:
-            part = slab.header.slot_class.part
-            for place, entry in zip(slab.places, slab.entries, strict=True):
-                name = (part, entry["key"].tobytes(), int(entry["generation"]))
-                header = self.machine.read(place)
-                if header is None:  # cut while it was written; the index that knew so is gone
-                    assert name not in self.owed, f"{name} was acknowledged and cannot be read"
-                    tier.quarantine([place])
-                    continue
-                assert name in self.owed or name in self.in_flight, f"{name} is back, which was given up"
-                assert (header.stamp.part, header.prefix_key, header.generation) == name
-                frame = bytearray(len(self.written[name].bytes))
-                tier.read(place, memoryview(frame))
-                assert bytes(frame) == self.written[name].bytes
-                assert name not in there, "a frame stands in two places"
-                there[name] = place
-        missing = self.owed.keys() - there.keys()
-        assert not missing, f"acknowledged and gone: {missing}"
-        self.kept += len(there)
-        self.owed = dict(there)
-        self.in_flight.clear()
-        tier.settle()
+        self.customer.compare(found)
+        self.kept += len(self.customer.owed)
+        self.customer.settle()
         tier.check()
-        self.check_void()
-
-    def check_void(self) -> None:
-        """Once all is settled, no header but those of frames that are owed could be taken for one."""
-        tier = self.machine.tier
-        assert tier is not None
-        for slab in tier._ledger.pieces.values():
-            entries = tier._records.headers(slab, range(slab.slots.capacity))
-            for slot in entries["state"].nonzero()[0].tolist():
-                name = (slab.slot_class.part, entries["key"][slot].tobytes(), int(entries["generation"][slot]))
-                bad = slab.slots.states[slot] == FrameState.QUARANTINED
-                assert bad or self.owed.get(name) == place_of(slab.number, slot), f"{name} could be taken for a frame"
+        self.customer.no_other_header_is_valid()
 
     def step(self) -> None:
-        action = self.random.random()
+        action, part = self.random.random(), self.random.randrange(2)
         if action < 0.45:
-            self.store(self.random.randrange(1, 6))
-        elif action < 0.6:
-            self.replace(self.random.randrange(1, 8))
-        elif action < 0.85:
-            self.evict(self.random.randrange(1, 8))
-        else:
-            assert self.machine.tier is not None
-            self.machine.tier.settle()
-            self.forget_what_settled()
-
-    def store(self, count: int) -> None:
-        tier = self.machine.tier
-        assert tier is not None
-        part = self.random.randrange(2)
-        if tier.free_slots(CLASSES[part]) < count:
             try:
-                tier.new_slab(STAMPS[part], MAC_KEY, b"about")
+                self.customer.store(part, self.random.randrange(1, 6))
             except TierFull:
-                self.evict(8)
-                tier.settle()
-                self.forget_what_settled()
-        self.fill(part, tier.reserve(CLASSES[part], count))
+                self.customer.evict(self.customer.some(8))
+                self.customer.settle()
+        elif action < 0.6:
+            self.replace(part, self.random.randrange(1, 8))
+        elif action < 0.85:
+            self.customer.evict(self.customer.some(self.random.randrange(1, 8)))
+        else:
+            self.customer.settle()
 
-    def replace(self, count: int) -> None:
-        """Evict frames for others that go to their places; or think better of it."""
-        tier = self.machine.tier
-        assert tier is not None
-        part = self.random.randrange(2)
-        mine = sorted(name for name in self.owed if name[0] == part)
-        names = self.random.sample(mine, min(count, len(mine)))
-        places = [place for name in names if (place := self.owed.pop(name)) is not None]
-        self.in_flight.update(names)
-        tier.delete(places, claim=True)
-        tier.await_claims(places)
+    def replace(self, part: int, count: int) -> None:
+        """Evict frames for others that go to their places, some of which turn out to be bad while they are written; or
+        think better of it."""
+        mine = [name for name in self.customer.some(1 << 30) if name[0] == part]
+        places = self.customer.claim(mine[:count])
         if self.random.random() < 0.2:
-            tier.abort(places)
+            self.customer.tier.abort(places)
         elif places:
-            self.fill(part, places)
-
-    def fill(self, part: int, places: list[int]) -> None:
-        """Store a new frame at each place; some of them turn out to be bad while they are written."""
-        tier = self.machine.tier
-        assert tier is not None
-        frames = []
-        for _ in places:
-            self.generation += 1
-            frame = Frame(part, self.random.randrange(KEYS).to_bytes(32, "big"), self.generation, self.random)
-            self.written[frame.name] = frame
-            self.in_flight.add(frame.name)
-            frames.append(frame)
-        good = places[: self.random.randrange(len(places))] if places and self.random.random() < 0.2 else places
-        tier.commit(places, [memoryview(frame.bytes) for frame in frames], lambda: good)
-        for frame, place in zip(frames, good, strict=False):
-            self.in_flight.discard(frame.name)
-            self.owed[frame.name] = place
-        tier.abort(places[len(good) :])
-
-    def evict(self, count: int) -> None:
-        tier = self.machine.tier
-        assert tier is not None
-        names = self.random.sample(sorted(self.owed), min(count, len(self.owed)))
-        places = [self.owed.pop(name) for name in names]
-        self.in_flight.update(names)
-        tier.delete([place for place in places if place is not None])
-
-    def forget_what_settled(self) -> None:
-        """Evictions are durable: what they gave up may never be back."""
-        self.in_flight.clear()
+            is_bad = self.random.random() < 0.2
+            self.customer.fill(part, places, self.random.randrange(len(places)) if is_bad else len(places))
 
 
 def live(seeds: range, make: Callable[..., NvmeTier] = NvmeTier) -> dict[str, int]:

@@ -61,10 +61,7 @@ class EarlyLife(Life):
             self.start()
             self.machine.power.back(last=self.random.randrange(1, 25))
             try:
-                for _ in range(4):
-                    self.step()
-                self.machine.stop()
-                self.forget_what_settled()
+                self.work(4)
             except PowerLoss:
                 self.machine.lose_power(self.random)
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -31,7 +32,7 @@ from simulation.power import Power, PowerLoss
 from tiering.clock import Clock
 from tiering.errors import TierUnavailable
 from tiering.files import DirectoryLock, make_directory
-from tiering.nvme.frame_index import Change, FrameIndex
+from tiering.nvme.frame_index import FrameIndex
 from tiering.nvme.lmdb_index import LmdbMaker
 from tiering.nvme.slab_files import DirectFiles, Files
 from tiering.nvme.slab_recovery import Found
@@ -54,80 +55,28 @@ def nothing(call: str) -> None:
     """The hook of a disk that works."""
 
 
-class WatchedFiles:
-    """`Files` as one process sees them. before: called with the name of each call; may wait, and may raise."""
+class Watched:
+    """`Files`, or a `FrameIndex`, as one process sees them. before: called with the name of each call but of those that
+    change nothing on a disk; may wait, and may raise. off: what a call raises whose machine loses power."""
 
-    def __init__(self, files: Files, before: Hook = nothing) -> None:
-        self.files = files
-        self.before = before
+    def __init__(self, inner: Files | FrameIndex, before: Hook, off: Callable[[], Exception]) -> None:
+        self._inner, self._before, self._off = inner, before, off
 
-    def sizes(self) -> dict[str, int]:
-        sizes: dict[str, int] = self._do("sizes")
-        return sizes
+    def __getattr__(self, call: str) -> Any:
+        really = getattr(self._inner, call)
 
-    def create(self, name: str, size_bytes: int) -> None:
-        self._do("create", name, size_bytes)
+        def watched(*arguments: Any) -> Any:
+            self._before(call)
+            try:
+                return really(*arguments)
+            except PowerLoss:
+                raise self._off() from None
 
-    def read(self, name: str, offset: int, into: memoryview) -> None:
-        self._do("read", name, offset, into)
-
-    def write(self, name: str, offset: int, data: memoryview) -> None:
-        self._do("write", name, offset, data)
-
-    def sync(self, name: str) -> None:
-        self._do("sync", name)
-
-    def confirm(self, name: str) -> None:
-        self.files.confirm(name)
-
-    def bring_back(self, name: str) -> None:
-        self.files.bring_back(name)
-
-    def remove(self, name: str) -> None:
-        self._do("remove", name)
-
-    def close(self) -> None:
-        self.files.close()
-
-    def _do(self, call: str, *arguments: Any) -> Any:
-        self.before(call)
-        try:
-            return getattr(self.files, call)(*arguments)
-        except PowerLoss:
-            raise OSError(errno.EIO, os.strerror(errno.EIO)) from None
+        return really if call in ("confirm", "bring_back", "close") else watched
 
 
-class WatchedIndex:
-    """A `FrameIndex` as one process sees it."""
-
-    def __init__(self, index: FrameIndex, before: Hook = nothing) -> None:
-        self.index = index
-        self.before = before
-
-    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        self.before("get")
-        return self.index.get(keys)
-
-    def apply(self, changes: Sequence[Change]) -> None:
-        self.before("apply")
-        self._cut(lambda: self.index.apply(changes))
-
-    def iterate(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
-        self.before("iterate")
-        return self.index.iterate(prefix)
-
-    def sync(self) -> None:
-        self.before("sync")
-        self._cut(self.index.sync)
-
-    def close(self) -> None:
-        self.index.close()
-
-    def _cut(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except PowerLoss:
-            raise TierUnavailable("the disk is gone") from None
+def watched_files(files: Files, before: Hook) -> Any:
+    return Watched(files, before, partial(OSError, errno.EIO, os.strerror(errno.EIO)))
 
 
 class Disk:
@@ -149,7 +98,8 @@ class Disk:
     def open(self, *, clean: bool) -> FrameIndex:
         self.before_index("open")
         self.index.reopen()
-        return WatchedIndex(self.index, lambda call: self.before_index(call))
+        off = partial(TierUnavailable, "the disk is gone")
+        return Watched(self.index, lambda call: self.before_index(call), off)  # type: ignore[return-value]
 
     def discard(self) -> None:
         self.before_index("discard")
@@ -164,7 +114,7 @@ class Disk:
     def process(self) -> Files:
         """The files for one process."""
         self.files.reopen()
-        return WatchedFiles(self.files, lambda call: self.before_files(call))
+        return watched_files(self.files, lambda call: self.before_files(call))
 
     @property
     def is_off(self) -> bool:
@@ -203,7 +153,7 @@ class RealDisk:
         return os.urandom(16)
 
     def process(self) -> Files:
-        return WatchedFiles(DirectFiles(self.directory / "nvme"), lambda call: self.before_files(call))
+        return watched_files(DirectFiles(self.directory / "nvme"), lambda call: self.before_files(call))
 
 
 @dataclass

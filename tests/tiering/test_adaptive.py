@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 import tracemalloc
 from array import array
 from collections.abc import Sequence
@@ -19,7 +17,8 @@ from hypothesis import strategies as st
 from kvstore.insight.trace import Trace
 from kvstore.node import build_replay
 from recorded import made_of, recorded
-from tiering.policies import adaptive, adaptive_arrays, adaptive_loops, adaptive_rings
+from tiering.policies import adaptive
+from tiering.policies import adaptive_loops as loops
 from tiering.policies.adaptive import Adaptive
 from tiering.policies.lru import LeafFirstLru
 
@@ -192,12 +191,12 @@ class Ghosts:
         self.policy.used([self.rows[block] for block in chain], count)
 
     def names_in(self, ghost: int) -> set[int]:
-        ring = self.policy._ghosts[0 if ghost == adaptive_arrays.LRU else 2]
+        ring = self.policy._ghosts[0 if ghost == loops.LRU else 2]
         node, found = ring["newer"][0], []
         while node:
             found.append(int(ring["name"][node]))
             node = ring["newer"][node]
-        assert len(found) == self.policy._numbers[ghost + adaptive_arrays.COUNT]
+        assert len(found) == self.policy._numbers[ghost + loops.COUNT]
         return set(found)
 
 
@@ -213,7 +212,7 @@ def test_both_ghosts_hold_whole_prefixes_and_no_more_than_they_may(prompts: list
         chain = [tuple(ids[: depth + 1]) for depth in range(len(ids))][::-1]
         parents.update((hash(block), hash(block[:-1]) if len(block) > 1 else None) for block in chain)
         ghosts.use(chain, len(chain))
-        for ghost in (adaptive_arrays.LRU, adaptive_arrays.OWN):
+        for ghost in (loops.LRU, loops.OWN):
             held = ghosts.names_in(ghost)
             assert len(held) <= room and all(parents[one] is None or parents[one] in held for one in held)
             assert held >= {hash(block) for block in chain[::-1][:room]}, "what was asked for last is there"
@@ -244,65 +243,65 @@ def test_it_follows_the_ghost_that_finds_more_and_leaves_it_when_it_finds_less()
     assert hits[-500:].mean() > 1.8 and hits[:100].mean() < 1.6, "of two blocks, in the end and at first"
     scores = policy._scores
     lru, by_chance = (
-        scores[adaptive_arrays.LRU_SCORE],
-        (scores[adaptive_arrays.SPREAD] * scores[adaptive_arrays.WEIGHT]) ** 0.5,
+        scores[loops.LRU_SCORE],
+        (scores[loops.SPREAD] * scores[loops.WEIGHT]) ** 0.5,
     )
-    least = adaptive.LEAD * by_chance + adaptive.FLOOR * scores[adaptive_arrays.SCORE_USES]
+    least = adaptive.LEAD * by_chance + adaptive.FLOOR * scores[loops.SCORE_USES]
     for lead, is_followed in ((0.1, True), (-0.1, False), (0.9, False), (1.1, True)):
-        scores[adaptive_arrays.OWN_SCORE] = lru + lead * least
+        scores[loops.OWN_SCORE] = lru + lead * least
         policy.used([0], 1)
         assert policy.goes_by_worth == is_followed, lead
 
 
 def test_what_one_ghost_leads_by_in_a_few_requests_may_be_chance() -> None:
     """The same hits in many requests are a lead, and in one are none."""
-    numbers = np.zeros(adaptive_arrays.NUMBERS, np.int64)
+    numbers = np.zeros(loops.NUMBERS, np.int64)
     setting = np.array([1.0, 1e12, adaptive.LEAD, 0.0, 0.0, 0.0])
     for requests, is_lead in ((1, False), (100, True)):
-        scores = np.zeros(adaptive_arrays.SCORES)
-        scores[adaptive_arrays.WEIGHT] = 1.0
-        numbers[adaptive_arrays.RULE] = 0
+        scores = np.zeros(loops.SCORES)
+        scores[loops.WEIGHT] = 1.0
+        numbers[loops.RULE] = 0
         for _ in range(requests):
-            adaptive_loops._guard(scores, setting, 10, 1000 // requests, 1100 // requests, numbers)
-        assert bool(numbers[adaptive_arrays.RULE]) == is_lead
-        assert scores[adaptive_arrays.OWN_SCORE] - scores[adaptive_arrays.LRU_SCORE] == pytest.approx(100)
+            loops._guard(scores, setting, 10, 1000 // requests, 1100 // requests, numbers)
+        assert bool(numbers[loops.RULE]) == is_lead
+        assert scores[loops.OWN_SCORE] - scores[loops.LRU_SCORE] == pytest.approx(100)
 
 
 @given(uses=st.integers(0, 1 << 40))
 def test_an_age_has_a_step_of_an_eighth_of_its_octave(uses: int) -> None:
     """Up to 15 each has its own; above, eight to an octave; all that is older than the last step is that old."""
     octave = max(0, uses.bit_length() - 4)
-    expected = min(octave * adaptive_arrays.STEPS + (uses >> octave), adaptive_arrays.AGES - 1)
-    assert adaptive_rings.age_of(uses) == expected
+    expected = min(octave * loops.STEPS + (uses >> octave), loops.AGES - 1)
+    assert loops.age_of(uses) == expected
 
 
 def test_a_guard_that_was_told_of_an_endless_request_goes_on() -> None:
-    numbers, scores = np.zeros(adaptive_arrays.NUMBERS, np.int64), np.zeros(adaptive_arrays.SCORES)
-    scores[adaptive_arrays.WEIGHT] = 1.0
+    numbers, scores = np.zeros(loops.NUMBERS, np.int64), np.zeros(loops.SCORES)
+    scores[loops.WEIGHT] = 1.0
     setting = np.array([1.0, 20_000.0, adaptive.LEAD, adaptive.FLOOR, 0.0, 0.0])
     for _ in range(10):
-        adaptive_loops._guard(scores, setting, 1 << 40, 0, 1 << 40, numbers)
-    assert np.isfinite(scores).all() and numbers[adaptive_arrays.RULE] == 1
+        loops._guard(scores, setting, 1 << 40, 0, 1 << 40, numbers)
+    assert np.isfinite(scores).all() and numbers[loops.RULE] == 1
 
 
 def test_what_was_learned_fades_by_uses_whether_requests_are_long_or_short() -> None:
     blocks = 4_000
     policy = Adaptive(array("q", range(1, 20_001)), 1)
     policy.expect(blocks)
-    half_life = policy._settings[adaptive_arrays.HALF_LIFE]
-    full = adaptive_arrays.SAMPLES * half_life / np.log(2)  # looks of which as many fade as come
+    half_life = policy._settings[loops.HALF_LIFE]
+    full = loops.SAMPLES * half_life / np.log(2)  # looks of which as many fade as come
     for at in range(800):
         first = 2_000 * (at % 10)
         policy.used(list(range(first, first + 2_000)), 2_000)
         policy._catch_up(1 << 40)
-    uses = int(policy._numbers[adaptive_arrays.CLOCK])
-    held = policy._learned[adaptive_arrays.LOOKS].sum()
-    behind = adaptive_arrays.KINDS * 2_000  # uses since a kind was reckoned last, at most
+    uses = int(policy._numbers[loops.CLOCK])
+    held = policy._learned[loops.LOOKS].sum()
+    behind = loops.KINDS * 2_000  # uses since a kind was reckoned last, at most
     assert 0.999 < held / (full * (1 - 0.5 ** (uses / half_life))) < 2.0 ** (behind / half_life)
     for at in range(9_000):
         policy.used([at % 3_000], 1)
-    assert policy._numbers[adaptive_arrays.DUE] >= policy._numbers[adaptive_arrays.CLOCK] - adaptive_arrays.RECKON_USES
-    assert policy._learned[adaptive_arrays.LOOKS].sum() > 0.5 ** ((9_000 + behind) / half_life) * held
+    assert policy._numbers[loops.DUE] >= policy._numbers[loops.CLOCK] - loops.RECKON_USES
+    assert policy._learned[loops.LOOKS].sum() > 0.5 ** ((9_000 + behind) / half_life) * held
 
 
 @given(seed=st.integers(0, 10**6))
@@ -311,15 +310,15 @@ def test_worth_is_the_best_chance_for_its_time_at_every_age(seed: int) -> None:
     """Against sums over ages, each from its own on, of loads where nearly all are used by some age."""
     rng = np.random.default_rng(seed)
     names = int(rng.integers(16, 100_000))
-    learned = np.zeros((adaptive_arrays.TABLES, adaptive_arrays.KINDS, adaptive_arrays.AGES))
-    learned[adaptive_arrays.USES, 0] = rng.choice([0.0, 1.0, 1e5], adaptive_arrays.AGES, p=[0.6, 0.3, 0.1])
-    learned[adaptive_arrays.LOOKS, 0] = rng.choice([0.0, 10.0, 1e4], adaptive_arrays.AGES)
-    ages = np.arange(adaptive_arrays.AGES)
-    steps = adaptive_arrays.STEPS
+    learned = np.zeros((loops.TABLES, loops.KINDS, loops.AGES))
+    learned[loops.USES, 0] = rng.choice([0.0, 1.0, 1e5], loops.AGES, p=[0.6, 0.3, 0.1])
+    learned[loops.LOOKS, 0] = rng.choice([0.0, 10.0, 1e4], loops.AGES)
+    ages = np.arange(loops.AGES)
+    steps = loops.STEPS
     widths = np.where(ages < steps, 1.0, 2.0 ** (ages // steps - 1))
-    looks = (learned[adaptive_arrays.LOOKS, 0] + adaptive_arrays.DOUBT) * names / adaptive_arrays.SAMPLES
-    rates = learned[adaptive_arrays.USES, 0] / looks
-    adaptive_loops._reckon(learned, 0, names, 1_000, 1_000.0)
+    looks = (learned[loops.LOOKS, 0] + loops.DOUBT) * names / loops.SAMPLES
+    rates = learned[loops.USES, 0] / looks
+    loops._reckon(learned, 0, names, 1_000, 1_000.0)
     for age in ages:
         passed = np.cumsum(rates[age:] * widths[age:])
         before = np.exp(-np.concatenate([[0.0], passed[:-1]]))
@@ -327,24 +326,24 @@ def test_worth_is_the_best_chance_for_its_time_at_every_age(seed: int) -> None:
             rates[age:] > 0, -np.expm1(-rates[age:] * widths[age:]) / np.maximum(rates[age:], 1e-300), widths[age:]
         )
         best = (-np.expm1(-passed) / np.cumsum(before * spans)).max()
-        assert learned[adaptive_arrays.WORTH, 0, age] == pytest.approx(best, rel=1e-6, abs=1e-15)
+        assert learned[loops.WORTH, 0, age] == pytest.approx(best, rel=1e-6, abs=1e-15)
 
 
 def test_victims_of_the_learning_ghost_are_drawn_anew_each_time() -> None:
     """Each has the next number, and of all that is drawn from numbers nothing comes twice."""
     policy = Adaptive(array("q", range(1, 1_000)), 1)
     policy.expect(10)
-    before = int(policy._numbers[adaptive_arrays.OWN_DRAWS])
+    before = int(policy._numbers[loops.OWN_DRAWS])
     for row in range(210):
         policy.used([row], 1)
-    assert policy._numbers[adaptive_arrays.OWN_DRAWS] == before + 200
-    drawn = [adaptive_rings.drawn_from(number) for number in range(before + 1, before + 201)]
+    assert policy._numbers[loops.OWN_DRAWS] == before + 200
+    drawn = [loops.drawn_from(number) for number in range(before + 1, before + 201)]
     seen = set()
     for state in drawn:
-        for _ in range(adaptive_arrays.CANDIDATES // 2):
-            state = adaptive_rings.next_state(np.uint64(state))
+        for _ in range(loops.CANDIDATES // 2):
+            state = loops.next_state(np.uint64(state))
             seen.add(int(state))
-    assert len(seen) == 200 * adaptive_arrays.CANDIDATES // 2
+    assert len(seen) == 200 * loops.CANDIDATES // 2
 
 
 class Interrupted(Exception):
@@ -389,24 +388,24 @@ def test_whoever_is_interrupted_while_an_array_is_replaced_is_refused_and_nothin
 def test_code_that_cannot_be_kept_or_read_is_compiled_anew(
     fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = adaptive_loops._compile
-    real = adaptive_loops.njit
-    tries: list[adaptive_loops.AdaptiveLoops] = []
+    kept = loops._compile
+    real = loops.njit
+    tries: list[loops.AdaptiveLoops] = []
 
-    def fail_once(loops: adaptive_loops.AdaptiveLoops) -> None:
-        tries.append(loops)
+    def fail_once(made: loops.AdaptiveLoops) -> None:
+        tries.append(made)
         if len(tries) == 1 and fault == "damaged":
             raise AttributeError(fault)
-        kept(loops)
+        kept(made)
 
     def njit(**options: Any) -> Any:
         if options.get("cache") and fault != "damaged":
             raise RuntimeError(fault)
         return real(**options)
 
-    monkeypatch.setattr(adaptive_loops, "_ready", None)
-    monkeypatch.setattr(adaptive_loops, "_compile", fail_once)
-    monkeypatch.setattr(adaptive_loops, "njit", njit)
+    monkeypatch.setattr(loops, "_ready", None)
+    monkeypatch.setattr(loops, "_compile", fail_once)
+    monkeypatch.setattr(loops, "njit", njit)
     policy = Adaptive(array("q", range(10)), 1)
     assert len(tries) == (2 if fault == "damaged" else 1) and fault in caplog.text
     for row in range(3):
@@ -421,9 +420,9 @@ def rings_are_whole(policy: Adaptive) -> None:
     """Rings, leaf lists, chains by hash and free nodes of both ghosts and of the history."""
     numbers = policy._numbers
     for nodes, heads, at in (
-        (policy._ghosts[0], policy._ghosts[1], adaptive_arrays.LRU),
-        (policy._ghosts[2], policy._ghosts[3], adaptive_arrays.OWN),
-        (policy._history[0], policy._history[1], adaptive_arrays.NAMES),
+        (policy._ghosts[0], policy._ghosts[1], loops.LRU),
+        (policy._ghosts[2], policy._ghosts[3], loops.OWN),
+        (policy._history[0], policy._history[1], loops.NAMES),
     ):
         ring, before = [], 0
         node = int(nodes[0]["newer"])
@@ -431,14 +430,14 @@ def rings_are_whole(policy: Adaptive) -> None:
             assert nodes[node]["older"] == before and len(ring) < len(nodes)
             ring.append(node)
             before, node = node, int(nodes[node]["newer"])
-        assert nodes[0]["older"] == before and len(ring) == len(set(ring)) == numbers[at + adaptive_arrays.COUNT]
+        assert nodes[0]["older"] == before and len(ring) == len(set(ring)) == numbers[at + loops.COUNT]
         chained: list[int] = []
         for head in heads.tolist():
             while head:
                 chained.append(head)
                 head = int(nodes[head]["next"])
         assert sorted(chained) == sorted(ring)
-        if at == adaptive_arrays.NAMES:
+        if at == loops.NAMES:
             continue
         children = {node: 0 for node in [0, *ring]}
         for node in ring:
@@ -446,8 +445,8 @@ def rings_are_whole(policy: Adaptive) -> None:
         assert all(nodes[node]["children"] == children[node] for node in ring)
         places = {node: place for place, node in enumerate([*ring, 0])}
         assert all(places[node] < places[int(nodes[node]["parent"])] for node in ring), "the oldest one is a leaf"
-        if at == adaptive_arrays.OWN:
-            leaves = policy._own_leaves[: numbers[at + adaptive_arrays.LEAF_COUNT]]
+        if at == loops.OWN:
+            leaves = policy._own_leaves[: numbers[at + loops.LEAF_COUNT]]
             assert sorted(leaves["node"].tolist()) == sorted(node for node in ring if not children[node])
             for place, leaf in enumerate(leaves):
                 assert all(leaf[field] == nodes[leaf["node"]][field] for field in ("when", "kind"))
@@ -462,16 +461,14 @@ def test_whatever_chains_it_is_told_its_tables_stay_whole(data: st.DataObject, n
     rows = array("q", (random.randrange(names) for _ in range(300)))
     policy = Adaptive(rows, 1)
     policy.expect(random.choice([1, 3, 16]))
-    policy._learned[adaptive_arrays.WORTH] = np.random.default_rng(1).random(
-        (adaptive_arrays.KINDS, adaptive_arrays.AGES)
-    )
+    policy._learned[loops.WORTH] = np.random.default_rng(1).random((loops.KINDS, loops.AGES))
     for _ in range(60):
         chain = random.sample(range(300), random.randrange(1, 30))
         policy.used(chain, random.randrange(len(chain) + 1))
         if random.random() < 0.1:
             policy.expect(random.randrange(1, 40))
         if random.random() < 0.2:
-            policy._numbers[adaptive_arrays.ROOM] = random.randrange(1, int(policy._numbers[adaptive_arrays.NODES]) + 1)
+            policy._numbers[loops.ROOM] = random.randrange(1, int(policy._numbers[loops.NODES]) + 1)
         rings_are_whole(policy)
 
 
@@ -498,7 +495,7 @@ def test_it_is_the_same_whether_a_request_is_learned_and_told_at_once_or_in_piec
                 policy.expect(300)
     assert in_pieces._told.shape == at_once._told.shape
     in_pieces._catch_up(1 << 30)
-    numbers = np.arange(adaptive_arrays.NUMBERS) != adaptive_arrays.FETCHED
+    numbers = np.arange(loops.NUMBERS) != loops.FETCHED
     for mine, theirs in zip(
         (*in_pieces._ghosts, *in_pieces._history, in_pieces._scores, in_pieces._learned, in_pieces._numbers[numbers]),
         (*at_once._ghosts, *at_once._history, at_once._scores, at_once._learned, at_once._numbers[numbers]),
@@ -509,7 +506,7 @@ def test_it_is_the_same_whether_a_request_is_learned_and_told_at_once_or_in_piec
 
 def clock(policy: Adaptive) -> int:
     """Uses that were learned."""
-    return int(policy._numbers[adaptive_arrays.CLOCK])
+    return int(policy._numbers[loops.CLOCK])
 
 
 def test_whoever_asks_for_more_than_is_learned_meanwhile_is_not_learned_and_nobody_waits(
@@ -521,18 +518,18 @@ def test_whoever_asks_for_more_than_is_learned_meanwhile_is_not_learned_and_nobo
     policy.expect(40_000)
     for row in range(32_000):
         policy.inserted(row)
-    for request in range(adaptive_arrays.REQUESTS + 6):
+    for request in range(loops.REQUESTS + 6):
         before, chain = clock(policy), list(range(2000 * request, 2000 * (request + 1)))
         policy.used(chain, 2000)
-        assert 0 < clock(policy) - before <= 2 * adaptive_arrays.STEP
-        assert policy._numbers[adaptive_arrays.WAITING] <= adaptive_arrays.REQUESTS
+        assert 0 < clock(policy) - before <= 2 * loops.STEP
+        assert policy._numbers[loops.WAITING] <= loops.REQUESTS
         rings_are_whole(policy)
     assert policy._order["when"][chain[0] + 1] == clock(policy)
     longest, learned = policy._told.shape[-1], clock(policy)
     monkeypatch.setattr(adaptive, "LONGEST_COPIED", 1999)
     policy.used(list(range(longest + 1)), longest + 1)
     assert policy._told.shape[-1] == longest, "one that is longer than all before has no place either"
-    assert clock(policy) == learned + adaptive_arrays.STEP
+    assert clock(policy) == learned + loops.STEP
     assert policy._order["when"][1] == clock(policy), "its leaf is young all the same"
     monkeypatch.undo()
     policy.used(list(range(longest + 1)), longest + 1)
@@ -540,14 +537,14 @@ def test_whoever_asks_for_more_than_is_learned_meanwhile_is_not_learned_and_nobo
     longest = policy._told.shape[-1]
     policy._catch_up(1 << 30)
     learned = clock(policy)
-    assert policy._numbers[adaptive_arrays.WAITING] == 0
-    assert adaptive_arrays.REQUESTS * 2000 <= learned < (adaptive_arrays.REQUESTS + 6) * 2000
-    for ghost in (adaptive_arrays.LRU, adaptive_arrays.OWN):
-        known = policy._numbers[adaptive_arrays.NAMES + adaptive_arrays.COUNT]
-        assert policy._numbers[ghost + adaptive_arrays.COUNT] == known >= adaptive_arrays.REQUESTS * 2000
+    assert policy._numbers[loops.WAITING] == 0
+    assert loops.REQUESTS * 2000 <= learned < (loops.REQUESTS + 6) * 2000
+    for ghost in (loops.LRU, loops.OWN):
+        known = policy._numbers[loops.NAMES + loops.COUNT]
+        assert policy._numbers[ghost + loops.COUNT] == known >= loops.REQUESTS * 2000
     rings_are_whole(policy)
     policy.used(list(range(longest + 1)), longest + 1)
-    assert policy._told.shape[-1] > longest and clock(policy) == learned + adaptive_arrays.STEP
+    assert policy._told.shape[-1] > longest and clock(policy) == learned + loops.STEP
 
 
 def test_a_row_that_has_another_block_by_then_is_not_marked_with_what_was_learned() -> None:
@@ -563,7 +560,7 @@ def test_a_row_that_has_another_block_by_then_is_not_marked_with_what_was_learne
     policy._flush()
     policy._catch_up(1 << 30)
     assert policy._order["when"][1900] == 1900 and policy._order["when"][1902] == 1902
-    assert policy._order["when"][1901] == adaptive_arrays.STEP, "as it was when it came"
+    assert policy._order["when"][1901] == loops.STEP, "as it was when it came"
 
 
 def test_an_event_that_cannot_be_leaves_what_waits_as_it_is() -> None:
@@ -574,7 +571,7 @@ def test_an_event_that_cannot_be_leaves_what_waits_as_it_is() -> None:
         policy.removed(0)
         with pytest.raises(AssertionError, match="touched or removed where it is not"):
             wrong()
-        assert policy._waiting == policy._numbers[adaptive_arrays.WAITING] == 1
+        assert policy._waiting == policy._numbers[loops.WAITING] == 1
 
 
 def test_a_leaf_that_may_not_go_does_not_cost_the_young_ones() -> None:
@@ -584,9 +581,9 @@ def test_a_leaf_that_may_not_go_does_not_cost_the_young_ones() -> None:
     for row in range(10):
         policy.inserted(row)
     list(policy.victims())
-    policy._numbers[adaptive_arrays.RULE] = 1
-    policy._learned[adaptive_arrays.WORTH] = 1.0
-    policy._learned[adaptive_arrays.WORTH, 3] = 0.0
+    policy._numbers[loops.RULE] = 1
+    policy._learned[loops.WORTH] = 1.0
+    policy._learned[loops.WORTH, 3] = 0.0
     policy._order["kind"][10] = 3
     went = []
     for row in policy.victims():
@@ -607,32 +604,21 @@ def test_room_is_fitted_to_how_full_the_tier_was() -> None:
         next(policy.victims())
         for row in range(0, 4000, 20):
             policy.used([row + turn], 1)
-        for _ in range(adaptive_arrays.RECKON_USES // 200 + 1):
+        for _ in range(loops.RECKON_USES // 200 + 1):
             policy.used(list(range(200)), 200)
-    most = policy._numbers[adaptive_arrays.LRU + adaptive_arrays.MOST]
-    assert 200 <= most <= 230 and most == policy._numbers[adaptive_arrays.OWN + adaptive_arrays.MOST]
+    most = policy._numbers[loops.LRU + loops.MOST]
+    assert 200 <= most <= 230 and most == policy._numbers[loops.OWN + loops.MOST]
     for row in range(200, 600):
         policy.inserted(row)
     next(policy.victims())
     policy.used(list(range(4000)), 4000)
     policy._catch_up(1 << 30)
-    for _ in range(adaptive_arrays.RECKON_USES):  # one kind after the other, and with the first one room is looked at
+    for _ in range(loops.RECKON_USES):  # one kind after the other, and with the first one room is looked at
         policy.used([0], 1)
-    assert policy._numbers[adaptive_arrays.LRU + adaptive_arrays.MOST] == 600
+    assert policy._numbers[loops.LRU + loops.MOST] == 600
 
 
-def test_a_change_in_any_file_that_was_compiled_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numba looks at an entrance's own file alone: its name says which text the others had."""
-
-    def entrance() -> None: ...
-
-    def name(changed: object) -> str:
-        with monkeypatch.context() as patched:
-            patched.setattr(inspect, "getsource", lambda module: f"{module.__name__}: {module is changed}")
-            adaptive_loops._name_by_source([entrance])
-        return entrance.__qualname__
-
-    called = [one for one in vars(adaptive_loops).values() if hasattr(one, "py_func")]
-    others = {sys.modules[one.py_func.__module__] for one in called} - {adaptive_loops}
-    assert {adaptive_arrays, adaptive_rings} < others
-    assert len({name(changed) for changed in (None, *others)}) == 1 + len(others)
+def test_all_that_is_compiled_is_in_one_file() -> None:
+    """Numba looks at an entrance's own file alone to tell whether what it kept is that of an earlier version."""
+    called = [one.py_func.__module__ for one in vars(loops).values() if hasattr(one, "py_func")]
+    assert len(called) > 20 and set(called) == {loops.__name__}

@@ -7,12 +7,10 @@ import os
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tiering.dram.extents import ExtentPool
 from tiering.dram.tier import DramTier, copy_frame
-from tiering.errors import BlockMissing, TierFull, TierUnavailable
+from tiering.errors import BlockMissing, TierUnavailable
 from tiering.frame import HEADER_BYTES
 from tiering.slots import FrameState
 from tiering.tier import FrameSpan, SlotClass, extent_of, slot_of
@@ -118,88 +116,6 @@ def test_closing_gives_all_memory_back_and_leaves_readers_their_bytes() -> None:
     assert tier.reserve(A, 1) == [] and tier.free_slots(A) == 0
     with pytest.raises(TierUnavailable):
         tier.new_extent()
-    tier.close()
-
-
-# All of it ------------------------------------------------------------------------------------------------------------
-
-ACTIONS = "grow reserve commit abort delete retain allow_reuse quarantine vacate settle retire".split()
-
-
-@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.sampled_from([A, B]), st.integers(0, 10**6)), max_size=60))
-@settings(max_examples=60)
-def test_the_counts_hold_in_any_history(steps: list[tuple[str, SlotClass, int]]) -> None:
-    tier = tier_of(budget=5)
-    by_state: dict[FrameState, set[int]] = {one: set() for one in FrameState}
-    emptied: dict[int, list[int]] = {}
-
-    def pick(one: FrameState, choice: int) -> list[int]:
-        places = sorted(by_state[one])
-        return places[choice % len(places) :][:2] if places else []
-
-    def change(places: list[int], before: FrameState, after: FrameState) -> None:
-        by_state[before] -= set(places)
-        by_state[after] |= set(places)
-
-    for action, slots, choice in steps:
-        if action == "grow" and tier.has_room():
-            tier.adopt(tier.new_extent(), slots)
-        elif action == "reserve":
-            change(tier.reserve(slots, choice % 4), FrameState.FREE, FrameState.RESERVED)
-        elif action in ("commit", "abort"):
-            targets = {target for places in emptied.values() for target in places}
-            places = [place for place in pick(FrameState.RESERVED, choice) if place not in targets]
-            if action == "commit":
-                tier.commit(places, [HEADER] * len(places))
-            else:
-                tier.abort(places)
-            change(places, FrameState.RESERVED, FrameState.RESIDENT if action == "commit" else FrameState.FREE)
-        elif action in ("delete", "retain", "quarantine"):
-            places = pick(FrameState.RESIDENT, choice)
-            getattr(tier, action)(places)
-            after = {"delete": FrameState.FREE, "retain": FrameState.ZOMBIE, "quarantine": FrameState.QUARANTINED}[
-                action
-            ]
-            change(places, FrameState.RESIDENT, after)
-        elif action == "allow_reuse":
-            places = pick(FrameState.ZOMBIE, choice)
-            tier.allow_reuse(places)
-            change(places, FrameState.ZOMBIE, FrameState.FREE)
-        elif action == "vacate":
-            extents = list(tier.extents_of(slots))
-            if not extents:
-                continue
-            extent = extents[choice % len(extents)]
-            try:
-                targets_of_one = tier.start_vacating(extent.number, extent.slots.live)
-            except TierFull:
-                continue
-            emptied[extent.number] = targets_of_one
-            change(targets_of_one, FrameState.FREE, FrameState.RESERVED)
-        elif action == "settle" and emptied:
-            number = sorted(emptied)[choice % len(emptied)]
-            targets_of_one = emptied.pop(number)
-            tier.abort(targets_of_one)
-            change(targets_of_one, FrameState.RESERVED, FrameState.FREE)
-            tier.stop_vacating(number)
-        elif action == "retire":
-            dead = [
-                extent.number
-                for extent in tier.extents_of(slots)
-                if extent.slots.counts[FrameState.FREE] + extent.slots.counts[FrameState.QUARANTINED]
-                == 64 * KIB // slots.frame_bytes
-            ]
-            for number in dead[:1]:
-                by_state[FrameState.QUARANTINED] -= {
-                    p for p in by_state[FrameState.QUARANTINED] if extent_of(p) == number
-                }
-                tier.retire(number)
-        tier.check()
-        usage = tier.usage()
-        assert usage.used == len(by_state[FrameState.RESIDENT])
-        assert usage.reserved == len(by_state[FrameState.RESERVED])
-        assert usage.zombie == len(by_state[FrameState.ZOMBIE])
-        assert usage.quarantined == len(by_state[FrameState.QUARANTINED])
     tier.close()
 
 

@@ -19,12 +19,13 @@ from typing import Any
 
 import pytest
 
+from simulation.customer import Customer, Name
 from simulation.disk import SimulatedFiles
 from simulation.index import SimulatedIndex
-from simulation.machine import CLASSES, MAC_KEY, SLAB_BYTES, STAMPS, Frame, Machine, OneKey
+from simulation.machine import CLASSES, MAC_KEY, SLAB_BYTES, STAMPS, Frame, Keys, Machine, OneKey
 from simulation.power import PowerLoss
 from tiering.errors import BlockMissing, IndexDoubtful, TierError, TierFull, TierUnavailable
-from tiering.frame import HEADER_BYTES, Stamp, digest
+from tiering.frame import Stamp, digest
 from tiering.nvme.slab import (
     META,
     SLOTS_PER_RECORD,
@@ -38,141 +39,17 @@ from tiering.nvme.slab import (
     slab_name,
     split_entries,
 )
-from tiering.nvme.slab_recovery import Found
 from tiering.nvme.tier import NvmeTier
 from tiering.slab_header import PAGE_BYTES, SlabSizes
 from tiering.slots import FrameState
-from tiering.tier import extent_of, place_of, slot_of
+from tiering.tier import extent_of, slot_of
 from torture.tier import RealMachine
 
-Name = tuple[int, bytes, int]
 SLOTS = 40
-SEED = 20261121
 
 
 def io_error(code: int = errno.EIO) -> OSError:
     return OSError(code, "the disk said no")
-
-
-class Customer:
-    """Uses a tier as the store does, and keeps books of what it was promised."""
-
-    def __init__(self, machine: Machine, seed: int = SEED) -> None:
-        self.machine = machine
-        self.random = Random(seed)
-        self.generation = 0
-        self.frames: dict[Name, Frame] = {}
-        self.owed: dict[Name, int] = {}  # acknowledged; where
-        self.leaving: set[Name] = set()  # given up or not acknowledged: may be there or not
-        self.gone: set[Name] = set()  # given up, and settled
-        self.bad: set[Name] = set()  # quarantined
-        self.index_lost = False  # and with it what was quarantined: headers do not say so
-
-    @property
-    def tier(self) -> NvmeTier:
-        assert self.machine.tier is not None
-        return self.machine.tier
-
-    def frame(self, part: int = 0) -> Frame:
-        self.generation += 1
-        key = self.random.randrange(60).to_bytes(32, "big")
-        frame = Frame(part, key, self.generation, self.random)
-        self.frames[frame.name] = frame
-        return frame
-
-    def store(self, part: int, count: int) -> list[Name]:
-        """Raises what the tier raises, once the places are given back."""
-        if self.tier.free_slots(CLASSES[part]) < count:
-            self.tier.new_slab(STAMPS[part], MAC_KEY, b"about")
-        places = self.tier.reserve(CLASSES[part], count)
-        frames = [self.frame(part) for _ in places]
-        try:
-            self.tier.commit(places, [memoryview(frame.bytes) for frame in frames])
-        except TierUnavailable:
-            self.leaving.update(frame.name for frame in frames)
-            self.tier.abort(places)
-            raise
-        self.owed.update((frame.name, place) for frame, place in zip(frames, places, strict=True))
-        return [frame.name for frame in frames]
-
-    def evict(self, names: list[Name]) -> None:
-        places = [self.owed.pop(name) for name in names]
-        self.leaving.update(names)
-        self.tier.delete(places)
-
-    def claim(self, names: list[Name]) -> list[int]:
-        """Evict frames for others that are to stand there."""
-        places = [self.owed.pop(name) for name in names]
-        self.leaving.update(names)
-        self.tier.delete(places, claim=True)
-        self.tier.await_claims(places)
-        return places
-
-    def fill(self, part: int, places: list[int], good: int | None = None) -> list[Name]:
-        """New frames at these places, of which the first so many are found to be good while they are written."""
-        frames = [self.frame(part) for _ in places]
-        self.leaving.update(frame.name for frame in frames)
-        chosen = places[:good]
-        self.tier.commit(places, [memoryview(frame.bytes) for frame in frames], lambda: chosen)
-        self.tier.abort(places[len(chosen) :])
-        for frame, place in zip(frames, chosen, strict=False):
-            self.leaving.discard(frame.name)
-            self.owed[frame.name] = place
-        return [frame.name for frame in frames[: len(chosen)]]
-
-    def quarantine(self, name: Name) -> int:
-        place = self.owed.pop(name)
-        self.bad.add(name)
-        self.leaving.add(name)
-        self.tier.quarantine([place])
-        return place
-
-    def settle(self) -> None:
-        self.tier.settle()
-        self.gone |= self.leaving
-        self.leaving.clear()
-
-    def some(self, count: int) -> list[Name]:
-        return self.random.sample(sorted(self.owed), min(count, len(self.owed)))
-
-    def compare(self, found: list[Found] | None = None) -> None:
-        """Read all that is owed; after a start, `found` is all that there is."""
-        if found is not None:
-            there: dict[Name, int] = {}
-            for slab in found:
-                for place, entry in zip(slab.places, slab.entries, strict=True):
-                    name = (slab.header.slot_class.part, entry["key"].tobytes(), int(entry["generation"]))
-                    if name in self.bad and (self.index_lost or name not in self.gone):
-                        self.tier.quarantine([place])
-                        continue
-                    assert name not in self.gone, "given up, and back"
-                    assert name not in there and (name in self.owed or name in self.leaving)
-                    if name in self.owed or self.read(place) == self.frames[name].bytes:
-                        there[name] = place
-                    else:
-                        self.tier.quarantine([place])
-            assert self.owed.keys() <= there.keys(), "acknowledged, and not there"
-            self.gone |= self.leaving - there.keys()
-            self.owed = there
-            self.leaving.clear()
-        for name, place in self.owed.items():
-            assert self.read(place) == self.frames[name].bytes
-        self.tier.check()
-
-    def read(self, place: int) -> bytes:
-        buffer = bytearray(HEADER_BYTES + 4096)
-        self.tier.read(place, memoryview(buffer))
-        return bytes(buffer)
-
-    def restart(self) -> NvmeTier:
-        self.machine.stop()
-        self.compare(self.machine.start())
-        return self.tier
-
-    def crash(self, seed: int = 0) -> NvmeTier:
-        self.machine.lose_power(Random(seed))
-        self.compare(self.machine.start())
-        return self.tier
 
 
 @pytest.fixture(params=["simulated", "real"])
@@ -189,9 +66,9 @@ def opened(machine: Machine | None = None) -> Customer:
     return customer
 
 
-def stocked(machine: Machine | None = None) -> Customer:
+def stocked(customer: Customer | None = None) -> Customer:
     """Three slabs, frames in the first and the last run of slots, some places free again, one quarantined."""
-    customer = opened(machine)
+    customer = customer or opened()
     customer.store(0, 36)
     customer.store(1, 5)
     customer.store(0, 10)
@@ -211,11 +88,7 @@ class SameMachine(Machine):
 
 def twin(customer: Customer) -> Customer:
     """The same disk and the same books once more, the tier not started."""
-    machine = SameMachine(customer.machine.budget_bytes)
-    machine.files, machine.index = customer.machine.files.copy(), customer.machine.index.copy()
-    machine.files.power = machine.index.power = machine.power
-    machine.uids = 1000
-    other = Customer(machine)
+    other = Customer(customer.machine.copy(SameMachine))
     other.generation, other.frames = customer.generation, dict(customer.frames)
     other.owed, other.leaving = dict(customer.owed), set(customer.leaving)
     other.gone, other.bad = set(customer.gone), set(customer.bad)
@@ -537,7 +410,7 @@ def test_any_one_call_fails(call: str, error: Any) -> None:
         if broken:
             run_errands(customer)
         customer.settle()
-        no_other_header_is_valid(customer)
+        customer.no_other_header_is_valid()
         customer.restart()
         nothing_is_left_over(customer)
         if is_over:
@@ -571,16 +444,6 @@ def nothing_is_left_over(customer: Customer, retired: tuple[int, ...] = ()) -> N
     assert tier.usage().taken_bytes == sum(sizes.values()) - STAMP_PAGES * PAGE_BYTES
 
 
-def no_other_header_is_valid(customer: Customer) -> None:
-    """Whatever an index that is built again would list is owed, or was quarantined."""
-    for slab in customer.tier._ledger.pieces.values():
-        entries = customer.tier._records.headers(slab, range(slab.slots.capacity))
-        for slot in entries["state"].nonzero()[0].tolist():
-            name = (slab.slot_class.part, entries["key"][slot].tobytes(), int(entries["generation"][slot]))
-            bad = name in customer.bad or slab.slots.states[slot] == FrameState.QUARANTINED
-            assert bad or customer.owed[name] == place_of(slab.number, slot)
-
-
 def test_a_header_that_cannot_be_zeroed_takes_no_commit_back() -> None:
     # The batch is durable by then: the frame is acknowledged, and the zeros are tried again.
     customer = opened()
@@ -611,7 +474,7 @@ def test_an_index_that_has_no_room_for_a_batch_takes_the_next_one(refusals: int)
     customer.settle()
     usage = customer.tier.usage()
     assert (usage.reserved, usage.deleting) == (0, 0), "what was given up or refused is free"
-    no_other_header_is_valid(customer)
+    customer.no_other_header_is_valid()
     customer.crash(refusals)
     assert not customer.restart().rebuilds
 
@@ -710,6 +573,11 @@ def test_a_full_budget() -> None:
 # Starts ---------------------------------------------------------------------------------------------------------------
 
 
+def not_loaded(machine: Machine, threads: int = 1) -> NvmeTier:
+    sizes = SlabSizes(machine.budget_bytes, SLAB_BYTES)
+    return NvmeTier(machine.files, machine, OneKey(), sizes, machine.new_uid, threads)
+
+
 def stamp_of(files: Any) -> StoreStamp:
     """The newest stamp of a directory."""
     pages = [bytearray(PAGE_BYTES) for _ in range(STAMP_PAGES)]
@@ -718,17 +586,6 @@ def stamp_of(files: Any) -> StoreStamp:
     stamp = latest_stamp([bytes(page) for page in pages])
     assert stamp is not None
     return stamp
-
-
-def stocked_here(customer: Customer) -> Customer:
-    customer.store(0, 36)
-    customer.store(1, 5)
-    customer.store(0, 10)
-    customer.evict(customer.some(12))
-    customer.quarantine(customer.some(1)[0])
-    customer.settle()
-    customer.store(0, 3)
-    return customer
 
 
 @pytest.mark.parametrize("page", range(STAMP_PAGES))
@@ -772,7 +629,7 @@ def test_a_load_says_how_far_it_is() -> None:
             customer.machine.discard()
         said.clear()
         machine = customer.machine
-        machine.tier = NvmeTier(machine.files, machine, Keys(), SlabSizes(6 * SLAB_BYTES, SLAB_BYTES), machine.new_uid)
+        machine.tier = not_loaded(machine)
         assert customer.tier.usage().capacity == 0
         seen = 0
         for slab in customer.tier.load(lambda done, total: said.append((done, total))):
@@ -791,7 +648,7 @@ def test_a_load_that_is_not_finished_is_no_clean_end() -> None:
     machine.stop()
     machine.discard()
     customer.index_lost = True
-    machine.tier = NvmeTier(machine.files, machine, Keys(), SlabSizes(6 * SLAB_BYTES, SLAB_BYTES), machine.new_uid)
+    machine.tier = not_loaded(machine)
     loading = customer.tier.load()
     next(loading)
     loading.close()
@@ -811,7 +668,7 @@ def test_a_slab_can_be_used_while_others_are_loaded() -> None:
         if lost:
             machine.discard()
             customer.index_lost = True
-        machine.tier = NvmeTier(machine.files, machine, Keys(), SlabSizes(6 * SLAB_BYTES, SLAB_BYTES), machine.new_uid)
+        machine.tier = not_loaded(machine)
         found = []
         for number, slab in enumerate(customer.tier.load()):
             found.append(slab)
@@ -889,8 +746,8 @@ def test_the_index_of_another_directory_is_not_believed(customer: Customer, tmp_
         other.machine.discard()
         other.machine.files = SimulatedFiles(other.machine.power)
     other = opened(other.machine)
-    stocked_here(customer)
-    stocked_here(other)
+    stocked(customer)
+    stocked(other)
     customer.settle()
     other.settle()
     customer.machine.stop()
@@ -982,24 +839,6 @@ def test_a_record_that_is_right_goes_before_a_doubt() -> None:
 # Slabs ----------------------------------------------------------------------------------------------------------------
 
 
-class Keys:
-    """`MacKeys` of a store with two tenants, whose keys may be away."""
-
-    def __init__(self, *absent: bytes) -> None:
-        self.absent = absent
-
-    def mac_key(self, tenant: bytes, key_id: bytes, epoch: int) -> bytes | None:
-        if tenant in self.absent or key_id != b"key-id-0" or epoch != 1:
-            return None
-        return {b"t" * 16: MAC_KEY, b"u" * 16: MAC_KEY}.get(tenant)
-
-    slab_key = mac_key
-
-
-def with_keys(keys: Keys) -> Callable[..., NvmeTier]:
-    return lambda files, maker, _, *rest: NvmeTier(files, maker, keys, *rest)
-
-
 def test_a_slab_that_is_given_back_is_gone(customer: Customer) -> None:
     names = customer.store(0, SLOTS)
     customer.store(1, 2)
@@ -1024,18 +863,13 @@ def test_power_is_lost_at_every_step_of_a_slabs_life() -> None:
         customer.store(1, 2)
         machine = customer.machine
         machine.power.back(last)
-        committed: list[Name] = []
         try:
-            committed = customer.store(0, 2)
-            customer.evict(committed)
+            customer.evict(customer.store(0, 2))
             customer.tier.retire(2)
             customer.store(0, 1)
             is_over = True
         except PowerLoss:
             is_over = False
-            if not committed:  # cut before they were acknowledged
-                customer.leaving.update(name for name in customer.frames if name not in customer.owed)
-            customer.leaving.update(name for name in customer.frames if name not in customer.owed)
         customer.crash(last)
         customer.settle()
         customer.store(0, 1)
@@ -1104,7 +938,7 @@ def test_power_is_lost_at_every_step_of_a_claim(index_too: bool) -> None:
         customer.settle()
         customer.restart()
         nothing_is_left_over(customer)
-        no_other_header_is_valid(customer)
+        customer.no_other_header_is_valid()
         if is_over:
             break
     assert is_over and last > 10
@@ -1156,9 +990,7 @@ def test_work_that_fails_while_frames_are_written_commits_none(customer: Custome
 def test_frames_are_written_by_several_threads(tmp_path: Path, threads: int, has_work: bool, monkeypatch: Any) -> None:
     monkeypatch.setattr("tiering.nvme.group_commit.PARALLEL_BYTES", 0)
     machine = RealMachine(tmp_path)
-    machine.tier = NvmeTier(
-        machine.files, machine, OneKey(), SlabSizes(machine.budget_bytes, SLAB_BYTES), machine.new_uid, threads
-    )
+    machine.tier = not_loaded(machine, threads)
     list(machine.tier.load())
     customer = Customer(machine)
     customer.tier.new_slab(STAMPS[0], MAC_KEY, b"about")
@@ -1215,13 +1047,13 @@ def test_one_header_of_a_slab_is_enough(pages: str, damage: str) -> None:
             files.flip(slab_name(number), (offset + 12) * 8)
     if damage == "unreadable":
         files.fail("read", 3 if pages == "front" else 4, io_error())
-    customer.compare(customer.machine.start(with_keys(Keys())))
+    customer.compare(customer.machine.start(keys=Keys()))
     assert not customer.tier.rebuilds and customer.tier.left_alone == []
     customer.store(0, 2)
 
 
 def test_a_slab_whose_headers_are_both_gone_is_left_alone(customer: Customer) -> None:
-    stocked_here(customer)
+    stocked(customer)
     customer.settle()
     before = customer.tier.usage()
     in_it = [name for name, place in customer.owed.items() if extent_of(place) == 1]
@@ -1260,10 +1092,10 @@ def test_a_slab_whose_key_is_away_waits_for_it(rebuilt: bool) -> None:
     customer.settle()
     machine = customer.machine
     machine.stop()
-    customer.compare(machine.start(with_keys(Keys(b"u" * 16))))
+    customer.compare(machine.start(keys=Keys(b"u" * 16)))
     assert [one.name for one in customer.tier.left_alone] == [slab_name(4)], "though it never held a frame"
     machine.stop()
-    customer.compare(machine.start(with_keys(Keys())))
+    customer.compare(machine.start(keys=Keys()))
     machine.stop()
     before = {name: machine.files.image(name) for name in machine.files.sizes()}
     mine = dict(customer.owed)
@@ -1271,7 +1103,7 @@ def test_a_slab_whose_key_is_away_waits_for_it(rebuilt: bool) -> None:
     if rebuilt:
         machine.discard()
         customer.index_lost = True
-    found = machine.start(with_keys(Keys(b"t" * 16)))
+    found = machine.start(keys=Keys(b"t" * 16))
     assert [slab.header.about for slab in found] == [b"theirs"] and found[0].places == []
     assert [one.name for one in customer.tier.left_alone] == [slab_name(number) for number in (1, 2, 3)]
     assert customer.tier.rebuilds is rebuilt
@@ -1282,12 +1114,12 @@ def test_a_slab_whose_key_is_away_waits_for_it(rebuilt: bool) -> None:
     machine.stop()
     assert all(machine.files.image(slab_name(number)) == before[slab_name(number)] for number in (1, 2, 3))
     customer.owed = mine
-    customer.compare(machine.start(with_keys(Keys())))
+    customer.compare(machine.start(keys=Keys()))
     assert customer.tier.left_alone == []
     customer.evict(customer.some(3))
     customer.settle()
     customer.machine.lose_power(Random(3))
-    customer.compare(machine.start(with_keys(Keys())))
+    customer.compare(machine.start(keys=Keys()))
     assert not customer.tier.rebuilds
     customer.restart()
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tiering.dram import open_file
+from tiering.dram import extents as dram_extents
 from tiering.dram.extents import RARELY, SLOW_QUESTION_SECONDS, Extent, ExtentPool
 from tiering.dram.keeping import NAME_BYTES, KeptExtent, Ledger
 from tiering.dram.tier import DramTier
@@ -125,7 +125,7 @@ def test_where_the_kernel_grants_no_leases_a_denied_mapping_keeps_no_memory(monk
             raise OSError(errno.EINVAL, "no leases")
         return real(descriptor, command, argument)
 
-    monkeypatch.setattr(open_file.fcntl, "fcntl", without_leases)
+    monkeypatch.setattr(dram_extents.fcntl, "fcntl", without_leases)
     pool = ExtentPool(2 * MIB, MIB)
     first, second = pool.create(), pool.create()
     first.view[:5] = second.view[:5] = b"hello"

@@ -22,11 +22,14 @@ from tiering.nvme.slab import (
     MAX_SESSION,
     SLOTS_PER_RECORD,
     STAMP_PAGES,
+    UNPROVEN,
+    UNREAD,
     OtherFormat,
     StoreStamp,
     doubt_key,
     entry_of,
     latest_stamp,
+    mark_key,
     open_meta,
     open_record,
     pack_meta,
@@ -35,8 +38,6 @@ from tiering.nvme.slab import (
     split_doubt_key,
     split_entries,
     split_record_key,
-    unproven_key,
-    unread_key,
 )
 from tiering.slab_header import (
     MAX_ABOUT_BYTES,
@@ -250,7 +251,7 @@ def test_the_keys_of_a_slab_stand_together_and_in_order() -> None:
 
 
 def test_kinds_of_keys_differ_in_their_first_byte() -> None:
-    keys = record_key(1, 1), doubt_key(1), unread_key(1), unproven_key(1), b"m"
+    keys = record_key(1, 1), doubt_key(1), mark_key(UNREAD, 1), mark_key(UNPROVEN, 1), b"m"
     assert len({key[:1] for key in keys}) == len(keys)
 
 

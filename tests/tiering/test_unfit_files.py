@@ -26,7 +26,7 @@ from tiering.files import (
     read_secret_file,
     write_secret_file,
 )
-from tiering.nvme.index_digest import DIGEST_FILE, Comparison, compare
+from tiering.nvme.lmdb_index import DIGEST_FILE, Comparison, compare
 from tiering.nvme.slab_files import DirectFiles
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -70,7 +70,7 @@ POINTS = (
     "index opened",
     "index closed",
     "slabs closed",
-    # In the code itself: inside `DirectFiles`, `write_secret_file`, `lmdb_index` and `index_digest`.
+    # In the code itself: inside `DirectFiles`, `write_secret_file` and `lmdb_index`.
     "draft made",
     "draft allocated",
     "draft synced",

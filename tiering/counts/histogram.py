@@ -1,12 +1,11 @@
-"""Histograms: counts of values by upper bound, which only grow. `Histogram` has few bounds and a sum, for metrics;
-`Waits` has many, for percentiles.
+"""Histograms: counts of values by upper bound, which only grow. With few bounds they are for metrics, with many
+(`BOUNDS_MS`) for percentiles.
 
 They take no lock: the lock that guards what a histogram counts guards it too, or a single thread adds to it.
 """
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -17,7 +16,7 @@ AGE_SECONDS = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 21600.0, 86400.0)
 """Bounds of ages: 1 and 10 s, 1, 5 and 15 min, 1, 6 and 24 h."""
 _STEPS_PER_DECADE = 20
 BOUNDS_MS = tuple(0.01 * 10 ** (step / _STEPS_PER_DECADE) for step in range(7 * _STEPS_PER_DECADE + 1))
-"""Of `Waits`, from 10 microseconds to 100 seconds; each is an eighth above the one before."""
+"""Of waits for `percentile_ms`, from 10 microseconds to 100 seconds; each is an eighth above the one before."""
 
 
 class HistogramCounts(NamedTuple):
@@ -51,21 +50,10 @@ class Histogram:
         return HistogramCounts(self._bounds, tuple(self._counts), self._sum)
 
 
-class Waits:
-    """How long requests waited, in a kilobyte: one count for each of `BOUNDS_MS`, and one for longer waits."""
-
-    __slots__ = ("counts",)
-
-    def __init__(self) -> None:
-        self.counts = array("L", bytes(array("L").itemsize * (len(BOUNDS_MS) + 1)))
-
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(BOUNDS_MS, 1000 * seconds)] += 1
-
-
-def percentile_ms(waits: Iterable[Waits], percent: int) -> float | None:
-    """A bound that so many percent of the waits do not exceed, rather too high than too low; None without any."""
-    counts = [sum(column) for column in zip(*[one.counts for one in waits], strict=True)]
+def percentile_ms(waits: Iterable[Histogram], percent: int) -> float | None:
+    """A bound that so many percent of the waits do not exceed, rather too high than too low; None without any. waits:
+    of milliseconds, by `BOUNDS_MS`."""
+    counts = [sum(column) for column in zip(*[one.now().counts for one in waits], strict=True)]
     total = sum(counts)
     if not total:
         return None

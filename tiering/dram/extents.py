@@ -8,9 +8,11 @@ another class is a new memfd. Nothing has a name in a file system, nothing is le
 
 Other processes get their own descriptor (`share`), locked for reading on one byte that stands for its holder. Such a
 lock belongs to the open file, and a mapping keeps that open: so the kernel knows whether a holder may still read or
-write, however it ended (`tiering.dram.open_file`). A holder can drop its lock and keep its mapping, at its own cost:
-before a shared extent counts as free, the kernel has confirmed that no other process has it open, and its pages are
-freed.
+write, however it ended (`is_shared`). A holder can drop its lock and keep its mapping, at its own cost: before a shared
+extent counts as free, the kernel has confirmed that no other process has it open, and its pages are freed. What no
+holder can hide is the open file itself: the kernel grants a write lease on a file only if no other open file of it
+exists (fcntl(2), F_SETLEASE; Linux 5.3). `is_open_elsewhere` asks for one and gives it up again. Neither query sees a
+descriptor opened with O_PATH, which maps nothing; once `free_pages` ran, opening it again finds it empty.
 """
 
 from __future__ import annotations
@@ -20,17 +22,17 @@ import errno
 import fcntl
 import mmap
 import os
+import signal
+import struct
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Protocol
 
-from tiering.dram.open_file import OpenFile, free_pages, is_open_elsewhere, lock_byte, locks_between
 from tiering.errors import TierFull, TierUnavailable
 from tiering.faults import EXTENT_THREADS, EXTENTS, FaultKind, FaultReports, Unheard, kind_of
 from tiering.files import open_again
@@ -48,6 +50,9 @@ SLOW_QUESTION_SECONDS, RARELY = 0.001, 100
 LOOK_SECONDS = 0.002
 """One look asks no further query after this."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_LOCK = struct.Struct("@hhqqi4x")  # struct flock of the 64-bit kernels: type, whence, start, length, pid
+_KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
+_NO_LEASES = (errno.EINVAL, errno.ENOSYS, errno.EACCES, errno.EPERM, errno.EOPNOTSUPP)
 
 # Called through a plain library handle: that releases the interpreter lock, which mmap's own madvise does not, and it
 # costs one descriptor per extent, where Python's mmap keeps a second one for as long as any view exists.
@@ -56,8 +61,18 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED, _PROT_NONE = 0x10, 0
+
+
+class OpenFile:
+    """A descriptor that is closed with the last reference to this object: a thread that asks the kernel about it
+    without a lock never asks about another file that got the same number meanwhile."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        weakref.finalize(self, os.close, number).atexit = False
 
 
 class Extent:
@@ -73,22 +88,20 @@ class Extent:
         self.is_huge = False
         """Whether it was made here, in huge pages but for a rest smaller than one."""
         self._was_shared = descriptor is not None
-        is_new = descriptor is None
-        if descriptor is None:
-            descriptor = os.memfd_create("kv-extent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._file: OpenFile | None = OpenFile(descriptor)
+        number = (
+            os.memfd_create("kv-extent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if descriptor is None else descriptor
+        )
+        self._file: OpenFile | None = OpenFile(number)
         self._witness: OpenFile | None = None
         try:
-            if not is_new:
-                self.memory, self.view = _mapped(descriptor, size_bytes)
-                _advise(self.address, size_bytes, mmap.MADV_DONTDUMP)
-                return
-            os.fchmod(descriptor, 0o600)  # else any client, running as any user, could reopen it for writing
-            os.ftruncate(descriptor, size_bytes)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            self.memory, self.view = _mapped(descriptor, size_bytes)
+            if descriptor is None:
+                os.fchmod(number, 0o600)  # else any client, running as any user, could reopen it for writing
+                os.ftruncate(number, size_bytes)
+                fcntl.fcntl(number, fcntl.F_ADD_SEALS, _SEALS)
+            self.memory, self.view = _mapped(number, size_bytes)
             _advise(self.address, size_bytes, mmap.MADV_DONTDUMP)  # prompt text can be recovered from KV
-            self._prefault()
+            if descriptor is None:
+                self._prefault()
         except BaseException:
             self.close()
             raise
@@ -122,7 +135,7 @@ class Extent:
         except OSError as error:
             raise TierUnavailable(f"shared memory cannot be opened again: {error.strerror}") from error
         try:
-            lock_byte(descriptor, holder)
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _lock_of(fcntl.F_RDLCK, holder, holder))
         except OSError as error:
             os.close(descriptor)
             raise TierUnavailable(f"shared memory cannot be locked: {error.strerror}") from error
@@ -130,9 +143,13 @@ class Extent:
 
     def is_shared(self, first: int = 0, last: int = MAX_HOLDER) -> bool:
         """Whether a descriptor made for one of these holders, or a mapping of it, is alive anywhere, unless that holder
-        has dropped its lock. Needs no lock; slow if a client has placed many locks."""
+        has dropped its lock. Needs no lock; slow if a client has placed many locks, all of which the kernel walks."""
         file = self._file
-        return self._was_shared and file is not None and locks_between(file, first, last)
+        if not self._was_shared or file is None:
+            return False
+        answer = fcntl.fcntl(file.number, fcntl.F_OFD_GETLK, _lock_of(fcntl.F_WRLCK, first, last))
+        kind: int = _LOCK.unpack(answer)[0]
+        return kind != fcntl.F_UNLCK
 
     def is_open_elsewhere(self) -> bool:
         """Whether another process has it open or mapped, whatever locks say; asked once no client is given it any more.
@@ -144,14 +161,22 @@ class Extent:
                 self._witness = OpenFile(open_again(self._file.number, writable=False))
         except OSError:  # no descriptors left, or a client has a lease on it
             return True
-        answer = is_open_elsewhere(self._witness)
-        return self.is_shared() if answer is None else answer
+        witness = self._witness  # kept, and with it its number, as long as this asks about it
+        try:
+            # If a client opens it in between, the kernel signals this process: use a signal that is ignored by default,
+            # since the usual one would end the process.
+            fcntl.fcntl(witness.number, fcntl.F_SETSIG, signal.SIGURG)
+            fcntl.fcntl(witness.number, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        except OSError as error:
+            return self.is_shared() if error.errno in _NO_LEASES else True  # this kernel may grant no leases
+        fcntl.fcntl(witness.number, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        return False
 
     def free_pages(self) -> None:
-        """Free its memory, which is not to be read any more, also for holders that dropped their lock."""
+        """Free its memory, which is not to be read any more, also for holders that dropped their lock: they find zeros,
+        in new pages charged to them. Where that fails, the pages go with the last mapping."""
         if self._was_shared and self._file is not None:
-            with suppress(OSError):  # the pages then go with the last mapping
-                free_pages(self._file.number, self.size_bytes)
+            _libc.fallocate(self._file.number, _KEEP_SIZE_AND_PUNCH_HOLE, 0, self.size_bytes)
 
     def close(self) -> None:
         """Close the descriptor. The mapping goes with its last view: a reader is never cut off."""
@@ -215,15 +240,6 @@ class MemoryKeeper(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Lingering:
-    """An extent that was taken back and that clients still have open. not_before: time of the next query about it."""
-
-    extent: Extent
-    owner: bytes
-    not_before: float = 0.0
-
-
 class ExtentPool:
     """Extents of one size, within a byte budget. Thread-safe; creation runs outside the lock.
 
@@ -249,8 +265,8 @@ class ExtentPool:
         self.extent_bytes = extent_bytes
         self._keeper = keeper
         self.faults = faults or Unheard()
-        self.now = now
-        self.thread_seconds = thread_seconds
+        self._now = now
+        self._thread_seconds = thread_seconds
         self._lock = threading.Lock()
         self._prepared = threading.Condition(self._lock)
         self._taken_bytes = 0
@@ -258,7 +274,9 @@ class ExtentPool:
         self._preparing = False
         self._awaiting = 0
         self._spares: list[Extent] = []
-        self._lingering: dict[int, _Lingering] = {}  # in the order in which they were taken back
+        # Extents that were taken back and clients still have open, with their owners; and when each is asked about.
+        self._lingering: dict[int, tuple[Extent, bytes]] = {}
+        self._asked_at: dict[int, float] = {}
         self._taken_back = count(1)
         self._closed = False
 
@@ -288,29 +306,37 @@ class ExtentPool:
     def lingering(self) -> Counter[bytes]:
         """How many extents that were taken back from each owner are not free yet, as of the last look."""
         with self._lock:
-            return Counter(one.owner for one in self._lingering.values())
+            return Counter(owner for _, owner in self._lingering.values())
 
     def _take_back(self) -> None:
-        """Free extents that no other process has open any more, asking more rarely where that is slow. Under the
-        lock."""
-        if not self._lingering:
-            return
-        now, worked = self.now(), self.thread_seconds()
+        """Free extents that no other process has open any more. Under the lock."""
+        for number in self.let_go(self._asked_at, lambda number: self._lingering[number][0].is_open_elsewhere()):
+            extent, _ = self._lingering.pop(number)
+            extent.free_pages()
+            self._close(extent)
+            self._taken_bytes -= extent.size_bytes
+
+    def let_go(self, asked_at: dict[int, float], is_held: Callable[[int], bool]) -> list[int]:
+        """Which of these clients do not hold any more, as far as a short look tells; they leave `asked_at`.
+
+        asked_at: by number, when each is asked about next: where the kernel answers slowly, more rarely.
+        """
+        if not asked_at:
+            return []
+        gone, now, worked = [], self._now(), self._thread_seconds()
         ends_at = worked + LOOK_SECONDS
-        for number, one in list(self._lingering.items()):
-            if now < one.not_before:
-                continue
+        for number in [number for number, not_before in asked_at.items() if now >= not_before]:
             if worked > ends_at:
-                return
-            is_open = one.extent.is_open_elsewhere()
-            before, worked = worked, self.thread_seconds()
-            if is_open:
-                one.not_before = ask_again_at(now, worked - before)
-                continue
-            del self._lingering[number]
-            one.extent.free_pages()
-            self._close(one.extent)
-            self._taken_bytes -= one.extent.size_bytes
+                break
+            is_still_held = is_held(number)
+            before, worked = worked, self._thread_seconds()
+            took = worked - before
+            if is_still_held:
+                asked_at[number] = now + RARELY * took if took > SLOW_QUESTION_SECONDS else now
+            else:
+                del asked_at[number]
+                gone.append(number)
+        return gone
 
     def prepare(self, ahead: int = 1) -> None:
         """From now on keep so many extents ready ahead, as far as budget and memory allow."""
@@ -329,7 +355,14 @@ class ExtentPool:
             self._taken_bytes += self.extent_bytes
             spare = self._spares.pop() if self._spares else None
             self._prepare()
-        return spare if spare is not None else self._make()
+        if spare is not None:
+            return spare
+        try:
+            return self._make()
+        except BaseException:
+            with self._lock:
+                self._taken_bytes -= self.extent_bytes
+            raise
 
     def take_over(self, extent: Extent) -> bool:
         """Take over an earlier process's memory if it has this pool's extent size and fits the budget; returns whether.
@@ -346,7 +379,8 @@ class ExtentPool:
         until then."""
         with self._lock:
             if extent.is_open_elsewhere() and not self._closed:
-                self._lingering[next(self._taken_back)] = _Lingering(extent, owner)
+                number = next(self._taken_back)
+                self._lingering[number], self._asked_at[number] = (extent, owner), 0.0
                 return False
             is_closed = self._closed
         if not is_closed:  # a closed one's readers go on
@@ -360,7 +394,8 @@ class ExtentPool:
         """Refuse further extents. One being made ahead is given back when it is ready. Readers are unaffected."""
         with self._lock:
             self._closed = True
-            mapped, self._lingering = [one.extent for one in self._lingering.values()], {}
+            mapped = [extent for extent, _ in self._lingering.values()]
+            self._lingering, self._asked_at = {}, {}
             self._taken_bytes -= sum(extent.size_bytes for extent in mapped)
             unused, self._spares = self._spares, []
         for extent in (*mapped, *unused):
@@ -387,22 +422,16 @@ class ExtentPool:
             self._awaiting -= 1
 
     def _make(self) -> Extent:
-        made = False
         try:
             extent = Extent(self.extent_bytes)
-            made = True
-            self.faults.worked(EXTENTS)
-            return extent
         except OSError as error:
             self.faults.failed(EXTENTS, kind_of(error), str(error))
             raise TierUnavailable(f"no shared memory: {error.strerror}") from error
         except MemoryError as error:
             self.faults.failed(EXTENTS, FaultKind.NO_MEMORY, "no memory for its tables")
             raise TierUnavailable("no memory for another extent") from error
-        finally:
-            if not made:
-                with self._lock:
-                    self._taken_bytes -= self.extent_bytes
+        self.faults.worked(EXTENTS)
+        return extent
 
     def _wants_another(self) -> bool:
         """Under the lock."""
@@ -418,11 +447,8 @@ class ExtentPool:
         def run() -> None:
             while True:
                 extent = None
-                try:
-                    extent = Extent(self.extent_bytes)
-                    self.faults.worked(EXTENTS)
-                except (OSError, MemoryError) as error:  # a caller of `create` gets its own error
-                    self.faults.failed(EXTENTS, kind_of(error), str(error))
+                with suppress(TierUnavailable):  # a caller of `create` gets its own error
+                    extent = self._make()
                 with self._lock:
                     goes_on = extent is not None and not self._closed
                     if extent is not None and not self._closed:
@@ -442,11 +468,6 @@ class ExtentPool:
         except (RuntimeError, MemoryError) as error:  # no more threads
             self._preparing = False
             self.faults.failed(EXTENT_THREADS, kind_of(error), "of one that makes extents ahead")
-
-
-def ask_again_at(now: float, took: float) -> float:
-    """When to repeat a query that took this long."""
-    return now + RARELY * took if took > SLOW_QUESTION_SECONDS else now
 
 
 def found_extent(descriptor: int) -> Extent | None:
@@ -508,6 +529,10 @@ def _left(address: int, size_bytes: int, leaving: Sequence[Callable[[Callable[[]
 def _advise(address: int, size_bytes: int, advice: int) -> None:
     if _libc.madvise(address, size_bytes, advice):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _lock_of(kind: int, first: int, last: int) -> bytes:
+    return _LOCK.pack(kind, os.SEEK_SET, first, last - first + 1, 0)
 
 
 class BlankExtent(Extent):

@@ -16,6 +16,8 @@ from tiering.frame import HEADER_BYTES, MacKeys, open_header, verify_payload
 
 
 class MoveOutcome(Enum):
+    """Of a copy. Unless `MOVED`, the target holds nothing and is still reserved."""
+
     MOVED = "moved"
     CORRUPT = "corrupt"
     GONE = "gone"
@@ -30,31 +32,23 @@ class FrameCopy:
     target: int
 
 
-@dataclass(frozen=True, slots=True)
-class MoveDone:
-    """A copy and its outcome. Unless `MOVED`, the target holds nothing and is still reserved."""
-
-    copy: FrameCopy
-    outcome: MoveOutcome
-
-
 class Mover:
     """Copies frames between places of the DRAM tier."""
 
     def __init__(self, dram: DramTier, keys: MacKeys) -> None:
         self._dram = dram
-        self.keys = keys
+        self._keys = keys
 
-    def run(self, copies: Sequence[FrameCopy]) -> list[MoveDone]:
+    def run(self, copies: Sequence[FrameCopy]) -> list[MoveOutcome]:
         """Copy each frame and verify it at the target. Bytes that fail a check are never reported as moved."""
-        return [MoveDone(copy, self._copy(copy)) for copy in copies]
+        return [self._copy(copy) for copy in copies]
 
     def _copy(self, copy: FrameCopy) -> MoveOutcome:
         try:
             source = self._dram.committed_span(copy.source)
             target = self._dram.reserved_span(copy.target)
             copy_frame(source, target)
-            header = open_header(bytes(target.view[:HEADER_BYTES]), self.keys)
+            header = open_header(bytes(target.view[:HEADER_BYTES]), self._keys)
             verify_payload(header, target.view[HEADER_BYTES:])
         except (BlockMissing, EpochRetired):  # the frame of a retired epoch is left to be evicted where it is
             return MoveOutcome.GONE

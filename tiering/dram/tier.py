@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 
-from tiering.dram.extents import LOOK_SECONDS, Extent, ExtentPool, MemoryKeeper, ask_again_at, found_extent
+from tiering.dram.extents import Extent, ExtentPool, MemoryKeeper, found_extent
 from tiering.dram.keeping import KeptExtent, Ledger
-from tiering.errors import BlockCorrupt, BlockMissing, TierFull, TierUnavailable
+from tiering.errors import BlockCorrupt, BlockMissing, TierUnavailable
 from tiering.faults import HANDED_OVER, KEPT, kind_of
 from tiering.frame import HEADER_BYTES, generation_in
 from tiering.slots import FrameEvent, FrameState, Piece, SlotLedger
@@ -228,34 +228,20 @@ class DramTier:
     def look_at_guarded(self) -> None:
         """Release guarded extents that the earlier process's clients have unmapped. If clients made the question slow,
         it is asked more rarely."""
-        if not self._guarded:
-            return
-        now, worked = self._pool.now(), self._pool.thread_seconds()
-        ends_at = worked + LOOK_SECONDS
-        for number, not_before in list(self._guarded.items()):
-            if now < not_before:
-                continue
-            if worked > ends_at:
-                return
-            extent = self._extents.get(number)
-            is_mapped = extent is not None and extent.memory.is_shared(0, self._guard - 1)
-            before, worked = worked, self._pool.thread_seconds()
-            if is_mapped:
-                self._guarded[number] = ask_again_at(now, worked - before)
-                continue
-            del self._guarded[number]
-            if extent is not None:
+        for number in self._pool.let_go(self._guarded, self._is_guarded_mapped):
+            if number in self._extents:
                 self.ledger.stop_closing(number)
 
+    def _is_guarded_mapped(self, number: int) -> bool:
+        extent = self._extents.get(number)
+        return extent is not None and extent.memory.is_shared(0, self._guard - 1)
+
     def start_vacating(self, number: int, count: int) -> list[int]:
-        """Take an extent's free slots out of use and reserve `count` places elsewhere in its class."""
+        """Take an extent's free slots out of use and reserve `count` places elsewhere in its class, which has them."""
         slot_class = self.class_of(number)
         self.ledger.start_closing(number)
         places = self.reserve(slot_class, count)
-        if len(places) < count:
-            self.abort(places)
-            self.stop_vacating(number)
-            raise TierFull("no slots to move the frames to")
+        assert len(places) == count, "an extent is emptied into free slots"
         return places
 
     def retire(self, number: int) -> Extent:

@@ -26,12 +26,11 @@ from dataclasses import dataclass, field
 
 from tiering.errors import IndexDoubtful, TierError, TierUnavailable
 from tiering.faults import NVME_WRITES, FaultReports, kind_of
-from tiering.files import private_pages
 from tiering.frame import HEADER_BYTES, parse_header
 from tiering.nvme.frame_index import Change
 from tiering.nvme.index_records import IndexRecords, NvmeSlab
 from tiering.nvme.slab import BAD, EMPTY, STAMP_SLAB, doubt_key, entry_of_header, slab_name
-from tiering.nvme.slab_files import Files
+from tiering.nvme.slab_files import Files, private_pages
 from tiering.slab_header import PAGE_BYTES
 from tiering.slots import FrameEvent, FrameState, SlotLedger
 from tiering.tier import extent_of, slot_of

@@ -32,6 +32,7 @@ from tiering.nvme.slab import (
     UNREAD,
     Entries,
     StoreStamp,
+    mark_key,
     open_meta,
     open_record,
     pack_meta,
@@ -41,8 +42,6 @@ from tiering.nvme.slab import (
     split_doubt_key,
     split_entries,
     split_record_key,
-    unproven_key,
-    unread_key,
 )
 from tiering.nvme.slab_scan import SlabScan
 from tiering.slab_header import SlabHeader
@@ -175,18 +174,11 @@ class IndexReader:
                 doubts.setdefault(extent_of(place), []).append(slot_of(place))
         return doubts
 
-    def unread(self, slabs: Collection[int]) -> set[int]:
-        """Which of these slabs are to be read."""
-        return self._listed(UNREAD, unread_key, slabs)
-
-    def unproven(self, slabs: Collection[int]) -> set[int]:
-        """Which of these slabs are to be proved."""
-        return self._listed(UNPROVEN, unproven_key, slabs)
-
-    def _listed(self, prefix: bytes, name: Callable[[int], bytes], slabs: Collection[int]) -> set[int]:
+    def marked(self, mark: bytes, slabs: Collection[int]) -> set[int]:
+        """Which of these slabs are `UNREAD`, to be read, or `UNPROVEN`, to be proved."""
         with self._lock:
-            keys = {key for key, _ in self._index.iterate(prefix)}
-        return {number for number in slabs if name(number) in keys}
+            keys = {key for key, _ in self._index.iterate(mark)}
+        return {number for number in slabs if mark_key(mark, number) in keys}
 
     def close(self) -> None:
         with self._lock:
@@ -278,9 +270,9 @@ class IndexRecords(IndexReader):
     def build(self, slab: NvmeSlab, entries: Entries, *, is_proven: bool) -> None:
         """Write the records of a slab that was read from its headers; they are durable with the next `write`."""
         whole = entries.tobytes()
-        changes: list[Change] = [(unread_key(slab.number), None)]
+        changes: list[Change] = [(mark_key(UNREAD, slab.number), None)]
         if not is_proven:
-            changes.append((unproven_key(slab.number), b""))
+            changes.append((mark_key(UNPROVEN, slab.number), b""))
         for record in range(-(-slab.slots.capacity // SLOTS_PER_RECORD)):
             piece = whole[record * _RECORD_BYTES : (record + 1) * _RECORD_BYTES].ljust(_RECORD_BYTES, b"\x00")
             if piece.strip(b"\x00"):

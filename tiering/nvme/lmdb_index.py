@@ -2,8 +2,8 @@
 
 LMDB maps its file into this process and believes what it finds there: a file that is too short ends the process with
 SIGBUS, a wrong page number reads wild memory. So an existing file is looked at before it is mapped (`_check_file`,
-always), and then it is either byte for byte what its last owner closed (`index_digest`), or walked by a process that
-may die of it (`probe`). What fails is not mended: `IndexDoubtful` says so, the caller discards the file and builds a
+always), and then it is either byte for byte what its last owner closed (`compare`), or walked by a process that may die
+of it (`probe`). What fails is not mended: `IndexDoubtful` says so, the caller discards the file and builds a
 new one from the slabs' headers.
 
 It must never vouch for a value: a flipped bit inside one passes every check here, and the caller's MAC finds it. It
@@ -13,13 +13,15 @@ must never let a read transaction outlive the map it reads from.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import resource
-import stat
 import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from enum import Enum
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -30,9 +32,8 @@ import xxhash
 import tiering
 from tiering.errors import IndexDoubtful, TierError, TierFull, TierUnavailable
 from tiering.failpoint import Reach, go_on
-from tiering.nvme import index_digest
+from tiering.files import Unfit, open_regular, sync_directory
 from tiering.nvme.frame_index import Change
-from tiering.nvme.index_digest import DIGEST_FILE, Comparison
 
 FIRST_MAP_BYTES = 64 << 20
 LARGEST_MAP_BYTES = 64 << 30
@@ -49,7 +50,7 @@ PROBE_SECONDS = 10
 PROBE_BYTES_PER_SECOND = 32 << 20
 """A probe's limit is `PROBE_SECONDS` and a second more for each of these bytes: several times what it needs."""
 
-DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"
+DATA_FILE, LOCK_FILE, DIGEST_FILE = "data.mdb", "lock.mdb", "data.digest"
 
 # Meta pages 0 and 1 of LMDB 0.9 (64 bit, the host's byte order); transaction n is committed by writing page n % 2.
 #
@@ -85,7 +86,7 @@ def open_index(directory: Path, map_bytes: int, *, clean: bool, reach: Reach = g
     `clean` is whether the last owner closed it: then it must be what was closed, or it is doubtful. If that is not
     known, or it was not closed, the whole file is walked by another process first. The caller
     holds an exclusive lock on the directory: a file must not be opened twice in one process, nor be changed while it
-    is probed. A file that somebody removed looks like an index that never was: `last_transaction` is 0 then.
+    is probed. A file that somebody removed looks like an index that never was.
 
     `map_bytes` is how large the file may become before the map is moved to a larger one. Raises `IndexDoubtful`
     (discard, open again, rebuild; the message names the check) and `TierUnavailable` (no permission, no space).
@@ -97,19 +98,19 @@ def open_index(directory: Path, map_bytes: int, *, clean: bool, reach: Reach = g
         path = directory / DATA_FILE
         there = _check_file(path)
         if there is not None:
-            since = index_digest.compare(path, there.transaction) if clean else Comparison.UNKNOWN
+            since = compare(path, there.transaction) if clean else Comparison.UNKNOWN
             if since is Comparison.DIFFERENT:
                 raise IndexDoubtful("it is not what was closed")
             if since is Comparison.UNKNOWN:
                 _probe_in_a_process(directory, there.size_bytes)
-        index_digest.forget(path)
+        path.with_name(DIGEST_FILE).unlink(missing_ok=True)  # since the file is about to change
         reach("digest forgotten")
         environment = _environment(directory, map_bytes)
         if there is None:
             reach("index made")
-            _sync_directory(directory)
+            sync_directory(directory)
             if is_new_directory:
-                _sync_directory(directory.parent)
+                sync_directory(directory.parent)
     except (OSError, lmdb.Error) as error:
         raise _typed(error, directory, "open") from error
     return LmdbIndex(directory, environment, reach)
@@ -146,7 +147,7 @@ def discard(directory: Path, reach: Reach = go_on) -> None:
             (directory / name).unlink(missing_ok=True)
             reach("index half removed")
         if directory.is_dir():
-            _sync_directory(directory)
+            sync_directory(directory)
     except OSError as error:
         raise TierUnavailable(f"cannot remove the index in {directory}: {error.strerror}") from error
 
@@ -237,10 +238,6 @@ class LmdbIndex:
         except lmdb.Error as error:
             raise _typed(error, self.directory, "sync") from error
 
-    def last_transaction(self) -> int:
-        """Rises with every batch that changes anything; 0 says that the index is new, and knows of no older slabs."""
-        return int(self._open_environment().info()["last_txnid"])
-
     def close(self) -> None:
         """Close the file, without a `sync`. Iterations end with `TierUnavailable`. Safe to call twice."""
         if self._environment is not None:
@@ -253,7 +250,7 @@ class LmdbIndex:
                 environment.close()
                 if is_writer:
                     self._reach("index file closed")
-                    index_digest.note(self.directory / DATA_FILE, transaction, self._reach)
+                    _note(self.directory / DATA_FILE, transaction, self._reach)
             except (OSError, lmdb.Error):
                 environment.close()  # the next start has the file walked instead
 
@@ -277,12 +274,9 @@ class LmdbIndex:
         """
         path = self.directory / DATA_FILE
         needed_bytes = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
-        try:
+        with suppress(OSError):  # the batch is applied, and not lost: at worst the next start rebuilds needlessly
             if path.stat().st_size < needed_bytes:
                 os.truncate(path, needed_bytes)
-        except OSError:
-            # The batch is applied and must not be reported as lost. At worst the next start rebuilds needlessly.
-            pass
 
     def _grow(self, environment: lmdb.Environment) -> lmdb.Environment:
         map_bytes = environment.info()["map_size"]
@@ -395,29 +389,24 @@ def _check_file(path: Path) -> _There | None:
     """Without mapping it. Raises `IndexDoubtful` for what LMDB would stumble over, and `OSError` if it cannot be
     read."""
     try:
-        # If something else stands there, a pipe must not make this wait, nor a link lead elsewhere.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise IndexDoubtful("it is not a regular file") from None
-        raise
+    except Unfit:
+        raise IndexDoubtful("it is not a regular file") from None
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise IndexDoubtful("it is not a regular file")
+        size_bytes = os.fstat(descriptor).st_size
         first = _read_meta(descriptor, 0, 0)
         metas = (first, _read_meta(descriptor, 1, first.page_bytes))
     finally:
         os.close(descriptor)
     _check_metas(metas)
     newest = max(metas, key=lambda meta: meta.transaction)
-    if newest.last_page < _META_PAGES - 1 or status.st_size < (newest.last_page + 1) * newest.page_bytes:
+    if newest.last_page < _META_PAGES - 1 or size_bytes < (newest.last_page + 1) * newest.page_bytes:
         raise IndexDoubtful("it is shorter than its meta page says")
     _check_tree("pairs", newest.pairs, newest, flags=0)
     _check_tree("free pages", newest.free, newest, flags=_INTEGER_KEYS)
-    return _There(status.st_size, newest.transaction)
+    return _There(size_bytes, newest.transaction)
 
 
 def _read_meta(descriptor: int, number: int, offset: int) -> _Meta:
@@ -460,6 +449,60 @@ def _check_tree(name: str, tree: _Tree, meta: _Meta, *, flags: int) -> None:
         )
     if not is_plausible or tree.flags != flags:
         raise IndexDoubtful(f"the root of the tree of {name} is impossible")
+
+
+# --- the digest ------------------------------------------------------------------------------------------------------
+#
+# LMDB checks nothing of what it reads: a flipped bit in a closed file can end the process that maps it, or hide pairs
+# from it. So the digest of the whole file stands beside it from an orderly end to the next start, which reads the file
+# once more before it maps it: at the speed of the disk, where a walk through it takes a process of its own.
+#
+#     magic 8 | transaction 8 | xxh3_128 of the file 16 | xxh3_128 of the former 16
+#
+# It is not synced: a note of another transaction, or a torn one, counts for nothing. It is no secret and proves nothing
+# against a writer of the directory; the records' MACs do that.
+
+_NOTE = struct.Struct("<8sQ16s")
+_NOTE_MAGIC = b"KVINDEX\x00"
+
+
+class Comparison(Enum):
+    """The file is as it was closed, it is not, or there is no note for it."""
+
+    SAME = "same"
+    DIFFERENT = "different"
+    UNKNOWN = "unknown"
+
+
+def _note(data: Path, transaction: int, reach: Reach) -> None:
+    """Record a file that was just closed. Raises `OSError`."""
+    used = _NOTE.pack(_NOTE_MAGIC, transaction, _digest_of(data))
+    path = data.with_name(DIGEST_FILE)
+    path.touch(mode=0o600)
+    reach("digest file made")
+    path.write_bytes(used + xxhash.xxh3_128_digest(used))
+
+
+def compare(data: Path, transaction: int) -> Comparison:
+    """Compare the file now with its note. transaction: the last one that the file says it holds. Raises `OSError`."""
+    try:
+        descriptor = open_regular(data.with_name(DIGEST_FILE), os.O_RDONLY | os.O_NOFOLLOW)
+    except (FileNotFoundError, Unfit):
+        return Comparison.UNKNOWN
+    with os.fdopen(descriptor, "rb") as file:
+        raw = file.read(_NOTE.size + 17)
+    used = raw[: _NOTE.size]
+    if len(raw) != _NOTE.size + 16 or xxhash.xxh3_128_digest(used) != raw[_NOTE.size :]:
+        return Comparison.UNKNOWN
+    magic, noted_transaction, digest = _NOTE.unpack(used)
+    if magic != _NOTE_MAGIC or noted_transaction != transaction:
+        return Comparison.UNKNOWN
+    return Comparison.SAME if digest == _digest_of(data) else Comparison.DIFFERENT
+
+
+def _digest_of(data: Path) -> bytes:
+    with os.fdopen(os.open(data, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).digest()
 
 
 # --- the probe -------------------------------------------------------------------------------------------------------
@@ -525,14 +568,6 @@ def _make_directory(directory: Path) -> bool:
             raise TierUnavailable(f"{directory} is there and no directory, which it has to be; move it away") from None
         return False
     return True
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _typed(error: OSError | lmdb.Error, directory: Path, act: str) -> TierError:

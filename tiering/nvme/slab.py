@@ -126,15 +126,10 @@ def split_doubt_key(key: bytes) -> int:
     return place
 
 
-def unread_key(slab: int) -> bytes:
-    """The index key of a slab whose headers could not be read when the index was built."""
-    return _SLAB_KEY.pack(UNREAD, slab)
-
-
-def unproven_key(slab: int) -> bytes:
-    """The index key of a slab whose records were built from headers, which a crash may have left in front of incomplete
-    frames."""
-    return _SLAB_KEY.pack(UNPROVEN, slab)
+def mark_key(mark: bytes, slab: int) -> bytes:
+    """The index key of a slab that is `UNREAD`, whose headers could not be read when the index was built; or
+    `UNPROVEN`, whose records were built from headers, which a crash may have left in front of incomplete frames."""
+    return _SLAB_KEY.pack(mark, slab)
 
 
 def pack_record(header: SlabHeader, record: int, entries: bytes, mac_key: bytes) -> bytes:

@@ -6,6 +6,7 @@ slab holds, and no slab is ever mapped: a bad sector must be an `OSError`, never
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import mmap
@@ -21,6 +22,7 @@ import numpy as np
 
 from tiering.failpoint import Reach, go_on
 from tiering.files import make_directory, open_regular, refuse_other_than_file, sync_directory
+from tiering.tier import FrameSpan
 
 _log = logging.getLogger(__name__)
 _PAGE_BYTES = 4096
@@ -81,6 +83,12 @@ class Files(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def private_pages(size_bytes: int) -> FrameSpan:
+    """New private memory, aligned as a disk wants it; it goes when its last view does."""
+    view = memoryview(mmap.mmap(-1, size_bytes))
+    return FrameSpan(ctypes.addressof(ctypes.c_ubyte.from_buffer(view)), view)
 
 
 def read_page(files: Files, name: str, offset: int) -> bytes:

@@ -21,12 +21,13 @@ from tiering.nvme.index_records import IndexRecords, NvmeSlab
 from tiering.nvme.slab import (
     SLOTS_PER_RECORD,
     STAMP_SLAB,
+    UNPROVEN,
+    UNREAD,
     Entries,
+    mark_key,
     slab_name,
     slab_number,
     split_entries,
-    unproven_key,
-    unread_key,
 )
 from tiering.nvme.slab_files import Files, read_page
 from tiering.slab_header import PAGE_BYTES, KeyAbsent, SlabHeader, parse_slab_header, read_slab_header
@@ -196,8 +197,8 @@ class SlabRecovery:
         done = 0
         slabs = [slab.number for slab in self._to_load]
         try:
-            doubts, unread = self._records.doubts(), self._records.unread(slabs)
-            self._unproven = self._records.unproven(slabs)
+            doubts, unread = self._records.doubts(), self._records.marked(UNREAD, slabs)
+            self._unproven = self._records.marked(UNPROVEN, slabs)
         except IndexDoubtful as error:
             raise TierUnavailable(f"the index cannot be loaded: {error}") from error
         while self._to_load:
@@ -221,7 +222,7 @@ class SlabRecovery:
             self._records.is_rebuilding = False
             # Slabs that could not be read may be readable in a later run.
             numbers = [slab_number(one.name) for one in self.left_alone]
-            marks = [(unread_key(number), b"") for number in numbers if number > 0]
+            marks = [(mark_key(UNREAD, number), b"") for number in numbers if number > 0]
             try:
                 self._commits.join(BatchRequest(changes=marks))
             except TierUnavailable:
@@ -260,7 +261,7 @@ class SlabRecovery:
         """All incomplete frames of these slabs were given up; this is durable on return. Raises `TierUnavailable`."""
         numbers = [number for number in slabs if number in self._unproven]
         if numbers:
-            self._commits.join(BatchRequest(changes=[(unproven_key(number), None) for number in numbers]))
+            self._commits.join(BatchRequest(changes=[(mark_key(UNPROVEN, number), None) for number in numbers]))
             self._unproven.difference_update(numbers)
 
     def retired(self, number: int) -> None:

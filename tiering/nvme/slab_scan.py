@@ -13,10 +13,9 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from tiering.errors import BlockCorrupt
-from tiering.files import private_pages
 from tiering.frame import HEADER_BYTES, MacKeys, open_header, parse_header, verify_payload
 from tiering.nvme.slab import BAD, ENTRY, Entries, entry_of, entry_of_header, split_entries
-from tiering.nvme.slab_files import Files
+from tiering.nvme.slab_files import Files, private_pages
 from tiering.slab_header import SlabHeader
 from tiering.tier import SlotClass
 

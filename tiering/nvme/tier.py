@@ -27,12 +27,13 @@ from tiering.nvme.slab import (
     SLOTS_PER_RECORD,
     STAMP_PAGES,
     STAMP_SLAB,
+    UNPROVEN,
     StoreStamp,
     latest_stamp,
+    mark_key,
     record_key,
     slab_name,
     slab_number,
-    unproven_key,
 )
 from tiering.nvme.slab_files import Files, read_page
 from tiering.nvme.slab_recovery import Found, Progress, SlabRecovery
@@ -156,24 +157,25 @@ class NvmeTier:
     def confirm(self, places: Iterable[int]) -> None:
         """A later start will find the frames at these places by their files' names. Cheap. Raises `TierUnavailable`:
         `bring_back` may help."""
-        try:
-            for number in {extent_of(place) for place in places}:
-                self._files.confirm(slab_name(number))
-            self.beside()
-        except OSError as error:
-            raise TierUnavailable(f"files are gone: {error}") from error
+        self._each_file(self._files.confirm, places)
 
     def bring_back(self, places: Iterable[int]) -> None:
         """Write slabs of these places again that others removed. Slow. Raises `TierUnavailable` if `confirm` still
         would."""
         try:
+            self._each_file(self._files.bring_back, places)
+        except TierUnavailable as error:
+            self._say(NVME_WRITES, error)
+            raise
+        self._faults.worked(NVME_WRITES)
+
+    def _each_file(self, act: Callable[[str], None], places: Iterable[int]) -> None:
+        try:
             for number in {extent_of(place) for place in places}:
-                self._files.bring_back(slab_name(number))
+                act(slab_name(number))
             self.beside()
         except OSError as error:
-            self._say(NVME_WRITES, error)
             raise TierUnavailable(f"files are gone: {error}") from error
-        self._faults.worked(NVME_WRITES)
 
     def close(self) -> None:
         """Finish what was begun and record it in the stamp; if that fails, the next start finds out what is true."""
@@ -244,7 +246,7 @@ class NvmeTier:
         with self._lock:
             slab = self._ledger.remove(number)
         records = range(-(-slab.slots.capacity // SLOTS_PER_RECORD))
-        names = [unproven_key(number), *(record_key(number, record) for record in records)]
+        names = [mark_key(UNPROVEN, number), *(record_key(number, record) for record in records)]
         self._commits.join(BatchRequest(changes=[(name, None) for name in names]))
         self._recovery.retired(number)
         try:
@@ -299,19 +301,15 @@ class NvmeTier:
     def empty_slabs(self) -> list[int]:
         """Slabs without frames that nothing waits for."""
         with self._lock:
-            return [
-                number
-                for number, slab in self._ledger.pieces.items()
-                if slab.slots.free + slab.slots.counts[FrameState.QUARANTINED] == slab.slots.capacity
-            ]
+            return [number for number, slab in self._ledger.pieces.items() if slab.slots.is_empty]
 
     def spare_slab(self, wanted: Collection[SlotClass]) -> int | None:
         """An empty slab that can be given back: one of another class, or one whose free slots its class can spare."""
         with self._lock:
             for number, slab in self._ledger.pieces.items():
-                free = slab.slots.free
-                if free + slab.slots.counts[FrameState.QUARANTINED] < slab.slots.capacity:
+                if not slab.slots.is_empty:
                     continue
+                free = slab.slots.free
                 if slab.slot_class not in wanted or not free or self._ledger.free_slots(slab.slot_class) > free:
                     return number
         return None

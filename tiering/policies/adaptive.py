@@ -15,10 +15,10 @@ blocks, process the same uses with as much room, one evicting the least recently
 worth. Hits are counted in both, and decay. The tier begins as LRU, goes by worth once that ghost leads by more than
 some requests explain, and returns to LRU when it falls behind.
 
-All per-block work is compiled (`adaptive_loops`), on arrays (`adaptive_arrays`). Events are collected in a buffer and
-passed on in one call. A long request is learned, and told to the ghosts, in pieces, one before each victim and more
-within the next requests, so that no request waits for all of it; the result is the same, some requests later. If more
-comes than is done by then, whole requests are not learned: they only move to the recent end.
+All per-block work is compiled, on arrays (`adaptive_loops`). Events are collected in a buffer and passed on in one
+call. A long request is learned, and told to the ghosts, in pieces, one before each victim and more within the next
+requests, so that no request waits for all of it; the result is the same, some requests later. If more comes than is
+done by then, whole requests are not learned: they only move to the recent end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from typing import Any
 
 import numpy as np
 
-from tiering.policies import adaptive_arrays as arrays
 from tiering.policies import adaptive_loops as loops
 from tiering.policies.lazy_memory import LazyRecords
 
@@ -70,24 +69,24 @@ class Adaptive:
         self._loops = loops.prepare()
         self._stop = self._flushed = 0
         self._make_buffer(EVENTS)
-        self._requests = np.zeros(arrays.REQUESTS, arrays.REQUEST)
+        self._requests = np.zeros(loops.REQUESTS, loops.REQUEST)
         self._told = _room_for(LONGEST)
         self._waiting = 0  # requests not yet fully learned and told to the ghosts
         self._draws = seed << 16  # random draws for a victim depend on it and on the number of evictions
-        self._records = LazyRecords(SMALLEST, arrays.ORDER)
+        self._records = LazyRecords(SMALLEST, loops.ORDER)
         self._order: Any = self._records.array
-        self._leaf_records = LazyRecords(SMALLEST, arrays.LEAF_ENTRY)
-        self._learned = np.zeros((arrays.TABLES, arrays.KINDS, arrays.AGES))
-        self._numbers = np.zeros(arrays.NUMBERS, np.int64)
-        self._numbers[arrays.DUE] = arrays.RECKON_USES
-        self._numbers[arrays.DRAWS] = seed * 2 + 0x2545F4914F6CDD1D
-        self._numbers[arrays.OWN_DRAWS] = (1 << 60) + (seed << 16)  # not the tier's draws
-        self._scores = np.zeros(arrays.SCORES)
-        self._scores[arrays.WEIGHT] = 1.0
-        self._at_once, self._most_learned = arrays.AT_ONCE, arrays.STEP
-        self._ghosts: list[Any] = [np.zeros(1, arrays.GHOST), None] * 2
-        self._own_leaves: Any = np.zeros(1, arrays.LEAF_ENTRY)
-        self._history: list[Any] = [np.zeros(1, arrays.HISTORY), None]
+        self._leaf_records = LazyRecords(SMALLEST, loops.LEAF_ENTRY)
+        self._learned = np.zeros((loops.TABLES, loops.KINDS, loops.AGES))
+        self._numbers = np.zeros(loops.NUMBERS, np.int64)
+        self._numbers[loops.DUE] = loops.RECKON_USES
+        self._numbers[loops.DRAWS] = seed * 2 + 0x2545F4914F6CDD1D
+        self._numbers[loops.OWN_DRAWS] = (1 << 60) + (seed << 16)  # not the tier's draws
+        self._scores = np.zeros(loops.SCORES)
+        self._scores[loops.WEIGHT] = 1.0
+        self._at_once, self._most_learned = loops.AT_ONCE, loops.STEP
+        self._ghosts: list[Any] = [np.zeros(1, loops.GHOST), None] * 2
+        self._own_leaves: Any = np.zeros(1, loops.LEAF_ENTRY)
+        self._history: list[Any] = [np.zeros(1, loops.HISTORY), None]
         for nodes in (self._ghosts[0], self._ghosts[2], self._history[0]):
             nodes["name"][0] = seed * 2 + 0x1E3779B97F4A7C15
         self.expect(1)
@@ -95,18 +94,18 @@ class Adaptive:
     def expect(self, blocks: int) -> None:
         """There is room for so many blocks. More room keeps what was learned."""
         blocks = min(blocks, MOST_ROOM)
-        if blocks <= self._numbers[arrays.NODES]:
+        if blocks <= self._numbers[loops.NODES]:
             return
         self._catch_up(blocks=1 << 62)
         names = max(HISTORY_PER_BLOCK * blocks, int(HISTORY_LEAST * self._thinned))
         ghosts = [part for at in (0, 2) for part in self._grown(self._ghosts[at], blocks)]
         history = self._grown(self._history[0], names)
-        own_leaves = LazyRecords(blocks + 1, arrays.LEAF_ENTRY).array
+        own_leaves = LazyRecords(blocks + 1, loops.LEAF_ENTRY).array
         own_leaves[: len(self._own_leaves)] = self._own_leaves
         self._point_at(None)
         self._ghosts, self._history, self._own_leaves = ghosts, history, own_leaves
-        self._numbers[[arrays.NODES, arrays.ROOM]] = blocks
-        self._numbers[arrays.NAMES + arrays.MOST] = names
+        self._numbers[[loops.NODES, loops.ROOM]] = blocks
+        self._numbers[loops.NAMES + loops.MOST] = names
         half_life = max(SCORE_HALF_LIFE_PER_BLOCK * blocks, SCORE_HALF_LIFE_LEAST * self._thinned)
         self._settings = np.array(
             [HALF_LIFE_PER_NAME * names, half_life, LEAD, FLOOR, self._at_once, self._most_learned]
@@ -123,14 +122,14 @@ class Adaptive:
     @property
     def goes_by_worth(self) -> bool:
         """Whether victims are currently chosen by learned worth."""
-        return bool(self._numbers[arrays.RULE])
+        return bool(self._numbers[loops.RULE])
 
     def inserted(self, row: int) -> None:
         """At the recent end, as a leaf."""
         if row + 1 >= len(self._order):
             self._grow(row)
         at = self._stop
-        self._events[at] = row << arrays.EVENT_BITS | arrays.INSERTED
+        self._events[at] = row << loops.EVENT_BITS | loops.INSERTED
         self._stop = at + 1
         if at >= self._last_place:
             self._flush()
@@ -150,13 +149,13 @@ class Adaptive:
         order["older"][ring[:-1]] = ring[1:]
         order["newer"][ring[1:]] = ring[:-1]
         order["kind"][nodes] = order["when"][nodes] = 0
-        leaves, first = nodes[np.asarray(are_leaves, bool)], self._numbers[arrays.LEAVES]
+        leaves, first = nodes[np.asarray(are_leaves, bool)], self._numbers[loops.LEAVES]
         listed = self._leaf_records.array[first : first + len(leaves)]
         listed["node"], listed["when"], listed["kind"] = leaves, 0, 0
         order["leaf_at"][nodes] = 0
         order["leaf_at"][leaves] = first + 1 + np.arange(len(leaves))
-        self._numbers[arrays.LEAVES] += len(leaves)
-        self._numbers[arrays.SIZE] += len(nodes)
+        self._numbers[loops.LEAVES] += len(leaves)
+        self._numbers[loops.SIZE] += len(nodes)
 
     def used(self, chain: Sequence[int], count: int) -> None:
         """Counted, for the history and both ghosts."""
@@ -190,13 +189,13 @@ class Adaptive:
                 self._place()
         at = self._stop
         self._stop = stop = at + 1 + length
-        self._events[at] = length << arrays.EVENT_BITS | arrays.TOUCHED
+        self._events[at] = length << loops.EVENT_BITS | loops.TOUCHED
         self._events[at + 1 : stop] = array("q", rows)
 
     def became_leaf(self, row: int) -> None:
         """It may be proposed from now on."""
         at = self._stop
-        self._events[at] = row << arrays.EVENT_BITS | arrays.LEAF
+        self._events[at] = row << loops.EVENT_BITS | loops.LEAF
         self._stop = at + 1
         if at >= self._last_place:
             self._flush()
@@ -204,7 +203,7 @@ class Adaptive:
     def became_inner(self, row: int) -> None:
         """It may not be proposed any more."""
         at = self._stop
-        self._events[at] = row << arrays.EVENT_BITS | arrays.INNER
+        self._events[at] = row << loops.EVENT_BITS | loops.INNER
         self._stop = at + 1
         if at >= self._last_place:
             self._flush()
@@ -213,7 +212,7 @@ class Adaptive:
         """Out of the order; the history and the ghosts keep it."""
         self._draws += 1
         at = self._stop
-        self._events[at] = row << arrays.EVENT_BITS | arrays.REMOVED
+        self._events[at] = row << loops.EVENT_BITS | loops.REMOVED
         self._stop = at + 1
         if at >= self._last_place:
             self._flush()
@@ -252,7 +251,7 @@ class Adaptive:
 
     def _first_victim(self, attempt: int) -> int:
         if self._waiting:
-            self._catch_up(arrays.PIECE)
+            self._catch_up(loops.PIECE)
         stop, self._stop = self._stop, 0  # as `_take` does; inlined, since the call is a tenth of the work per victim
         self._flushed += stop
         node: int = self._loops.first_victim(self._address, stop, self._draws + (attempt << 50))
@@ -270,10 +269,10 @@ class Adaptive:
         self._last_place = EVENTS - 1
 
     def _make_room(self, blocks: int) -> bool:
-        waiting = (self._numbers[arrays.FIRST] + np.arange(self._waiting)) % arrays.REQUESTS
+        waiting = (self._numbers[loops.FIRST] + np.arange(self._waiting)) % loops.REQUESTS
         longest = max(self._requests["length"][waiting], default=0)
         if longest > LONGEST_COPIED:
-            self._catch_up(arrays.STEP)
+            self._catch_up(loops.STEP)
             return False
         told = _room_for(2 * blocks)
         told[waiting, :, :longest] = self._told[waiting, :, :longest]
@@ -299,7 +298,7 @@ class Adaptive:
         placed = [np.frombuffer(self._events, np.int64), self._order, self._leaf_records.array, *self._ghosts]
         placed += [self._own_leaves, *self._history, self._requests, self._told, self._learned, self._numbers]
         placed += [self._scores, self._settings]
-        self._point_at(arrays.Arrays._make(placed))
+        self._point_at(loops.Arrays._make(placed))
 
     def _point_at(self, placed: Any) -> None:
         """Set to `None` before an array is replaced: if that is interrupted, no call gets the address of an array that
@@ -324,5 +323,5 @@ class Adaptive:
 
 
 def _room_for(blocks: int) -> Any:
-    shape = (arrays.REQUESTS, arrays.TOLD, blocks)
+    shape = (loops.REQUESTS, loops.TOLD, blocks)
     return LazyRecords(prod(shape), np.dtype(np.int64)).array.reshape(shape)

@@ -1,108 +1,179 @@
-"""The adaptive policy's per-block work, compiled by numba. `adaptive` explains what and why.
+"""The adaptive policy's per-block work, compiled by numba, and the arrays that it works on. `adaptive` explains what
+and why, and makes and keeps the arrays.
 
-The functions of `AdaptiveLoops` are its entrances: the first `prepare` compiles them, with all that they call here, in
-`adaptive_ghosts` and in `adaptive_rings`. All state is arrays (`adaptive_arrays`).
+The functions of `AdaptiveLoops` are its entrances: the first `prepare` compiles them, with all that they call. A call
+costs more with each array argument, and most take less than a microsecond: so a call gets a single address, of an array
+that says where they are (`Arrays`).
+
+    order     blocks of the tier: a ring in the order of their last use
+    ghost     the same of names in place of blocks, with the tree over them
+    leaves    of the tier and of the learning ghost, in no order
+    history   names in the order of their last use
+    requests  not yet fully learned and told to the ghosts, oldest first, and what is known of them
+
+Node 0 is a ring's two ends, and row r is node r + 1, so that zeroed memory is empty. Names are looked up by hash in
+chains of nodes, which `heads` begin: with few heads that is slow, and never wrong. All of it is one file, because numba
+keeps what it compiled as long as the file of an entrance stays as it is.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from hashlib import blake2b
 from logging import getLogger
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import config, from_dtype, int32, int64, njit
-
-from tiering.policies import adaptive_arrays, adaptive_ghosts, adaptive_rings
-from tiering.policies.adaptive_arrays import (
-    AGES,
-    CLOCK,
-    COUNT,
-    DOUBT,
-    DRAWS,
-    DUE,
-    EVENT_BITS,
-    FIRST,
-    FLOOR,
-    FULL,
-    GHOST,
-    GHOST_WORTH,
-    HALF_LIFE,
-    HISTORY,
-    HITS,
-    INSERTED,
-    KIND,
-    KINDS,
-    LAST,
-    LEAD,
-    LEAF,
-    LEARNED,
-    LEAVES,
-    LEFT,
-    LEVEL,
-    LOOKS,
-    LRU,
-    LRU_SCORE,
-    MOST,
-    MOST_AT_ONCE,
-    MOST_HALVINGS,
-    MOST_LEARNED,
-    NAME,
-    NAMES,
-    NODES,
-    OWN,
-    OWN_SCORE,
-    PARENT,
-    PIECE,
-    REACHED,
-    RECKON_USES,
-    RECKONED,
-    REMOVED,
-    REQUESTS,
-    ROOM,
-    RULE,
-    SAMPLES,
-    SCORE_HALF_LIFE,
-    SCORE_USES,
-    SIZE,
-    SPREAD,
-    STEP,
-    STEPS,
-    TOUCHED,
-    TURN,
-    USES,
-    WAITING,
-    WEIGHT,
-    WHEN,
-    WORTH,
-    arrays_at,
-    compiled,
-)
-from tiering.policies.adaptive_ghosts import tell
-from tiering.policies.adaptive_rings import (
-    add_leaf,
-    age_of,
-    below,
-    drawn_from,
-    drop_leaf,
-    enter,
-    fetch,
-    find,
-    insert,
-    least_worth_leaf,
-    lower,
-    mark,
-    move_behind,
-    next_state,
-    oldest_leaf,
-    strike,
-    take_out,
-    upper,
-)
+from numba import carray, config, from_dtype, int32, int64, njit, types
+from numba.extending import intrinsic
 
 _log = getLogger(__name__)
+
+INSERTED, REMOVED, LEAF, INNER, TOUCHED = range(5)
+EVENT_BITS = 3
+"""Events, each in so many bits of a number: above them a row, or how many rows stand behind it."""
+
+KINDS = 8
+"""Of blocks: bit 0, whether it was its request's last one; above it how often it was used: once, 2-3, 4-7, 8 and
+more."""
+LAST, LEVEL = 1, 2
+STEPS, OCTAVES = 8, 22
+"""Ages are counted in uses, in so many steps per octave."""
+AGES = STEPS * OCTAVES
+CANDIDATES = 64
+"""Leaves drawn for one victim."""
+SAMPLES = 4
+"""Names of the history looked at for each use."""
+MOST_GO = 4
+"""Blocks that a ghost evicts at most for one that comes, if its room has shrunk."""
+RECKON_USES = 2048
+"""Uses between two computations of a kind's worth."""
+DOUBT = 8.0
+"""Looks without a use that every kind has at every age from the start."""
+
+USES, LOOKS, WORTH, GHOST_WORTH = range(4)
+"""Learned, by kind and age: uses and looks; the worth; and the worth that the learning ghost uses, which is some
+requests behind."""
+TABLES = 4
+
+CLOCK, DUE, RULE, DRAWS, SIZE, LEAVES, NODES, FULL = range(8)
+"""Indexes of whole numbers: uses so far; when worth is next computed; 1 if the tier goes by it; state of the random
+generator; blocks of the tier; its leaves; blocks that a ghost has nodes for; the most blocks at any request for a
+victim since the last computation."""
+LRU, OWN, NAMES = 8, 15, 22
+"""From there on, of the ghosts and of the history, at the offsets `COUNT`, `LEAF_COUNT`, `MOST` and `FREE`: how many
+there are, leaves among them, how many there may be, and a node that was given back. Of the ghosts also their progress
+with the first waiting request, `LEFT`, `PARENT` and `HITS`: blocks of its chain not yet told, the node of the block
+before those, and how many were found."""
+COUNT, LEAF_COUNT, MOST, FREE, LEFT, PARENT, HITS = range(7)
+TURN, OWN_DRAWS, ROOM, FIRST, WAITING, LEARNED, REACHED, FETCHED = range(26, 34)
+"""The kind whose worth is computed next; victims drawn by the learning ghost; blocks that a ghost may have from the
+next request on; the first waiting request, how many wait, how many of these were learned, and the progress with the
+next; and a sink, so that no compiler drops reads that only prefetch."""
+RECKONED = 34
+"""From there on, by kind, `CLOCK` when its worth was last computed."""
+NUMBERS = RECKONED + KINDS
+
+REQUESTS = 8
+"""Requests that can wait. Before another is added, the ghosts take the first; if that takes more than a `STEP`, nothing
+is learned from the new one."""
+REQUEST = np.dtype(
+    [("length", "<i8"), ("count", "<i8"), ("clock", "<i8"), ("room", "<i8"), ("kind", "<i8"), ("worth", "<f8", AGES)]
+)
+"""length, count: of its chain, and how many of it count as used. clock, room: after it. kind, worth: what was computed
+with it; a negative kind for nothing. So ghosts that take a request later act as if they took it at once."""
+NAME, KIND, WHEN = range(3)
+"""Known of each block of a request: its name, kind and last use. -1 - row in place of the kind if it is not learned, or
+unknown."""
+TOLD = 3
+AT_ONCE = 64
+"""Blocks that the ghosts take within a request, unless it is longer itself."""
+PIECE = 32
+"""Blocks told within a longer one, and learned and told before each victim."""
+STEP = 512
+"""Blocks learned within a request, and told to the ghosts to make room for it: a fraction of a millisecond."""
+
+LRU_SCORE, OWN_SCORE, SPREAD, SCORE_USES, WEIGHT = range(5)
+"""Hits of both ghosts, the squares of their difference per request, and the uses; each counts `WEIGHT`, which grows, so
+that old ones count little."""
+SCORES = 5
+MOST_HALVINGS = 300.0
+"""Of scores, by one request: hardly anything is left anyway, and numbers stay finite."""
+HALF_LIFE, SCORE_HALF_LIFE, LEAD, FLOOR, MOST_AT_ONCE, MOST_LEARNED = range(6)
+"""Settings: half-lives of what is learned and of scores, in uses; the lead that the learning ghost needs, in roots of
+`SPREAD` and as a share of uses; `AT_ONCE` and `STEP`."""
+
+_RING = [("when", "<i8"), ("newer", "<i4"), ("older", "<i4"), ("leaf_at", "<i4"), ("kind", "u1")]
+ORDER = np.dtype(_RING, align=True)
+"""when, kind: of the last use. leaf_at: a leaf's place among the leaves, from 1 on; the LRU ghost lists none."""
+_TREE = [("next", "<i4"), ("parent", "<i4"), ("children", "<i4"), ("name", "<i8"), ("_to_a_line", "<i8", 2)]
+GHOST = np.dtype([*_RING, *_TREE], align=True)
+LEAF_ENTRY = np.dtype([("when", "<i8"), ("node", "<i4"), ("kind", "u1")], align=True)
+"""when, kind: as in the ring, so that drawing leaves reads only these entries, which lie close together."""
+_CHAIN = [("when", "<i8"), ("name", "<i8"), ("newer", "<i4"), ("older", "<i4"), ("next", "<i4")]
+HISTORY = np.dtype([*_CHAIN, ("kind", "u1"), ("uses", "u1")], align=True)
+
+compiled = njit(nogil=True)
+"""Of code that the entrances call: compiled together with them."""
+
+
+class Arrays(NamedTuple):
+    """All state. events, heads, told, learned, numbers, scores and settings are numbers, the others records."""
+
+    events: Any
+    order: Any
+    leaves: Any
+    lru: Any
+    lru_heads: Any
+    own: Any
+    own_heads: Any
+    own_leaves: Any
+    history: Any
+    history_heads: Any
+    requests: Any
+    told: Any
+    learned: Any
+    numbers: Any
+    scores: Any
+    settings: Any
+
+    def places(self) -> Any:
+        """The array whose address the calls get, valid as long as all of these are kept: each one's address, and the
+        length of its last axis."""
+        return np.array([(one.ctypes.data, one.shape[-1]) for one in self], np.int64)
+
+
+ARRAYS = len(Arrays._fields)
+
+
+@intrinsic
+def _pointer(typing_context, address):
+    def at_address(context, builder, signature, given):
+        return builder.inttoptr(given[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(address), at_address
+
+
+@compiled
+def arrays_at(address):
+    """`Arrays`; the compiler drops unused ones."""
+    places = carray(_pointer(address), (ARRAYS, 2), np.int64)
+    return (
+        carray(_pointer(places[0, 0]), (places[0, 1],), np.int64),
+        carray(_pointer(places[1, 0]), (places[1, 1],), ORDER),
+        carray(_pointer(places[2, 0]), (places[2, 1],), LEAF_ENTRY),
+        carray(_pointer(places[3, 0]), (places[3, 1],), GHOST),
+        carray(_pointer(places[4, 0]), (places[4, 1],), np.int32),
+        carray(_pointer(places[5, 0]), (places[5, 1],), GHOST),
+        carray(_pointer(places[6, 0]), (places[6, 1],), np.int32),
+        carray(_pointer(places[7, 0]), (places[7, 1],), LEAF_ENTRY),
+        carray(_pointer(places[8, 0]), (places[8, 1],), HISTORY),
+        carray(_pointer(places[9, 0]), (places[9, 1],), np.int32),
+        carray(_pointer(places[10, 0]), (REQUESTS,), REQUEST),
+        carray(_pointer(places[11, 0]), (REQUESTS, TOLD, places[11, 1]), np.int64),
+        carray(_pointer(places[12, 0]), (TABLES, KINDS, AGES), np.float64),
+        carray(_pointer(places[13, 0]), (NUMBERS,), np.int64),
+        carray(_pointer(places[14, 0]), (SCORES,), np.float64),
+        carray(_pointer(places[15, 0]), (6,), np.float64),
+    )
 
 
 class AdaptiveLoops(NamedTuple):
@@ -115,9 +186,6 @@ class AdaptiveLoops(NamedTuple):
     first_victim: Any
     next_leaf: Any
     enter_all: Any
-
-
-_ENTRANCES = ("_follow", "_learn", "_passed_over", "_catch_up", "_first_victim", "_next_leaf", "_enter_all")
 
 
 def is_usable() -> bool:
@@ -148,9 +216,7 @@ def prepare() -> AdaptiveLoops:
 
 def _loops(*, cache: bool = False) -> AdaptiveLoops:
     try:  # where there is no place for a cache, the first lines fail already
-        entrances = [globals()[name] for name in _ENTRANCES]
-        if cache:
-            _name_by_source(entrances)
+        entrances = (_follow, _learn, _passed_over, _catch_up, _first_victim, _next_leaf, _enter_all)
         loops = AdaptiveLoops(*(njit(nogil=True, cache=cache)(entrance) for entrance in entrances))
         _compile(loops)
     except Exception as error:  # of a disk, of whatever damaged bytes make, or of a compiler that is somebody else's
@@ -158,13 +224,290 @@ def _loops(*, cache: bool = False) -> AdaptiveLoops:
     return loops
 
 
-def _name_by_source(entrances: list[Callable[..., Any]]) -> None:
-    """Numba finds what it kept by the function's name, and checks the text of the function's own file. The name says
-    which text the other files had."""
-    text = "".join(inspect.getsource(module) for module in (adaptive_arrays, adaptive_ghosts, adaptive_rings))
-    digest = blake2b(text.encode(), digest_size=8).hexdigest()
-    for entrance in entrances:
-        entrance.__qualname__ = f"{entrance.__name__}_{digest}"
+# Draws and ages ----------------------------------------------------------------------------------------------------
+
+
+@compiled
+def next_state(state):
+    """The next state of a generator (xorshift64: G. Marsaglia, Journal of Statistical Software 8 (14), 2003)."""
+    state ^= state << np.uint64(13)
+    state ^= state >> np.uint64(7)
+    return state ^ (state << np.uint64(17))
+
+
+@compiled
+def drawn_from(number):
+    """A state unrelated to those of neighbouring numbers: one factor of multiplicative hashing, and a step."""
+    return next_state(np.uint64(number) * np.uint64(11400714819323198485))
+
+
+@compiled
+def below(draw, bound):
+    """A whole number from 0 to below a bound, from 32 random bits."""
+    return np.int64((draw * np.uint64(bound)) >> np.uint64(32))
+
+
+@compiled
+def upper(state):
+    """32 random bits."""
+    return state >> np.uint64(32)
+
+
+@compiled
+def lower(state):
+    """32 others of the same state."""
+    return state & np.uint64(0xFFFFFFFF)
+
+
+@intrinsic
+def _bits(typing_context, number):
+    def as_whole(context, builder, signature, given):
+        return builder.bitcast(given[0], context.get_value_type(types.int64))
+
+    return types.int64(types.float64), as_whole
+
+
+_FRACTION_BITS, _BIAS = 52, 1023
+_STEP_BITS = 3
+assert STEPS == 1 << _STEP_BITS
+
+
+@compiled
+def age_of(uses):
+    """The step of an age: up to 15 each has its own; above, a number's exponent and the first bits of its fraction say
+    which octave and which step of it."""
+    step = (_bits(np.float64(uses)) >> (_FRACTION_BITS - _STEP_BITS)) - (_BIAS + _STEP_BITS - 1) * STEPS
+    return min(step if uses >= STEPS else uses, AGES - 1)
+
+
+# Rings and leaves ----------------------------------------------------------------------------------------------------
+
+
+@compiled
+def insert(ring, node, newer):
+    """Insert right behind a newer node; behind node 0, at the recent end."""
+    older = ring[newer].older
+    ring[older].newer = node
+    ring[node].older = older
+    ring[node].newer = newer
+    ring[newer].older = node
+
+
+@compiled
+def take_out(ring, node):
+    after, before = ring[node].newer, ring[node].older
+    ring[after].older = before
+    ring[before].newer = after
+
+
+@compiled
+def move_behind(ring, node, newer):
+    if ring[newer].older != node:
+        take_out(ring, node)
+        insert(ring, node, newer)
+
+
+@compiled
+def add_leaf(ring, leaves, node, numbers, count):
+    """count: where in `numbers` the leaves are counted."""
+    if ring[node].leaf_at == 0:
+        at = numbers[count]
+        leaves[at].node = node
+        leaves[at].when = ring[node].when
+        leaves[at].kind = ring[node].kind
+        numbers[count] = ring[node].leaf_at = at + 1
+
+
+@compiled
+def drop_leaf(ring, leaves, node, numbers, count):
+    at = ring[node].leaf_at
+    if at != 0:
+        numbers[count] -= 1
+        end = numbers[count]
+        if end != at - 1:
+            last = leaves[end].node
+            leaves[at - 1].node = last
+            leaves[at - 1].when = leaves[end].when
+            leaves[at - 1].kind = leaves[end].kind
+            ring[last].leaf_at = at
+        ring[node].leaf_at = 0
+
+
+@compiled
+def mark(ring, leaves, node, kind, when):
+    """Record a leaf's last use and its kind."""
+    ring[node].kind = kind
+    ring[node].when = when
+    at = ring[node].leaf_at
+    if at != 0:
+        leaves[at - 1].kind = kind
+        leaves[at - 1].when = when
+
+
+@compiled
+def oldest_leaf(ring, node):
+    """The least recently used leaf that was used after `node`, or 0."""
+    node = ring[node].newer
+    while node != 0 and ring[node].leaf_at == 0:
+        node = ring[node].newer
+    return node
+
+
+@compiled
+def least_worth_leaf(ring, leaves, count, first, worth_of, clock, state):
+    """Of some drawn leaves and one given leaf, the one worth least; of equals the least recently used."""
+    found, when = first, ring[first].when
+    least = worth_of[ring[first].kind, age_of(clock - when)]
+    for _ in range(CANDIDATES // 2):
+        state = next_state(state)
+        for draw in (upper(state), lower(state)):
+            at = below(draw, count)
+            used = leaves[at].when
+            worth = worth_of[leaves[at].kind, age_of(clock - used)]
+            if worth < least or (worth == least and used < when):
+                found, least, when = leaves[at].node, worth, used
+    return found
+
+
+# Names ---------------------------------------------------------------------------------------------------------------
+
+
+@compiled
+def _head(nodes, heads, name):
+    """Where a name's chain begins. Node 0 has a random factor in place of a name, so that no client can aim at one
+    chain."""
+    return np.int64((np.uint64(name) * np.uint64(nodes[0].name)) >> np.uint64(32)) & (len(heads) - 1)
+
+
+@compiled
+def find(nodes, heads, name):
+    """The node of a name, or 0."""
+    node = heads[_head(nodes, heads, name)]
+    while node != 0 and nodes[node].name != name:
+        node = nodes[node].next
+    return node
+
+
+@compiled
+def fetch(nodes, heads, names, numbers):
+    """Prefetch everything that these names lead to, before it is needed one by one."""
+    seen = 0
+    for name in names:
+        seen += heads[_head(nodes, heads, name)]
+    for name in names:
+        seen += nodes[heads[_head(nodes, heads, name)]].newer
+    numbers[FETCHED] = seen
+
+
+@compiled
+def enter(nodes, heads, node, name):
+    at = _head(nodes, heads, name)
+    nodes[node].name = name
+    nodes[node].next = heads[at]
+    heads[at] = node
+
+
+@compiled
+def strike(nodes, heads, node):
+    at = _head(nodes, heads, nodes[node].name)
+    one = heads[at]
+    if one == node:
+        heads[at] = nodes[node].next
+        return
+    while nodes[one].next != node:
+        one = nodes[one].next
+    nodes[one].next = nodes[node].next
+
+
+# Ghosts: told of each request, they store and evict names in place of blocks, each by its rule -----------------------
+
+
+@compiled
+def _ghost_insert(ghost, heads, leaves, which, name, parent, worth_of, clock, numbers):
+    """A block comes, right behind its parent, and the ghost evicts for it, by its own rule. Returns its node, or 0 if
+    only its ancestors could go. It is no leaf yet: most get a child at once."""
+    if parent != 0:
+        ghost[parent].children += 1
+        if which == OWN:
+            drop_leaf(ghost, leaves, parent, numbers, OWN + LEAF_COUNT)
+    for _ in range(MOST_GO):
+        if numbers[which + COUNT] < numbers[which + MOST]:
+            break
+        victim = ghost[0].newer
+        if victim == 0 or ghost[victim].children != 0:
+            break
+        if which == OWN:
+            numbers[OWN_DRAWS] += 1
+            state = drawn_from(numbers[OWN_DRAWS])
+            victim = least_worth_leaf(ghost, leaves, numbers[OWN + LEAF_COUNT], victim, worth_of, clock, state)
+        _ghost_remove(ghost, heads, leaves, which, victim, numbers)
+    if numbers[which + COUNT] + 1 >= len(ghost):
+        if parent != 0:
+            ghost[parent].children -= 1
+        return 0
+    node = numbers[which + FREE]
+    if node != 0:
+        numbers[which + FREE] = ghost[node].next
+    else:
+        node = numbers[which + COUNT] + 1
+    numbers[which + COUNT] += 1
+    enter(ghost, heads, node, name)
+    ghost[node].parent = parent
+    ghost[node].children = 0
+    insert(ghost, node, parent)
+    return node
+
+
+@compiled
+def _ghost_remove(ghost, heads, leaves, which, node, numbers):
+    take_out(ghost, node)
+    strike(ghost, heads, node)
+    numbers[which + COUNT] -= 1
+    parent = ghost[node].parent
+    if parent != 0:
+        ghost[parent].children -= 1
+    if which == OWN:
+        drop_leaf(ghost, leaves, node, numbers, OWN + LEAF_COUNT)
+        if parent != 0 and ghost[parent].children == 0:
+            add_leaf(ghost, leaves, parent, numbers, OWN + LEAF_COUNT)
+    ghost[node].next = numbers[which + FREE]
+    numbers[which + FREE] = node
+
+
+@compiled
+def tell(ghost, heads, leaves, which, request, told, most, worth_of, numbers):
+    """Tell a ghost of a chain, from the prompt's first block on, up to so many more blocks. Each goes to the recent
+    end, behind its parent: so no block is newer than its ancestors, and the oldest one is a leaf, or all are of this
+    chain."""
+    left, parent = numbers[which + LEFT], numbers[which + PARENT]
+    if left == 0:
+        return
+    stop = max(0, left - most)
+    fetch(ghost, heads, told[NAME, stop : min(left, request.count + 1)], numbers)
+    reached = left
+    while reached > stop:
+        at = reached - 1
+        node = find(ghost, heads, told[NAME, at])
+        if node == 0:
+            if at >= request.count:
+                break  # evicted since it was asked for: its descendants cannot be stored
+            node = _ghost_insert(ghost, heads, leaves, which, told[NAME, at], parent, worth_of, request.clock, numbers)
+            if node == 0:
+                break
+        elif ghost[node].parent != parent:
+            break  # another block has the same name
+        else:
+            move_behind(ghost, node, parent)
+            if at < request.count:
+                numbers[which + HITS] += 1
+        if told[KIND, at] >= 0:
+            mark(ghost, leaves, node, told[KIND, at], told[WHEN, at])
+        parent = node
+        reached = at
+    if which == OWN and parent != 0 and ghost[parent].children == 0:
+        add_leaf(ghost, leaves, parent, numbers, OWN + LEAF_COUNT)
+    numbers[which + PARENT] = parent
+    numbers[which + LEFT] = stop if reached == stop else 0
 
 
 # Learning ------------------------------------------------------------------------------------------------------------

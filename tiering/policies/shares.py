@@ -31,10 +31,9 @@ class Shares:
 
     def __init__(self, tenants: Mapping[bytes, Share]) -> None:
         """tenants: those with settings, by their opaque ids."""
-        assert sum(share.guaranteed for share in tenants.values()) <= 1 + 1e-9
-        assert all(share.weight > 0 for share in tenants.values())
         self._shares = [Share(), *tenants.values()]
         self._groups = {tenant: number for number, tenant in enumerate(tenants, THE_REST + 1)}
+        self.change(tenants)
         self.of_namespace: list[int] = []
         """The group of each namespace, by its number."""
 
