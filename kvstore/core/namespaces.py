@@ -18,7 +18,6 @@ from kvstore.block.about import check_can_be_kept
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import Namespace, TenantKeys
 from kvstore.core.dram_recovery import Recovery
-from kvstore.core.lease_pieces import Endings
 from kvstore.core.leases import Leasing
 from kvstore.core.levels import Levels
 from kvstore.core.reservations import ABORTED_PLACES, Reservations
@@ -52,7 +51,6 @@ class NamespaceVerbs:
     def __init__(
         self,
         shared: Shared,
-        endings: Endings,
         leasing: Leasing,
         reservations: Reservations,
         room: Room,
@@ -60,7 +58,7 @@ class NamespaceVerbs:
         recovery: Recovery,
     ) -> None:
         self._shared, self._blocks, self._clock, self._limits = shared, shared.blocks, shared.clock, shared.limits
-        self._leases, self._endings, self._leasing = shared.leases, endings, leasing
+        self._leases, self._leasing = shared.leases, leasing
         self._reservations, self._room = reservations, room
         self._levels, self._recovery = levels, recovery
         self._under_way: set[int] = set()
@@ -181,7 +179,7 @@ class NamespaceVerbs:
             self._await_taken_in(lambda: self._is_moving(number), deadline)
             self._shared.end_due()  # from here on the namespace has no leases, and gets none
             ending = [one for one in self._leases.ending.values() if one.namespace == number]
-            self._endings.finish([*self._leases.expire_all(number), *ending])
+            self._leases.finish([*self._leases.expire_all(number), *ending])
             self._await_taken_in(lambda: self._is_moving(number), deadline)
             self._reservations.cancel_all(number)
             self._shared.fetched.forget(number)

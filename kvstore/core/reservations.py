@@ -23,7 +23,7 @@ from kvstore.core.collective import (
     ReservationRecord,
     chain_of,
 )
-from kvstore.core.leases import LOCKED_BLOCKS, Leasing
+from kvstore.core.leases import Leasing
 from kvstore.core.room import Room
 from kvstore.core.rows.index import NO_ROW, RowState
 from kvstore.core.shared import GIVE_WAY_SECONDS, Shared
@@ -316,12 +316,7 @@ class Reservations:
         """Count a stored chain as used, as far as it is readable. Once: until then the reservation's rows pin it."""
         if not record.published:
             return
-        chain = self._blocks.index.chain(record.rows[record.published - 1])
-        if len(chain) <= LOCKED_BLOCKS:
-            self._blocks.used(chain, record.published)
-        else:
-            self._blocks.counted(chain, record.published)
-            self._leasing.refreshing.append((chain, record.published))
+        self._leasing.count_use(self._blocks.index.chain(record.rows[record.published - 1]), record.published)
 
     # Ending ----------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from numbers import Integral
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput
 from kvstore.core.collective import ReservationRecord
-from kvstore.core.lease_pieces import Endings
 from kvstore.core.shared import GIVE_WAY_SECONDS, Shared
 from tiering.counts.tally import CheckedAt
 from tiering.dram.extents import Extent
@@ -58,13 +57,12 @@ class SlotRequest:
 
 
 class Room:
-    """Finds slots in one store's DRAM, and gives empty extents back."""
+    """Finds slots in one store's DRAM, shares extents with clients, and gives empty ones back. Thread-safe."""
 
-    def __init__(self, shared: Shared, endings: Endings, mover: Mover) -> None:
-        """endings: leases may have to end before there is room."""
-        self._shared, self._blocks, self._lower, self._mover = shared, shared.blocks, shared.lower, mover
-        self._clock, self._steps = shared.clock, shared.limits.room_steps
-        self._leases, self._endings, self._reservations = shared.leases, endings, shared.reservations
+    def __init__(self, shared: Shared) -> None:
+        self._shared, self._blocks, self._lower = shared, shared.blocks, shared.lower
+        self._clock, self._leases, self._reservations = shared.clock, shared.leases, shared.reservations
+        self._mover = Mover(shared.blocks.dram, shared.blocks.keys)
         self._unmapping = threading.Condition(shared.lock)
         self._unmap_wait = UnmapWait()
         self.vacating: dict[int, ExtentMove] = {}
@@ -78,7 +76,7 @@ class Room:
         scarce = refused = False  # the machine had no memory for another extent: now, and at the last attempt
         unmap_wait = PUT_SECONDS if isinstance(record, ReservationRecord) else 0.0  # a lease has an engine's deadline
         has_waited = False
-        for taken in range(self._steps):
+        for taken in range(self._shared.limits.room_steps):
             ends_at = record.room_until if isinstance(record, ReservationRecord) else None
             if taken and ends_at is not None and self._clock.monotonic_seconds() >= ends_at:
                 return MissReason.DEADLINE
@@ -95,7 +93,7 @@ class Room:
                     if not self._leases.ending or has_waited or self._shared.closed:
                         return step
                     has_waited = True  # ended leases pinned what could make room
-                    self._endings.finish_all()
+                    self._leases.finish_all()
                     continue
             if isinstance(step, ExtentMove):
                 self._vacate(step)
@@ -195,7 +193,7 @@ class Room:
         with self._shared.lock:
             self._shared.check_open()
             self._shared.end_due()
-            self._endings.finish_all()
+            self._leases.finish_all()
             gone = 0
             while True:
                 self._shared.check_open()
@@ -317,12 +315,7 @@ class Room:
                     self._shared.moves_done.wait(GIVE_WAY_SECONDS)
             gone.clear()
 
-
-class SharedExtents:
-    """One store's extents, as other processes map them. Thread-safe."""
-
-    def __init__(self, shared: Shared) -> None:
-        self._shared, self._blocks, self._clock = shared, shared.blocks, shared.clock
+    # Extents as other processes map them -----------------------------------------------------------------------------
 
     def share(self, extent: int, tenant: bytes, holder: int, fills: Collection[int] | None = None) -> SharedExtent:
         """Open an extent for another process: to read, or with `fills`, the namespaces it stores into, to write.

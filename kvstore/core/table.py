@@ -10,12 +10,9 @@ that has it. A quarantined row is listed in DRAM's, without frames, until a put 
 from __future__ import annotations
 
 import logging
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import count
-from math import inf
+from dataclasses import replace
 from typing import Generic
 
 import numpy as np
@@ -761,123 +758,3 @@ class BlocksBelow:
                 children[index.parent(row)] += 1
         for row in rows:
             assert residency.children(row) == children[row]
-
-
-@dataclass(eq=False, slots=True)
-class LeaseRecord:
-    """rows: the pinned blocks in chain order, from block `first_block` on. places: of the frames, part after part: 8
-    bytes each, since they are most of a lease's memory. holders: releases needed to end it. owner: the tenant.
-
-    has_expired: it pins nothing any more, or soon. is_released: its last holder has released it. It then ends in pieces
-    (see `Endings`): unpinned counts rows; held counts places, of which the first `let_go` are not held any more.
-    """
-
-    number: int
-    namespace: int
-    first_block: int
-    rows: array[int]
-    places: array[int]
-    expires_at: float
-    holders: int = 1
-    owner: bytes = b""
-    has_expired: bool = False
-    is_released: bool = False
-    unpinned: int = 0
-    held: int = 0
-    let_go: int = 0
-
-    def place(self, part: int, at: int) -> int | None:
-        """Where a part's frame of block `at` of the lease was when leased; None if there is none."""
-        index = part * len(self.rows) + at
-        return self.places[index] if part >= 0 and 0 <= at < len(self.rows) and index < len(self.places) else None
-
-
-class LeaseTable:
-    """All leases, in the order in which they expire: every lease lasts equally long."""
-
-    def __init__(self, lease_seconds: float, new_number: Callable[[], int] | None = None) -> None:
-        """new_number: draws a number above 0 that no other lease of this table ever has."""
-        self.lease_seconds = lease_seconds
-        self.live: dict[int, LeaseRecord] = {}
-        """Leases that pin."""
-        self.ending: dict[int, LeaseRecord] = {}
-        """Leases that are over and still pin or hold places; `Endings` ends them."""
-        self.ending_places: Counter[bytes] = Counter()
-        """Of these, by tenant."""
-        self.promoting: list[tuple[int, list[int]]] = []
-        """Namespace and pinned rows of each lease that waits for promotions, and has no number yet."""
-        self.lapsed: dict[int, LeaseRecord] = {}
-        """Leases that expired and were not released."""
-        self._new_number = new_number or count(1).__next__
-        self.counts: Counter[bytes] = Counter()
-        """Leases, by tenant."""
-
-    def add(
-        self,
-        namespace: int,
-        first_block: int,
-        rows: Sequence[int],
-        places: array[int],
-        now: float,
-        owner: bytes = b"",
-    ) -> int:
-        """A new lease; returns its number. places: as in `LeaseRecord`."""
-        number = self._new_number()
-        expires_at = now + self.lease_seconds
-        self.live[number] = LeaseRecord(
-            number, namespace, first_block, array("i", rows), places, expires_at, owner=owner
-        )
-        self.counts[owner] += 1
-        return number
-
-    def get(self, number: int) -> LeaseRecord | None:
-        """A lease, live or expired."""
-        return self.live.get(number) or self.lapsed.get(number)
-
-    def is_live(self, number: int, now: float = -inf) -> bool:
-        record = self.live.get(number)
-        return record is not None and record.expires_at > now
-
-    def attach(self, number: int, now: float = -inf) -> bool:
-        """Add a holder to a live lease."""
-        if not self.is_live(number, now):
-            return False
-        self.live[number].holders += 1
-        return True
-
-    def take(self, number: int) -> LeaseRecord | None:
-        """Release one holder of a live or expired lease; the last one removes it and gets its record."""
-        record = self.get(number)
-        if record is not None and record.holders > 1:
-            record.holders -= 1
-            return None
-        if record is not None:
-            self.counts[record.owner] -= 1
-            record.is_released = True
-        return self.live.pop(number, None) or self.lapsed.pop(number, None)
-
-    def expire_due(self, now: float) -> Iterator[LeaseRecord]:
-        """Expire leases whose time is over; each stays in the table until its reader releases it."""
-        while self.live:
-            record = next(iter(self.live.values()))
-            if record.expires_at > now:
-                return
-            yield self._expire(record)
-
-    def expire(self, number: int) -> LeaseRecord | None:
-        record = self.live.get(number)
-        return self._expire(record) if record is not None else None
-
-    def expire_all(self, namespace: int) -> Iterator[LeaseRecord]:
-        for record in [record for record in self.live.values() if record.namespace == namespace]:
-            yield self._expire(record)
-
-    def __len__(self) -> int:
-        """Leases that pin or keep slots from reuse."""
-        return len(self.live) + len(self.lapsed)
-
-    def _expire(self, record: LeaseRecord) -> LeaseRecord:
-        del self.live[record.number]
-        self.lapsed[record.number] = record
-        record.has_expired = True
-        return record
