@@ -57,7 +57,7 @@ class NamespaceVerbs:
         levels: Levels | None,
         recovery: Recovery,
     ) -> None:
-        self._shared, self._blocks, self._clock, self._limits = shared, shared.blocks, shared.clock, shared.limits
+        self._shared, self._blocks, self._clock = shared, shared.blocks, shared.clock
         self._leases, self._leasing = shared.leases, leasing
         self._reservations, self._room = reservations, room
         self._levels, self._recovery = levels, recovery
@@ -77,7 +77,7 @@ class NamespaceVerbs:
                 raise BadInput("this tenant is being purged, or its key was retired; connect again, or open it anew")
             space = self._find_space(keys.tenant, wanted)
             if space is None:
-                check_fits(self._blocks, self._shared.lower, self._limits, keys.tenant, namespace, payload_bytes)
+                check_fits(self._shared, keys.tenant, namespace, payload_bytes)
                 space = self._blocks.add_space(keys, namespace, payload_bytes)
             return Grant(
                 space.number,
