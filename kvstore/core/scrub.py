@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstore.block.account import MissReason
+from kvstore.core.dram_recovery import Recovery
 from kvstore.core.levels import READS, Levels
-from kvstore.core.nvme_recovery import NvmeRecovery
 from kvstore.core.rows.below import Lower
 from kvstore.core.rows.index import RowState
 from kvstore.core.shared import Shared
@@ -82,7 +82,7 @@ class Scrubbing:
     """The scrubber of one store. The lock is the store's."""
 
     def __init__(
-        self, shared: Shared, lower: Lower[NvmeTier], levels: Levels, recovery: NvmeRecovery, limits: ScrubLimits
+        self, shared: Shared, lower: Lower[NvmeTier], levels: Levels, recovery: Recovery, limits: ScrubLimits
     ) -> None:
         self._blocks, self._lower, self._levels, self._recovery = shared.blocks, lower, levels, recovery
         self._keys, self._clock, self._lock, self._limits = shared.blocks.keys, shared.clock, shared.lock, limits
@@ -111,7 +111,7 @@ class Scrubbing:
 
     def step(self) -> float:
         """Do what is due; returns the seconds until more is due, unless the thread is woken earlier."""
-        if self._recovery.is_recovering:
+        if self._recovery.is_nvme_under_way:
             return max(LOADING_LOOK_SECONDS, self.scrub.seconds_until_due())
         window = self._window
         if window is not None:

@@ -76,8 +76,7 @@ class Store(Shared):
         if self.lower is not None:
             self._levels = Levels(self, self.lower, self._room)
             if scrub is not None:
-                assert self._recovery.of_nvme is not None
-                self._scrubbing = Scrubbing(self, self.lower, self._levels, self._recovery.of_nvme, scrub)
+                self._scrubbing = Scrubbing(self, self.lower, self._levels, self._recovery, scrub)
         self._leasing = Leasing(self, self._levels, self._room)
         self._puts = Reservations(self, self._room, self._leasing)
         self._namespaces = NamespaceVerbs(self, self._leasing, self._puts, self._room, self._levels, self._recovery)
@@ -391,11 +390,10 @@ class Store(Shared):
     def close(self) -> None:
         """Flush dirty blocks to NVMe, as far as there is time; then refuse every request and give the memory back.
         Readers keep what they have mapped."""
-        self._recovery.stop_dram()
         if self._scrubbing is not None and not self.closed:
             self._scrubbing.close()
-        if self._recovery.of_nvme is not None and self._levels is not None and not self.closed:
-            self._recovery.of_nvme.stop(self.limits.close_seconds)
+        self._recovery.stop(self.limits.close_seconds if not self.closed else 0)
+        if self._levels is not None and not self.closed:
             self._levels.close(self.limits.close_seconds)
         with self.lock:
             if self.closed:

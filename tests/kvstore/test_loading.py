@@ -246,7 +246,7 @@ def test_frames_stay_unproven_until_all_are_verified(tmp_path: Path, end: str, m
                 shutil.copytree(tmp_path / "crashed", directory)
             else:
                 threading.Timer(0.5, go_on.set).start()
-                store._store._recovery.of_nvme._closing.set()  # type: ignore[union-attr]
+                store._store._recovery.of_nvme.closing.set()  # type: ignore[union-attr]
             if end == "crash":
                 go_on.set()
     if "lost" in end:
