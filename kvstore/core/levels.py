@@ -20,7 +20,8 @@ from itertools import count, takewhile
 
 from kvstore.block.account import REASON_OF_FINDING, MissReason
 from kvstore.config import format_size
-from kvstore.core.room import Room, SlotRequest
+from kvstore.core.collective import SlotRequest
+from kvstore.core.room import Room
 from kvstore.core.rows.below import Lower, Promotion
 from kvstore.core.rows.index import NO_ROW, OpenedNamespace, RowState
 from kvstore.core.shared import Shared
@@ -145,7 +146,7 @@ class Levels:
                 for promotion in under_way:
                     promotion.waiting += 1
                 missing = [row for row in rows if row not in self._promoting and not self._blocks.is_above(row)]
-            lift = SlotRequest(number, missing, [[] for _ in self._blocks.spaces[number].classes])
+            lift = SlotRequest(namespace=number, rows=missing, places=[[] for _ in self._blocks.spaces[number].classes])
             try:
                 reason = self._room.find_slots(lift) if missing else None
             except BaseException:  # interrupted

@@ -129,12 +129,17 @@ class Reservations:
                 present += skipped
                 return ReserveReply(0, present, stopped_at=present, reason=reason, in_flight=in_flight)
             parts = len(self._blocks.spaces[number].classes)
-            done = [0] * parts
-            places: list[list[int]] = [[] for _ in range(parts)]
             record = ReservationRecord(
-                self._new_number(), number, priority, expires_at, done, places, room_until=ends_at
+                number=self._new_number(),
+                namespace=number,
+                priority=priority,
+                expires_at=expires_at,
+                done=[0] * parts,
+                places=[[] for _ in range(parts)],
+                room_until=ends_at,
+                is_fetched=couriers > 0,
             )
-            asked, record.is_fetched = len(keys), couriers > 0
+            asked = len(keys)
             if record.is_fetched:
                 keys = keys[: present + self._shared.fetched.room(number, couriers)]
             stopped_at, reason = self._begin_rows(record, keys, present, in_flight_rows)

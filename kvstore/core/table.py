@@ -79,6 +79,11 @@ class BlockTable(Generic[TierBelow]):
         self.unverified: set[int] = set()  # rows taken over from an earlier process, their frames not yet read
         self.below = BlocksBelow(self, lower) if lower is not None else None
 
+    @property
+    def residencies(self) -> tuple[Residency, ...]:
+        """Of DRAM, and of NVMe where there is one."""
+        return (self.residency, self.lower.residency) if self.lower is not None else (self.residency,)
+
     def pin(self, number: int, rows: Sequence[int]) -> None:
         """Pin distinct blocks of a namespace. Leases, repairs and moves pin alike: one block may have all three."""
         self.pinned_bytes += self.residency.pins.pin(rows) * self.spaces[number].block_bytes
@@ -118,7 +123,7 @@ class BlockTable(Generic[TierBelow]):
         row = self.index.insert(number, key, parent, priority, expires_at)
         if row >= self._rows:
             self.grow_to(row + GROWN_AT_ONCE)
-        self._child_came(parent)
+        _child_came(self.residency, parent)
         return row
 
     def place(self, number: int, rows: Sequence[int]) -> list[list[int]]:
@@ -176,15 +181,15 @@ class BlockTable(Generic[TierBelow]):
 
     def counted(self, chain: Sequence[int], count: int) -> None:
         """The first half of `used`: the policies learn from the request as a whole."""
-        self.residency.policy.used(chain, count)
+        for residency in self.residencies:
+            residency.policy.used(chain, count)
         if self.lower is not None:
-            self.lower.residency.policy.used(chain, count)
             self.lower.admission.used(chain, count)
 
     def refreshed(self, chain: Sequence[int], count: int) -> None:
         """The second half of `used`, which may be done in pieces, deepest first: the chain's blocks become the most
         recent. Rows that are not readable any more are skipped."""
-        for residency in (self.residency, self.lower.residency) if self.lower is not None else (self.residency,):
+        for residency in self.residencies:
             if residency.retention is not None and self.index.has_hints:
                 residency.retention.used(chain)
             is_listed = residency.is_listed
@@ -197,7 +202,7 @@ class BlockTable(Generic[TierBelow]):
         """Extend the retention of a chain's readable blocks, first block first."""
         for row in rows:
             self.index.renew(row, priority, expires_at)
-        for residency in (self.residency, self.lower.residency) if self.lower is not None else (self.residency,):
+        for residency in self.residencies:
             if residency.retention is not None:
                 for row in rows:
                     if residency.is_listed(row):
@@ -302,7 +307,7 @@ class BlockTable(Generic[TierBelow]):
         if is_listed := self.residency.is_listed(row):
             self.residency.unlisted(row)
         parent = self.index.remove(row, remember=True, stamp=self.tally.stamp(TierName.DRAM, EvictionCause.DROP))
-        self._child_went(parent if is_listed else NO_ROW)
+        _child_went(self.residency, parent if is_listed else NO_ROW)
 
     def quarantine(self, row: int) -> bool:
         """A check failed: no frame of the block is ever used again, and the row stays, lost, so that its children keep
@@ -377,7 +382,7 @@ class BlockTable(Generic[TierBelow]):
     def make_place_above(self, number: int, rows: Sequence[int]) -> list[list[int]]:
         """Slots in DRAM for blocks that are about to be promoted, by part."""
         for row in rows:
-            self._child_came(self.index.parent(row))
+            _child_came(self.residency, self.index.parent(row))
         return self.place(number, rows)
 
     def promoted(self, row: int, header_digests: Sequence[bytes]) -> None:
@@ -403,7 +408,7 @@ class BlockTable(Generic[TierBelow]):
         """
         residency = self.residency
         if self.index.state(row) is RowState.VISIBLE:
-            self._child_came(self.index.parent(row))
+            _child_came(self.residency, self.index.parent(row))
         else:
             self.index.publish(row)
             if self.lower is not None:
@@ -422,7 +427,7 @@ class BlockTable(Generic[TierBelow]):
     def not_promoted(self, row: int) -> None:
         """The read failed: free its slots in DRAM."""
         self.dram.abort(self.residency.forget(row))
-        self._child_went(self.index.parent(row))
+        _child_went(self.residency, self.index.parent(row))
 
     def retire_empty(self, number: int, most: int) -> list[Extent]:
         """Take up to so many empty extents of a namespace out of the pool; they are unmapped with the returned list."""
@@ -497,26 +502,27 @@ class BlockTable(Generic[TierBelow]):
 
     def _leave(self, row: int) -> None:
         self.residency.unlisted(row)
-        self._child_went(self.index.parent(row))
+        _child_went(self.residency, self.index.parent(row))
 
     def _remove(self, row: int) -> None:
         self.residency.unlisted(row)
-        self._child_went(self.index.remove(row))
-
-    def _child_came(self, parent: int) -> None:
-        if parent != NO_ROW:
-            self.residency.child_came(parent)
-
-    def _child_went(self, parent: int) -> None:
-        if parent != NO_ROW:
-            self.residency.child_went(parent)
+        _child_went(self.residency, self.index.remove(row))
 
     def grow_to(self, row: int) -> None:
         self._rows = max(self._rows, row + 1)
-        self.residency.grow_to(row)
         self.last_uses.grow_to(row)
-        if self.lower is not None:
-            self.lower.residency.grow_to(row)
+        for residency in self.residencies:
+            residency.grow_to(row)
+
+
+def _child_came(residency: Residency, parent: int) -> None:
+    if parent != NO_ROW:
+        residency.child_came(parent)
+
+
+def _child_went(residency: Residency, parent: int) -> None:
+    if parent != NO_ROW:
+        residency.child_went(parent)
 
 
 class BlocksBelow:
@@ -525,12 +531,8 @@ class BlocksBelow:
     def __init__(self, blocks: BlockTable[LowerTier], lower: Lower[LowerTier]) -> None:
         self._blocks, self._gone = blocks, lower.gone
         self._tier, self._residency, self.admission = lower.tier, lower.residency, lower.admission
-        self._index, self._above, self._dirty, self._spaces = (
-            blocks.index,
-            blocks.residency,
-            blocks.dirty,
-            blocks.spaces,
-        )
+        self._index, self._above = blocks.index, blocks.residency
+        self._dirty, self._spaces = blocks.dirty, blocks.spaces
         self.is_loading = False  # blocks from before a restart are being recovered
         self.all_known = True  # recovery is over: before that, a block on NVMe may lead to others not yet recovered
         self.older: dict[tuple[int, bytes], list[int]] = {}
@@ -571,7 +573,7 @@ class BlocksBelow:
         assert all([len(places) == len(rows) for places in columns]), "asked for slots that are not there"
         residency.reserved(rows, columns)
         for row in rows:
-            self._came(row)
+            _child_came(self._residency, self._index.parent(row))
         return columns
 
     def demoted(self, number: int, rows: Sequence[int], generations: Sequence[int]) -> None:
@@ -602,7 +604,7 @@ class BlocksBelow:
         """The write failed: free their places on NVMe."""
         for row in rows:
             self._tier.abort(self._residency.forget(row))
-            self._went(row)
+            _child_went(self._residency, self._index.parent(row))
 
     # Recovery ------------------------------------------------------------------------------------------------------
 
@@ -617,7 +619,7 @@ class BlocksBelow:
     def adopt(self, row: int, generation: int, places: Sequence[int]) -> None:
         """A readable block was also found on NVMe, from before a restart."""
         self._residency.reserved([row], [[place] for place in places])
-        self._came(row)
+        _child_came(self._residency, self._index.parent(row))
         self._residency.published(row, generation)
         self._residency.listed(row)
         self._dirty.discard(row)
@@ -698,12 +700,10 @@ class BlocksBelow:
         index, is_retired = self._index, why is TierMiss.RETIRED
         (self._tier.delete if is_retired else self._tier.quarantine)(self._residency.forget(row))
         self._residency.unlisted(row)
-        self._went(row)
+        _child_went(self._residency, self._index.parent(row))
         if not self._above.is_listed(row):
             index.mark_lost(row, why)
-            parent = index.parent(row)
-            if parent != NO_ROW:
-                self._above.child_came(parent)
+            _child_came(self._above, index.parent(row))
             self._above.listed(row)
         elif index.state(row) is RowState.VISIBLE:
             self.lacks(row)
@@ -719,7 +719,7 @@ class BlocksBelow:
         places = self._residency.forget(row)
         self._tier.delete(places, claim=claim)
         self._residency.unlisted(row)
-        self._went(row)
+        _child_went(self._residency, self._index.parent(row))
         return places
 
     def _gives_up(self, number: int, key: bytes) -> None:
@@ -731,16 +731,6 @@ class BlocksBelow:
         """A newer copy is durable, or was given up: the copy from before the restart must not come back."""
         if self.older:
             self._tier.delete(self.older.pop((number, key), []))
-
-    def _came(self, row: int) -> None:
-        parent = self._index.parent(row)
-        if parent != NO_ROW:
-            self._residency.child_came(parent)
-
-    def _went(self, row: int) -> None:
-        parent = self._index.parent(row)
-        if parent != NO_ROW:
-            self._residency.child_went(parent)
 
     def check(self) -> None:
         """Every invariant over the tables of NVMe."""

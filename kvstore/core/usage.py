@@ -218,8 +218,7 @@ class UsageReports:
         with self._shared.lock:
             if self._shared.closed:
                 return 0.0
-            tiers = (self._blocks.residency, self._lower.residency if self._lower is not None else None)
-            kept = [one.retention for one in tiers if one is not None and one.retention is not None]
+            kept = [one.retention for one in self._blocks.residencies if one.retention is not None]
             rows = self._blocks.index.match(number, keys[-1:])
             return max((one.until(row) for row in rows for one in kept), default=0.0)
 
