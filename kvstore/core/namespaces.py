@@ -22,7 +22,7 @@ from kvstore.core.leases import Leasing
 from kvstore.core.levels import Levels
 from kvstore.core.reservations import ABORTED_PLACES, Reservations
 from kvstore.core.room import Room
-from kvstore.core.rows.index import OpenedNamespace, RowState
+from kvstore.core.rows.index import RowState
 from kvstore.core.shared import GIVE_WAY_SECONDS, Shared
 from kvstore.core.usage import check_fits
 from kvstore.protocol.messages import Grant
@@ -75,7 +75,7 @@ class NamespaceVerbs:
             self._shared.check_open()
             if keys.tenant in self.leaving:
                 raise BadInput("this tenant is being purged, or its key was retired; connect again, or open it anew")
-            space = self._find_space(keys.tenant, wanted)
+            space = self._blocks.find_space(keys.tenant, wanted)
             if space is None:
                 check_fits(self._shared, keys.tenant, namespace, payload_bytes)
                 space = self._blocks.add_space(keys, namespace, payload_bytes)
@@ -151,10 +151,6 @@ class NamespaceVerbs:
         found = {one: self._rows_of(one).tolist() for one in numbers} if rows is None else rows
         left = {number: self._take_out(number, mine, epochs) for number, mine in found.items()}
         return {number: some for number, some in left.items() if some}
-
-    def _find_space(self, tenant: bytes, wanted: bytes) -> OpenedNamespace | None:
-        mine = (one for one in self._blocks.spaces if one.tenant == tenant and one.classes[0].namespace == wanted)
-        return next(mine, None)
 
     def _drop(self, number: int, deadline: float) -> int:
         """The lock is free between pieces. A second drop of this namespace waits for the first."""

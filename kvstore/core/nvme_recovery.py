@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
@@ -119,13 +119,11 @@ class NvmeRecovery:
 
     # Loading -------------------------------------------------------------------------------------------------------
 
-    def load(self, tenants: Mapping[bytes, TenantKeys], report: Callable[[int, int], None] | None = None) -> None:
+    def load(self, tenants: Mapping[bytes, TenantKeys]) -> None:
         """Take in what is on disk; matches find it when this returns. Raises `TierUnavailable`."""
 
         def slots_done(done: int, total: int) -> None:
             self.progress = replace(self.progress, slots=done, all_slots=total)
-            if report is not None:
-                report(done, total)
 
         groups: dict[tuple[bytes, bytes], list[Found]] = {}
         for found in self._lower.tier.load(slots_done):
@@ -341,9 +339,8 @@ def space_of(
     """
     if keys is None:
         return None
-    for space in blocks.spaces:
-        if space.tenant == keys.tenant and space.classes[0].namespace == digest_of_namespace:
-            return space
+    if (space := blocks.find_space(keys.tenant, digest_of_namespace)) is not None:
+        return space
     try:
         payloads, namespace = unpack_about(about)
         if len(blocks.spaces) >= MAX_NAMESPACES:

@@ -156,7 +156,7 @@ class Reservations:
                 self._collective.reserved(put, record)
                 record.is_collective = True
         try:
-            short = self._find_slots(record)
+            short = self._room.find_slots(record)
         except BaseException:  # interrupted: no client will learn this reservation's number
             self.abort(record.number)
             raise
@@ -233,19 +233,6 @@ class Reservations:
         if record.repairs:
             self._pin(record.namespace, sorted(record.repairs))
         return stopped
-
-    def _find_slots(self, record: ReservationRecord) -> MissReason | None:
-        with self._shared.lock:
-            is_open = not (record.cancelled or self._shared.closed)
-            classes = self._blocks.spaces[record.namespace].classes if is_open else ()
-            if classes and min(map(self._blocks.dram.free_slots, classes)) >= len(record.rows):
-                for column, places in zip(
-                    record.places, self._blocks.place(record.namespace, record.rows), strict=True
-                ):
-                    column += places
-                record.filled = len(record.rows)
-                return None
-        return self._room.find_slots(record)
 
     def _shorten(self, record: ReservationRecord, reason: MissReason) -> tuple[int, MissReason]:
         with self._shared.lock:
@@ -409,14 +396,7 @@ class Reservations:
             self._free_cancelled(record)
 
     def _give_up(self, record: ReservationRecord, start: int) -> None:
-        for row in reversed(record.rows[start:]):
-            if row in record.repairs:
-                record.repairs.discard(row)
-                self._blocks.index.not_refilled(row)
-                self._blocks.free(self._blocks.residency.forget(row))  # it stays lost
-                self._unpin(record.namespace, [row])
-            else:
-                self._blocks.give_up(row)
+        self._blocks.free(self._removed(record, start))
         self._cut(record, start)
 
     def _cancel(self, record: ReservationRecord) -> None:
@@ -424,7 +404,7 @@ class Reservations:
         for other in list(self._records.values()):
             if record.number in other.depends_on and not other.cancelled:
                 self._cancel(other)
-        self._orphan(record, record.published)
+        record.abandoned_slots += self._removed(record, record.published)
         record.depends_on.clear()
         record.cancelled = True
         if self._collective.lost(record, self._clock.monotonic_seconds()):
@@ -441,19 +421,22 @@ class Reservations:
             start = len(record.rows) - most
             if start <= record.published:
                 return
-            self._orphan(record, start)
+            record.abandoned_slots += self._removed(record, start)
             self._cut(record, start)
             self._shared.moves_done.wait(GIVE_WAY_SECONDS)
 
-    def _orphan(self, record: ReservationRecord, start: int) -> None:
+    def _removed(self, record: ReservationRecord, start: int) -> list[int]:
+        """The places of its blocks from there on, which are not stored; a repaired one's row stays, lost."""
+        places: list[int] = []
         for row in reversed(record.rows[start:]):
             if row in record.repairs:
                 record.repairs.discard(row)
                 self._blocks.index.not_refilled(row)
                 self._unpin(record.namespace, [row])
-                record.abandoned_slots.extend(self._blocks.residency.forget(row))
+                places += self._blocks.residency.forget(row)
             else:
-                record.abandoned_slots.extend(self._blocks.orphan(row))
+                places += self._blocks.orphan(row)
+        return places
 
     def _cut(self, record: ReservationRecord, start: int) -> None:
         for column in (record.rows, record.parents, record.indexes, record.generations):

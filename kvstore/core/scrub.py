@@ -24,11 +24,12 @@ import numpy as np
 
 from kvstore.block.account import MissReason
 from kvstore.core.dram_recovery import Recovery
-from kvstore.core.levels import READS, Levels
+from kvstore.core.levels import Levels
 from kvstore.core.rows.below import Lower
 from kvstore.core.rows.index import RowState
 from kvstore.core.shared import Shared
 from tiering.errors import BlockCorrupt, BlockMissing, EpochRetired, TierUnavailable
+from tiering.faults import NVME_READS
 from tiering.frame import ALIGNMENT, HEADER_BYTES, Stamp, open_header, verify_payload
 from tiering.move_queue import Move, Priority
 from tiering.nvme.scrub import CheckResult, Scrub, ScrubLimits
@@ -136,7 +137,7 @@ class Scrubbing:
     def _begin(self, frames: Sequence[Resident]) -> None:
         window = self._window = ReadWindow(deque(frames))
         wake = self._wake
-        window.move = self._levels.queue.submit("scrub", READS, Priority.SCRUB, lambda: self._read(window))
+        window.move = self._levels.queue.submit("scrub", NVME_READS, Priority.SCRUB, lambda: self._read(window))
         window.move.then(lambda _: wake.set())
 
     def _end(self, window: ReadWindow) -> None:

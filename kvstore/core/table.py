@@ -27,7 +27,6 @@ from tiering.dram.extents import Extent
 from tiering.dram.tier import DramTier
 from tiering.errors import BlockCorrupt
 from tiering.frame import HEADER_BYTES, KEY_BYTES, MacKeys, digest, epoch_in, open_header, verify_payload
-from tiering.policies.admission import Admission
 from tiering.residency import LastUses, Residency
 from tiering.slots import FrameState
 from tiering.tier import NO_PLACE, LowerTier, SlotClass, TierMiss, extent_of, slot_of
@@ -104,11 +103,10 @@ class BlockTable(Generic[TierBelow]):
         self.spaces.append(space)
         return space
 
-    def admit_by(self, admission: Admission) -> None:
-        """Another policy admits blocks to NVMe from now on."""
-        assert self.lower is not None and self.below is not None
-        self.lower = replace(self.lower, admission=admission)
-        self.below.admission = admission
+    def find_space(self, tenant: bytes, digest: bytes) -> OpenedNamespace | None:
+        """A tenant's namespace by its digest."""
+        mine = (one for one in self.spaces if one.tenant == tenant and one.classes[0].namespace == digest)
+        return next(mine, None)
 
     def rotate(self, keys: TenantKeys) -> None:
         """Sign the tenant's frames in this epoch from now on."""
@@ -286,15 +284,12 @@ class BlockTable(Generic[TierBelow]):
             _log.debug("evicted from dram", extra={"blocks": gone, "given_up": evicted, "wanted": blocks})
         return gone
 
-    def give_up(self, row: int) -> None:
-        """Remove a block that was never published; its children went before."""
-        self.free(self.residency.forget(row))
-        self._remove(row)
-
     def orphan(self, row: int) -> list[int]:
-        """Remove a pending row whose producer is still writing: its places are returned, and stay taken."""
+        """Remove a block that was never published; its children went before. Returns its places, which stay taken: its
+        producer may still be writing."""
         places = self.residency.forget(row)
-        self._remove(row)
+        self.residency.unlisted(row)
+        _child_went(self.residency, self.index.remove(row))
         return places
 
     def drop(self, row: int) -> None:
@@ -504,10 +499,6 @@ class BlockTable(Generic[TierBelow]):
         self.residency.unlisted(row)
         _child_went(self.residency, self.index.parent(row))
 
-    def _remove(self, row: int) -> None:
-        self.residency.unlisted(row)
-        _child_went(self.residency, self.index.remove(row))
-
     def grow_to(self, row: int) -> None:
         self._rows = max(self._rows, row + 1)
         self.last_uses.grow_to(row)
@@ -529,8 +520,8 @@ class BlocksBelow:
     """The blocks on NVMe: each change of what it has goes through here, so that its tables agree with DRAM's."""
 
     def __init__(self, blocks: BlockTable[LowerTier], lower: Lower[LowerTier]) -> None:
-        self._blocks, self._gone = blocks, lower.gone
-        self._tier, self._residency, self.admission = lower.tier, lower.residency, lower.admission
+        self._blocks = blocks
+        self._lower, self._tier, self._residency = lower, lower.tier, lower.residency
         self._index, self._above = blocks.index, blocks.residency
         self._dirty, self._spaces = blocks.dirty, blocks.spaces
         self.is_loading = False  # blocks from before a restart are being recovered
@@ -545,7 +536,7 @@ class BlocksBelow:
     def lacks(self, row: int) -> None:
         """DRAM alone has the block from now on: it is dirty."""
         self._dirty.came(row, self._spaces[self._index.namespace_of(row)].block_bytes)
-        if self.admission.chooses:
+        if self._lower.admission.chooses:
             priority, ends_at = self._index.hint(row)
             if priority > 0 or ends_at:
                 self._dirty.prioritize(row)
@@ -612,7 +603,7 @@ class BlocksBelow:
         """New rows for blocks that were on NVMe before a restart, most recently used first."""
         self._index.link(rows, parents)
         self._residency.loaded(rows, parents, generations, places)
-        self.admission.found(rows)
+        self._lower.admission.found(rows)
         for column in places:
             self._tier.own_many(column, np.arange(rows.start, rows.stop))
 
@@ -723,8 +714,8 @@ class BlocksBelow:
         return places
 
     def _gives_up(self, number: int, key: bytes) -> None:
-        if self._gone is not None:
-            self._gone(number, key)
+        if self._lower.gone is not None:
+            self._lower.gone(number, key)
         self._end_older(number, key)
 
     def _end_older(self, number: int, key: bytes) -> None:

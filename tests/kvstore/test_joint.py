@@ -315,10 +315,10 @@ def test_all_are_told_when_the_first_is_cut_off(two: Ranks) -> None:
     def interrupted(record: Any) -> Any:
         raise KeyboardInterrupt
 
-    find, two.store._puts._find_slots = two.store._puts._find_slots, interrupted  # type: ignore[method-assign]
+    find, two.store._room.find_slots = two.store._room.find_slots, interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         two.reserve(0, 3)
-    two.store._puts._find_slots = find  # type: ignore[method-assign]
+    two.store._room.find_slots = find  # type: ignore[method-assign]
     assert two.reserve(1, 3) == ReserveReply(0, 0, stopped_at=0, reason=DISABLED)
     assert two.is_at_rest()
 
@@ -349,7 +349,7 @@ def test_a_joint_put_that_found_no_room_may_be_dropped_before_it_is_answered(
         return shortened
 
     monkeypatch.setattr(two.store._puts, "_shorten", dropped_meanwhile)
-    monkeypatch.setattr(two.store._puts, "_find_slots", lambda *_, **__: MissReason.PINNED_FULL)
+    monkeypatch.setattr(two.store._room, "find_slots", lambda *_, **__: MissReason.PINNED_FULL)
     reply = two.reserve(0, 4)
     assert not reply.reservation and reply.reason is not None
     monkeypatch.undo()
