@@ -160,8 +160,11 @@ class Leasing:
             self._shared.moves_done.notify_all()
 
     def _give_back(self, waiting: tuple[int, list[int]]) -> None:
+        number, wanted = waiting
+        rows = wanted[:]
+        wanted.clear()
         self._waits_no_more(waiting)
-        self._unpin(*waiting)
+        self._unpin(number, rows)
 
     def _bring_up(self, number: int, rows: Sequence[int], deadline: float) -> MissReason | None:
         """Promote and verify pinned rows; returns why not all of them, if it knows."""
@@ -227,14 +230,13 @@ class Leasing:
         self._waits_no_more(waiting)
         if self._shared.closed:
             return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail=IS_CLOSED)
-        rest = wanted[len(generations) :]
+        rows, rest = wanted[: len(generations)], wanted[len(generations) :]
+        wanted.clear()  # whatever interrupts this unpins none of them twice
         if rest:
             self._unpin(number, rest)
             end = self._end_of_what_is_up(late, rest[0])
             chain = chain[: first_block + len(generations)]
             tiers = cut_runs(tiers, len(chain))
-        rows = wanted[: len(generations)]
-        wanted.clear()
         if not rows:  # nothing to pin: the caller has the blocks before `first_block`
             blocks = min(first_block, len(chain))
             return LeaseReply(0, first_block, blocks, (), (), [], cut_runs(tiers, blocks), *end)

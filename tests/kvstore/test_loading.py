@@ -42,9 +42,12 @@ def opened(path: Path, **options: Any) -> EmbeddedStore:
 
 @contextmanager
 def warmed(path: Path, **options: Any) -> Iterator[EmbeddedStore]:
-    """Once all is in, and its tables right then and at the end."""
-    with warmed(path, **options) as store:
+    """Once all is in; its tables are right then, and at the end."""
+    with opened(path, **options) as store:
+        assert store.warmed(20)
+        store.check()
         yield store
+        store.check()
 
 
 def used(store: EmbeddedStore) -> int:
