@@ -273,7 +273,9 @@ class NamespaceVerbs:
                         left.append(row)
                         continue
                     blocks.quarantine(row)
-                if index.state(row) is RowState.PENDING or self._is_refilled(row):
+                state = index.state(row)
+                is_refilled = state is RowState.LOST and blocks.residency.place(row, 0) != NO_PLACE
+                if state is RowState.PENDING or is_refilled:
                     left.append(row)
                 elif self._shared.lower is not None and blocks.is_below(row):
                     residency = self._shared.lower.residency
@@ -287,9 +289,6 @@ class NamespaceVerbs:
         residency, dram = self._blocks.residency, self._blocks.dram
         places = [residency.place(row, part) for part in parts] if residency.is_listed(row) else []
         return NO_PLACE not in places and any(epoch_in(dram.span_at(place).view) in epochs for place in places)
-
-    def _is_refilled(self, row: int) -> bool:
-        return self._blocks.index.state(row) is RowState.LOST and self._blocks.residency.place(row, 0) != NO_PLACE
 
     def _is_old(self, place: int, epochs: Container[tuple[bytes, int]]) -> bool:
         assert self._shared.lower is not None

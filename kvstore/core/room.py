@@ -145,7 +145,8 @@ class Room:
                 continue
             mapped = blocks.dram.awaited()
             if mapped:  # giving back more frees nothing before clients unmap this
-                if is_patient and self._waits_for(record.namespace, mapped):
+                tenant, now = blocks.spaces[record.namespace].tenant, self._clock.monotonic_seconds()
+                if is_patient and self._unmap_wait.may_wait(tenant, mapped, now):
                     return mapped
                 if not blocks.evict_own(len(missing), record.namespace):
                     return self._no_room(record)
@@ -216,10 +217,6 @@ class Room:
             return MissReason.PINNED_FULL
         may_go = next(lower.residency.worst(), None) is not None
         return MissReason.QUOTA if self._blocks.shares is not None and may_go else MissReason.DEADLINE
-
-    def _waits_for(self, number: int, mapped: Collection[int]) -> bool:
-        tenant = self._blocks.spaces[number].tenant
-        return self._unmap_wait.may_wait(tenant, mapped, self._clock.monotonic_seconds())
 
     def _grow(self, slot_class: SlotClass) -> bool:
         try:
