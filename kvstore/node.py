@@ -53,7 +53,6 @@ from kvstore.config import (
     parse_rate,
     parse_writes,
 )
-from kvstore.core.levels import WRITES
 from kvstore.core.namespaces import DROP_SECONDS
 from kvstore.core.rows.below import Lower
 from kvstore.core.rows.index import PrefixIndex
@@ -73,7 +72,7 @@ from tiering.dram.keeping import KeptExtent
 from tiering.dram.tier import DramTier
 from tiering.errors import TierError
 from tiering.failpoint import Reach, go_on
-from tiering.faults import NEW_SLABS, FaultKind, Faults
+from tiering.faults import NEW_SLABS, NVME_WRITES, FaultKind, Faults
 from tiering.files import DirectoryLock, make_directory, read_text_files
 from tiering.frame import frame_bytes
 from tiering.move_queue import MoveQueue, QueueLimits
@@ -137,8 +136,9 @@ class EmbeddedDoor:
             answer = self._store.handle(self._client, request, seconds)
         if isinstance(answer, m.Leased):
             answer = NamedLease(answer.reply, self._store.name, answer.reply.lease)
-        elif isinstance(request, m.OpenNamespace) and isinstance(answer, m.Granted):
-            self._note_name(self.number_in_store(answer.grant.number), request.name)
+        elif isinstance(request, m.OpenNamespace) and isinstance(answer, m.Granted) and self._names and request.name:
+            namespace = self._store.namespace_of(self.number_in_store(answer.grant.number))
+            self._names.note(self._client.keys.tenant, namespace.digest(), request.name)
         assert isinstance(answer, kind), "the store answers what it was asked"
         return answer
 
@@ -164,10 +164,6 @@ class EmbeddedDoor:
     def number_in_store(self, number: int) -> int:
         """The store's number of a namespace."""
         return self._client.named[number]
-
-    def _note_name(self, number: int, name: str) -> None:
-        if self._names is not None and name:
-            self._names.note(self._client.keys.tenant, self._store.namespace_of(number).digest(), name)
 
     def _attach(self, request: AttachLease) -> NamedLease:
         reply = request.reply
@@ -568,7 +564,7 @@ def build_store(
     if tier is not None:
         chooses = admission(index.names, clock.monotonic_seconds, tier.budget_bytes)
         # Writes that hang leave a thread for reads.
-        queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS, {WRITES: MOVE_THREADS - 1}, parts.faults)
+        queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS, {NVME_WRITES: MOVE_THREADS - 1}, parts.faults)
         lower = Lower(tier, Residency(policies(LeafFirstLru), pins), chooses, queue, parts.gone)
     first = partial(_first_generation, session)
     blocks = BlockTable(index, residency, dram, ring, lower, first, clock.monotonic_seconds)
@@ -640,7 +636,7 @@ def build_replay(
     if nvme is not None:
         nvme.open(space.classes[0])
         if admission is not None:
-            admits = admission(replay)
-            admits.expect(nvme_blocks)
-            blocks.admit_by(admits)
+            assert lower is not None
+            lower.admission = admission(replay)
+            lower.admission.expect(nvme_blocks)
     return replay

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kv_kernels.copies import Flaw
 from kvstore.block.errors import BadInput, LeaseExpired, NotReady, StoreClosed
@@ -96,6 +96,9 @@ REASON_OF_FLAW: dict[Flaw, MissReason] = {
 }
 
 
+Origin = TypeVar("Origin", HitTier, MissReason)
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """`tokens` consecutive tokens of one prompt with one origin."""
@@ -147,38 +150,28 @@ class Account:
 
     @property
     def hits(self) -> dict[HitTier, int]:
-        sums: dict[HitTier, int] = {}
-        for segment in self.segments:
-            if isinstance(segment.origin, HitTier):
-                sums[segment.origin] = sums.get(segment.origin, 0) + segment.tokens
-        return sums
+        return self._sums(HitTier)
 
     @property
     def misses(self) -> dict[MissReason, int]:
-        sums: dict[MissReason, int] = {}
+        return self._sums(MissReason)
+
+    def _sums(self, kind: type[Origin]) -> dict[Origin, int]:
+        sums: dict[Origin, int] = {}
         for segment in self.segments:
-            if isinstance(segment.origin, MissReason):
+            if isinstance(segment.origin, kind):
                 sums[segment.origin] = sums.get(segment.origin, 0) + segment.tokens
         return sums
 
     @property
     def hit_tokens(self) -> int:
         """Length of the prefix that was found."""
-        return sum(segment.tokens for segment in self.segments if isinstance(segment.origin, HitTier))
+        return sum(self.hits.values())
 
     def cut(self, at_token: int, reason: MissReason) -> Account:
         """The same prompt with every hit at or after `at_token` turned into a miss of `reason`."""
-        parts: list[tuple[HitTier | MissReason, int]] = []
-        position = 0
-        for segment in self.segments:
-            if isinstance(segment.origin, HitTier):
-                kept = max(0, min(segment.tokens, at_token - position))
-                parts.append((segment.origin, kept))
-                parts.append((reason, segment.tokens - kept))
-            else:
-                parts.append((segment.origin, segment.tokens))
-            position += segment.tokens
-        return Account.of(parts)
+        before, after = self._split(at_token)
+        return Account.of(before + [(reason if isinstance(one, HitTier) else one, tokens) for one, tokens in after])
 
     def missed_before(self, stop_token: int, reason: MissReason) -> Account:
         """The same prompt with `reason` for every miss before `stop_token`.
@@ -186,23 +179,22 @@ class Account:
         >>> Account.of([(HitTier.DRAM, 64), (MissReason.ABSENT, 128)]).missed_before(128, MissReason.DEADLINE).misses
         {<MissReason.DEADLINE: 'deadline'>: 64, <MissReason.ABSENT: 'absent'>: 64}
         """
-        parts: list[tuple[HitTier | MissReason, int]] = []
-        position = 0
-        for segment in self.segments:
-            renamed = 0 if isinstance(segment.origin, HitTier) else min(segment.tokens, max(0, stop_token - position))
-            parts += [(reason, renamed), (segment.origin, segment.tokens - renamed)]
-            position += segment.tokens
-        return Account.of(parts)
+        before, after = self._split(stop_token)
+        return Account.of([(one if isinstance(one, HitTier) else reason, tokens) for one, tokens in before] + after)
 
     def behind(self, tier: HitTier, tokens: int) -> Account:
         """The same prompt with its first `tokens` tokens counted as found in `tier`, which is above the others."""
-        parts: list[tuple[HitTier | MissReason, int]] = [(tier, tokens)]
-        left = tokens
+        return Account.of([(tier, tokens), *self._split(tokens)[1]])
+
+    def _split(self, at_token: int) -> tuple[list[tuple[HitTier | MissReason, int]], ...]:
+        """Origins and their tokens, before that token and from it on."""
+        before, after = [], []
         for segment in self.segments:
-            covered = min(left, segment.tokens)
-            parts.append((segment.origin, segment.tokens - covered))
-            left -= covered
-        return Account.of(parts)
+            taken = max(0, min(at_token, segment.tokens))
+            before.append((segment.origin, taken))
+            after.append((segment.origin, segment.tokens - taken))
+            at_token -= taken
+        return before, after
 
     def to_dict(self) -> dict[str, object]:
         """For `--json`: asked, hits by tier and misses by reason, in tokens."""

@@ -13,8 +13,10 @@ import logging
 import secrets
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta, Struct, convert, to_builtins
 
 from kvstore.block.errors import BadInput, KeysUnusable, shown
 from kvstore.block.identity import SECRET_BYTES, TenantKeys
@@ -40,31 +42,15 @@ def is_tenant_name(name: object) -> bool:
     return isinstance(name, str) and 0 < len(name) <= 64 and name.isprintable()
 
 
-@dataclass(frozen=True, slots=True)
-class PooledTenant:
+KeyId = Annotated[str, Meta(pattern=rf"^[0-9a-fA-F]{{{2 * KEY_ID_BYTES}}}\Z")]
+
+
+class PooledTenant(Struct, frozen=True):
     """The keys of a pool under which a tenant is served here. fingerprint: of its identity, in hexadecimal. epochs: by
     key id, those that frames here may be signed in."""
 
-    fingerprint: str
-    epochs: Mapping[str, int]
-
-    def told(self) -> dict[str, object]:
-        """The entry as the file has it."""
-        return {"fingerprint": self.fingerprint, "epochs": dict(self.epochs)}
-
-    @staticmethod
-    def read(given: Mapping[str, object]) -> PooledTenant:
-        """The mirror of `told`. Raises what `KeyFile` takes for damage."""
-        epochs = given["epochs"]
-        if not isinstance(epochs, dict) or not all(1 <= epoch <= MAX_EPOCH for epoch in epochs.values()):
-            raise ValueError("no epochs, or one out of range")
-        return PooledTenant(_key_id(given["fingerprint"]), {_key_id(id): int(epoch) for id, epoch in epochs.items()})
-
-
-def _key_id(given: object) -> str:
-    if not isinstance(given, str) or len(bytes.fromhex(given)) != KEY_ID_BYTES:
-        raise ValueError("a key id of another length")
-    return given
+    fingerprint: KeyId
+    epochs: Mapping[KeyId, Annotated[int, Meta(ge=1, le=MAX_EPOCH)]]
 
 
 class KeyFile:
@@ -98,7 +84,7 @@ class KeyFile:
                 if not is_tenant_name(name) or len(self._tenants) + len(self.pooled) >= MAX_TENANTS:
                     raise ValueError("a name that no tenant has, or too many of them")
                 if "fingerprint" in entry and version == POOL_VERSION:
-                    self.pooled[name] = PooledTenant.read(entry)
+                    self.pooled[name] = convert(entry, PooledTenant)
                     continue
                 secret, epoch = bytes.fromhex(entry["secret"]), int(entry["epoch"])
                 if len(secret) != SECRET_BYTES or not 1 <= epoch <= MAX_EPOCH:
@@ -108,7 +94,7 @@ class KeyFile:
             purged = contents["purged"] if version == POOL_VERSION else {}
             if len(purged) > MOST_PURGED or not all(map(is_tenant_name, purged.values())):
                 raise ValueError("too many purged tenants, or a name that none has")
-            self.purged = {_key_id(fingerprint): name for fingerprint, name in purged.items()}
+            self.purged = convert(purged, dict[KeyId, str])
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             raise KeysUnusable(
                 f"{path} is damaged; restore it from a backup, or move it and nvme/ beside it away to start with new "
@@ -204,7 +190,7 @@ class KeyFile:
         own = {name: {"secret": secret.hex(), "epoch": epoch} for name, (epoch, secret) in secrets_by_name.items()}
         contents: dict[str, object] = {"version": KEY_FILE_VERSION, "tenants": own}
         if pooled or purged:
-            tenants = {**own, **{name: one.told() for name, one in pooled.items()}}
+            tenants = {**own, **{name: to_builtins(one) for name, one in pooled.items()}}
             contents = {"version": POOL_VERSION, "tenants": tenants, "purged": dict(purged)}
         raw = json.dumps(contents, indent=1).encode()
         if len(raw) > MOST_KEYS_BYTES:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+from msgspec import to_builtins
+
 from kvstore.block.key_file import KeyFile, PooledTenant
 from kvstore.cli.operate import Data
 from kvstore.cli.terminal import Json, argument, option, path_argument, print_result, typer
@@ -41,7 +43,7 @@ class KeysReport:
                 }
                 for one in self.tenants
             ],
-            "served": {name: one.told() for name, one in self.served.items()},
+            "served": {name: to_builtins(one) for name, one in self.served.items()},
             "purged": dict(self.purged),
             "faults": dict(self.faults),
         }

@@ -23,6 +23,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import ClassVar
 
 import msgspec
 
@@ -44,44 +45,54 @@ Chain = tuple[int, int, bytes]
 """The first block, the number of blocks up to the end, and the last key, which stands for all before it."""
 
 
-@dataclass(slots=True)
-class ReservationRecord:
+@dataclass(slots=True, kw_only=True)
+class SlotRequest:
+    """Blocks that need slots in DRAM: for a promotion or, as a `ReservationRecord`, for a put. `Room` finds them.
+
+    rows: the blocks, in chain order. places: of each part, the slots of the first `filled` blocks. cancelled: it needs
+    no more. detail: why it got no more. room_until: until when it waits for room, if it set a limit. is_collective:
+    other processes wait for its answer. is_fetched: a courier fills it.
+    """
+
+    is_put: ClassVar[bool] = False
+    namespace: int
+    rows: list[int] = field(default_factory=list)
+    places: list[list[int]]
+    filled: int = 0
+    cancelled: bool = False
+    detail: str = ""
+    room_until: float | None = None
+    is_collective: bool = False
+    is_fetched: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class ReservationRecord(SlotRequest):
     """A put in progress. Its blocks become visible one after another, each when all its parts are committed and its
     parent is visible.
 
-    rows, parents, indexes: the blocks to fill, in chain order. Of each part: done, the committed blocks, and places,
-    the slots.
+    rows, parents, indexes: the blocks to fill, in chain order. done: of each part, the committed blocks.
 
     repairs: lost rows among them, pinned while the reservation lives. abandoned_slots: places of a reservation that
     ended while a producer may still write. depends_on: reservations of the same session whose blocks these follow, and
-    which must become visible first. is_collective: other processes wait for its answer. detail: why it got no more
-    slots. room_until: until when its put waits for room, if it set a limit. is_ending: it is being aborted.
-    is_cancelling: its producer was lost, and writes no more of it. is_fetched: a courier fills it, with blocks from
-    `fetched_from`.
+    which must become visible first. is_ending: it is being aborted. is_cancelling: its producer was lost, and writes no
+    more of it. fetched_from: where a courier has its blocks from.
     """
 
+    is_put: ClassVar[bool] = True
     number: int
-    namespace: int
     priority: int
     expires_at: int
     done: list[int]
-    places: list[list[int]]
-    rows: list[int] = field(default_factory=list)
     parents: list[bytes] = field(default_factory=list)
     indexes: list[int] = field(default_factory=list)
     generations: list[int] = field(default_factory=list)
     repairs: set[int] = field(default_factory=set)
-    filled: int = 0  # blocks that have slots
     published: int = 0
     abandoned_slots: list[int] = field(default_factory=list)
-    cancelled: bool = False
     depends_on: set[int] = field(default_factory=set)
-    is_collective: bool = False
-    detail: str = ""
-    room_until: float | None = None
     is_ending: bool = False
     is_cancelling: bool = False
-    is_fetched: bool = False
     fetched_from: HitTier = HitTier.PEER
 
     @property

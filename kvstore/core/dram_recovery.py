@@ -59,8 +59,6 @@ class DramRecovery:
     def __init__(self, shared: Shared) -> None:
         self._blocks, self._extents = shared.blocks, shared.blocks.dram.taken_over
         self._keys, self._lock = shared.blocks.keys, shared.lock
-        self.over = threading.Event()
-        """Set when it has ended."""
         self.closing = threading.Event()
         """Set it to end it early."""
         self.taken = 0
@@ -78,8 +76,6 @@ class DramRecovery:
                 )
         except _FAULTS:  # blocks that were not taken over are misses
             _log.exception("memory of the process before could not be taken over")
-        finally:
-            self.over.set()
 
     # What is there -------------------------------------------------------------------------------------------------
 
@@ -200,27 +196,46 @@ class Recovery:
     """Recovery of the tiers that a store has: NVMe first, then DRAM, in a thread."""
 
     def __init__(self, shared: Shared) -> None:
-        self._dram, self._clock = shared.blocks.dram, shared.clock
+        self._dram = shared.blocks.dram
         self.of_nvme = NvmeRecovery(shared, shared.lower) if shared.lower is not None else None
         self._of_dram = DramRecovery(shared) if shared.blocks.dram.taken_over else None
+        self._nvme_over, self._over = threading.Event(), threading.Event()
+        if self.of_nvme is None:
+            self._nvme_over.set()
+            if self._of_dram is None:
+                self._over.set()
+        self._thread: threading.Thread | None = None
 
     def start(self, tenants: Mapping[bytes, TenantKeys]) -> None:
-        of_dram = self._of_dram
+        if self._over.is_set():
+            return
         if self.of_nvme is not None:
             self._dram.prepare()  # blocks on disk will be promoted
-            self.of_nvme.start(tenants, lambda: of_dram.run(tenants) if of_dram is not None else None)
-        elif of_dram is not None:
-            threading.Thread(target=of_dram.run, args=(tenants,), name="kv-takeover", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, args=(tenants,), name="kv-load", daemon=True)
+        self._thread.start()
+
+    def _run(self, tenants: Mapping[bytes, TenantKeys]) -> None:
+        try:
+            if self.of_nvme is not None:
+                self.of_nvme.run(tenants)
+        finally:
+            self._nvme_over.set()
+            if self._of_dram is not None:
+                self._of_dram.run(tenants)
+            self._over.set()
 
     @property
     def is_under_way(self) -> bool:
-        is_loading = self.of_nvme is not None and self.of_nvme.is_recovering
-        return is_loading or (self._of_dram is not None and not self._of_dram.over.is_set())
+        return not self._over.is_set()
+
+    @property
+    def is_nvme_under_way(self) -> bool:
+        return not self._nvme_over.is_set()
 
     @property
     def failed(self) -> bool:
         """Whether some of what is on disk could not be recovered."""
-        return self.of_nvme is not None and self.of_nvme.failed
+        return self.of_nvme is not None and self._nvme_over.is_set() and not self.of_nvme.succeeded
 
     @property
     def progress(self) -> RecoveryStatus | None:
@@ -229,14 +244,16 @@ class Recovery:
 
     def wait(self, seconds: float) -> bool:
         """Whether it is over after at most that long, and went well."""
-        deadline = self._clock.monotonic_seconds() + seconds
-        if self.of_nvme is not None and not self.of_nvme.wait(seconds):
-            return False
-        return self._of_dram is None or self._of_dram.over.wait(max(0.0, deadline - self._clock.monotonic_seconds()))
+        return self._over.wait(seconds) and not self.failed
 
-    def stop_dram(self) -> None:
+    def stop(self, seconds: float) -> None:
+        """End it early; NVMe's end is waited for at most that long."""
         if self._of_dram is not None:
             self._of_dram.closing.set()
+        if self.of_nvme is not None:
+            self.of_nvme.closing.set()
+            if self._thread is not None:
+                self._thread.join(seconds)
 
     def forget(self, number: int) -> None:
         """A namespace is dropped. Under the lock."""

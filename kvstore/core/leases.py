@@ -1,30 +1,25 @@
-"""Leases: blocks pinned for one owner, until it releases them or they expire; and waits for blocks to be leased.
+"""Leases: blocks pinned for one owner, until it releases them or they expire.
 
 An expired lease pins nothing, but its reader may still be copying: its places are then *held*, so a slot evicted
-meanwhile is not reused before the reader releases the lease. `lease_pieces` has the end of all leases.
+meanwhile is not reused before the reader releases the lease. `shared` has the table of leases, and how they end.
 """
 
 from __future__ import annotations
 
-import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from kvstore.block.account import REASON_OF_FINDING, HitTier, MissReason
 from kvstore.core.dram_recovery import read_first
-from kvstore.core.lease_pieces import Endings
 from kvstore.core.levels import Levels
 from kvstore.core.room import Room
 from kvstore.core.rows.index import RowState, TierRuns
 from kvstore.core.shared import GIVE_WAY_SECONDS, Shared
-from kvstore.protocol import messages as m
 from kvstore.protocol.messages import LeaseReply
-from tiering.counts.awaits import AwaitEnd, ParkedAwait
 from tiering.counts.tally import CheckedAt
-from tiering.residency import Residency
 
 LOCKED_BLOCKS = 2048
 """Longer chains are worked on in pieces of this many blocks: each holds the lock for a few milliseconds."""
@@ -34,37 +29,12 @@ IS_CLOSED = "the store is closed"
 IS_DROPPED = "it is being dropped"
 
 
-class LeasedFrames:
-    """The frames of a lease's answer, by part."""
-
-    def __init__(self, parts: int) -> None:
-        self.places: list[list[int]] = [[] for _ in range(parts)]
-        self.header_digests: list[list[bytes]] = [[] for _ in range(parts)]
-        self.generations: list[int] = []
-        self.flat: array[int] | None = None
-        """The places in a lease record's form, once made."""
-
-    def add(self, residency: Residency, rows: Sequence[int]) -> None:
-        """Add the frames of more rows."""
-        for part, (places, digests) in enumerate(zip(self.places, self.header_digests, strict=True)):
-            places += residency.places_of(rows, part)
-            digests += residency.header_digests_of(rows, part)
-        self.generations += residency.generations_of(rows)
-
-
 class LeaseEnd(NamedTuple):
     """Why a lease goes no further; as in `LeaseReply`."""
 
     reason: MissReason | None
     detail: str
     lacks_room: bool = False
-
-
-def no_lease(first_block: int, blocks: int, tiers: TierRuns, end: LeaseEnd) -> LeaseReply:
-    """An answer that pins nothing: all blocks it names lie before `first_block`."""
-    return LeaseReply(
-        0, first_block, blocks, tiers=tiers, reason=end.reason, detail=end.detail, lacks_room=end.lacks_room
-    )
 
 
 def cut_runs(tiers: TierRuns, blocks: int) -> TierRuns:
@@ -87,21 +57,13 @@ def join_runs(runs: list[tuple[HitTier, int]], more: Sequence[tuple[HitTier, int
     return runs
 
 
-def flat(columns: Sequence[Sequence[int]]) -> array[int]:
-    """Places by part, in a lease record's form."""
-    places = array("q")
-    for column in columns:
-        places.extend(column)
-    return places
-
-
 class Leasing:
-    """Grants leases of a store's blocks: matched, pinned, and promoted first where DRAM lacks them; those of long
-    chains in pieces. Marks long chains as used or retained. Thread-safe."""
+    """Grants leases of a store's blocks: matched, pinned, and promoted first where DRAM lacks them; of long chains in
+    pieces, with the lock free in between. Marks long chains as used or retained. Thread-safe."""
 
-    def __init__(self, shared: Shared, levels: Levels | None, room: Room, endings: Endings) -> None:
+    def __init__(self, shared: Shared, levels: Levels | None, room: Room) -> None:
         self._shared, self._blocks, self._leases, self._levels = shared, shared.blocks, shared.leases, levels
-        self._clock, self._limits, self._room, self._endings = shared.clock, shared.limits, room, endings
+        self._clock, self._limits, self._room = shared.clock, shared.limits, room
         self._pin, self._unpin = shared.blocks.pin, shared.blocks.unpin
         self.pinned_budget_bytes = int(shared.limits.pinned_fraction * shared.blocks.dram.budget_bytes)
         self.refreshing: deque[tuple[list[int], int]] = deque()
@@ -120,56 +82,89 @@ class Leasing:
         *,
         takes_what_there_is: bool = False,
     ) -> LeaseReply | None:
-        """As `Store.lease`, for chains of at most `locked_blocks`. deadline_ms: None for no wait, and None is returned
-        where it takes one. takes_what_there_is: while ended leases pin, return a shorter lease, not None."""
-        with self._shared.lock:
-            if self._shared.closed:
-                return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail=IS_CLOSED)
-            if number in self._blocks.dropping:
-                return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail=IS_DROPPED)
-            self._shared.end_due()
-            rows = self._blocks.index.match(number, keys)
-            end = LeaseEnd(*self._shared.why(number, keys, len(rows)))
-            wanted = rows[first_block:]
-            affordable, limit = self._affordable(number, wanted)
-            if affordable < len(wanted):
-                if self._leases.ending and not takes_what_there_is:
-                    return None
-                end = LeaseEnd(MissReason.PINNED_FULL, limit, lacks_room=True)
-                wanted = wanted[:affordable]
-            if not wanted:  # nothing to pin: the caller has the blocks before `first_block`
-                blocks = min(first_block, len(rows))
-                return no_lease(first_block, blocks, self._shared.tiers(rows[:blocks]), end)
-            chain = rows[: first_block + len(wanted)]
-            tiers = self._shared.tiers(
-                chain
-            )  # before promotion: a promoted block counts as a hit of the tier it came from
-            is_up = self._levels is None or all([self._blocks.is_above(row) for row in wanted])
-            is_up = is_up and self._blocks.unverified.isdisjoint(wanted)
-            if deadline_ms is None and not is_up:
-                return None
-            self._pin(number, wanted)
-            if is_up:
-                return self._grant(number, first_block, chain, wanted, tiers, end)
-            waiting = (number, wanted)
-            self._leases.promoting.append(waiting)
-        assert deadline_ms is not None
-        with self._unpinned_if_interrupted(waiting):
-            late = self._bring_up(number, wanted, self._clock.monotonic_seconds() + deadline_ms / 1000)
-        with self._shared.lock:
-            self._end_promoting(waiting)
-            return self._grant_what_is_up(number, first_block, chain, wanted, tiers, end, late)
-
-    @contextmanager
-    def _unpinned_if_interrupted(self, waiting: tuple[int, list[int]]) -> Iterator[None]:
-        """Around the wait for a lease's pinned rows: an interrupt gives the pins back."""
+        """As `Store.lease`. deadline_ms: None for no wait, and None is returned where it takes one; only for chains of
+        at most `locked_blocks`. takes_what_there_is: while ended leases pin, return a shorter lease, not None."""
+        ends_at = self._clock.monotonic_seconds() + deadline_ms / 1000 if deadline_ms is not None else None
+        wanted: list[int] = []
+        waiting = (number, wanted)
         try:
-            yield
-        except BaseException:
             with self._shared.lock:
-                self._end_promoting(waiting)
-                self._unpin(*waiting)
+                chain, tiers, end = self._pinned(waiting, keys, first_block)
+                is_up = len(keys) <= self.locked_blocks(number)
+                is_up = is_up and (self._levels is None or all([self._blocks.is_above(row) for row in wanted]))
+                is_up = is_up and self._blocks.unverified.isdisjoint(wanted)
+                is_short_for_ended = end.lacks_room and self._leases.ending and not takes_what_there_is
+                if is_short_for_ended or (ends_at is None and not is_up):
+                    self._give_back(waiting)
+                    return None
+                if is_up:
+                    return self._granted(waiting, first_block, chain, tiers, end, is_up=True)
+                self._waits(waiting)
+            assert ends_at is not None
+            late = self._bring_up(number, wanted, ends_at)
+            with self._shared.lock:
+                reply = self._granted(waiting, first_block, chain, tiers, end, late)
+        except BaseException:  # interrupted: no client learns of the pins
+            with self._shared.lock:
+                self._give_back(waiting)
             raise
+        if reply.lease and len(keys) > LOCKED_BLOCKS:
+            try:
+                self.refresh()
+            except BaseException:  # interrupted: no client learns this lease's number
+                self._leases.release(reply.lease)
+                raise
+        return reply
+
+    def _pinned(
+        self, waiting: tuple[int, list[int]], keys: Sequence[bytes], first_block: int
+    ) -> tuple[list[int], TierRuns, LeaseEnd]:
+        """The rows of a chain, as far as they are readable and those from `first_block` on may be pinned; their tiers
+        before promotion, so that a promoted block counts as a hit of the tier it came from; and why it ends there.
+        waiting: pinned so far. Under the lock, which is released between pieces."""
+        number, wanted = waiting
+        chain: list[int] = []
+        tiers: list[tuple[HitTier, int]] = []
+        for first in range(0, len(keys), LOCKED_BLOCKS) or (0,):
+            if first:
+                self._waits(waiting)
+                self._shared.moves_done.wait(GIVE_WAY_SECONDS)
+            if self._shared.closed:
+                return chain, tuple(tiers), LeaseEnd(MissReason.DISABLED, IS_CLOSED)
+            if number in self._blocks.dropping:
+                return chain, tuple(tiers), LeaseEnd(MissReason.DISABLED, IS_DROPPED)
+            self._shared.end_due()
+            asked = keys[first : first + LOCKED_BLOCKS]
+            rows = self._blocks.index.match(number, asked)
+            own = min(max(0, first_block - first), len(rows))
+            affordable, limit = self._affordable(number, rows[own:])
+            is_cut, matched = affordable < len(rows) - own, len(rows)
+            rows = rows[: own + affordable]
+            self._pin(number, rows[own:])
+            wanted += rows[own:]
+            chain += rows
+            tiers = join_runs(tiers, self._shared.tiers(rows))
+            if is_cut:
+                return chain, tuple(tiers), LeaseEnd(MissReason.PINNED_FULL, limit, lacks_room=True)
+            if matched < len(asked):
+                break
+        return chain, tuple(tiers), LeaseEnd(*self._shared.why(number, keys, len(chain)))
+
+    def _waits(self, waiting: tuple[int, list[int]]) -> None:
+        if not any(one is waiting for one in self._leases.promoting):
+            self._leases.promoting.append(waiting)
+
+    def _waits_no_more(self, waiting: tuple[int, list[int]]) -> None:
+        if self._leases.promoting:
+            self._leases.promoting = [one for one in self._leases.promoting if one is not waiting]
+            self._shared.moves_done.notify_all()
+
+    def _give_back(self, waiting: tuple[int, list[int]]) -> None:
+        number, wanted = waiting
+        rows = wanted[:]
+        wanted.clear()
+        self._waits_no_more(waiting)
+        self._unpin(number, rows)
 
     def _bring_up(self, number: int, rows: Sequence[int], deadline: float) -> MissReason | None:
         """Promote and verify pinned rows; returns why not all of them, if it knows."""
@@ -182,11 +177,6 @@ class Leasing:
         if unverified and not read_first(self._shared, unverified, deadline):
             late = late or MissReason.DEADLINE
         return late
-
-    def _end_promoting(self, waiting: tuple[int, list[int]]) -> None:
-        """A lease waits for promotions no more. Under the lock."""
-        self._leases.promoting = [one for one in self._leases.promoting if one is not waiting]
-        self._shared.moves_done.notify_all()
 
     def _affordable(self, number: int, wanted: Sequence[int]) -> tuple[int, str]:
         """How many leading ones of these rows may be pinned, and which limit stops it there. Under the lock."""
@@ -204,56 +194,63 @@ class Leasing:
             if found == len(wanted) or not self._shared.fetched.give_way():
                 return found, f"at most {budget} bytes may be pinned at once (limits.pinned_fraction of DRAM)"
 
-    def _grant(
-        self, number: int, first_block: int, chain: list[int], rows: list[int], tiers: TierRuns, end: LeaseEnd
-    ) -> LeaseReply:
-        self._blocks.used(chain[::-1], len(rows))
-        found = LeasedFrames(len(self._blocks.spaces[number].classes))
-        found.add(self._blocks.residency, rows)
-        return self._granted(number, first_block, len(chain), rows, found, tiers, end)
-
     def _granted(
         self,
-        number: int,
-        first_block: int,
-        blocks: int,
-        rows: list[int],
-        found: LeasedFrames,
-        tiers: TierRuns,
-        end: LeaseEnd,
-    ) -> LeaseReply:
-        """A new lease of pinned rows. Under the lock."""
-        now, tenant = self._clock.monotonic_seconds(), self._blocks.spaces[number].tenant
-        lease = self._leases.add(number, first_block, rows, found.flat or flat(found.places), now, tenant)
-        places, digests = tuple(found.places), tuple(found.header_digests)
-        return LeaseReply(lease, first_block, blocks, places, digests, found.generations, tiers, *end)
-
-    def _grant_what_is_up(
-        self,
-        number: int,
+        waiting: tuple[int, list[int]],
         first_block: int,
         chain: list[int],
-        rows: list[int],
         tiers: TierRuns,
         end: LeaseEnd,
-        late: MissReason | None,
+        late: MissReason | None = None,
+        *,
+        is_up: bool = False,
     ) -> LeaseReply:
+        """A lease of pinned rows, as far as DRAM has them by now: all, if `is_up`. late: as `_bring_up` has it. Under
+        the lock, which is released between pieces."""
+        number, wanted = waiting
+        parts = range(len(self._blocks.spaces[number].classes))
+        places: tuple[list[int], ...] = tuple([] for _ in parts)
+        digests: tuple[list[bytes], ...] = tuple([] for _ in parts)
+        generations: list[int] = []
+        residency, most = self._blocks.residency, self.locked_blocks(number)
+        for first in range(0, len(wanted), most):
+            if first:
+                self._shared.moves_done.wait(GIVE_WAY_SECONDS)
+            if self._shared.closed:
+                break
+            ready = wanted[first : first + most]
+            if not is_up:
+                ready = [*takewhile(self._is_ready, ready)]
+            for part in parts:
+                places[part].extend(residency.places_of(ready, part))
+                digests[part].extend(residency.header_digests_of(ready, part))
+            generations += residency.generations_of(ready)
+            if len(generations) < min(len(wanted), first + most):
+                break
+        self._waits_no_more(waiting)
         if self._shared.closed:
             return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail=IS_CLOSED)
-        index, blocks = self._blocks.index, self._blocks
-        ready = 0
-        while ready < len(rows) and index.state(rows[ready]) is RowState.VISIBLE and blocks.is_above(rows[ready]):
-            if rows[ready] in blocks.unverified:
-                break
-            ready += 1
-        self._unpin(number, rows[ready:])
-        if ready < len(rows):
-            end = self._end_of_what_is_up(late, rows[ready])
-            chain = chain[: first_block + ready]
+        rows, rest = wanted[: len(generations)], wanted[len(generations) :]
+        wanted.clear()  # whatever interrupts this unpins none of them twice
+        if rest:
+            self._unpin(number, rest)
+            end = self._end_of_what_is_up(late, rest[0])
+            chain = chain[: first_block + len(generations)]
             tiers = cut_runs(tiers, len(chain))
-        if not ready:
-            return no_lease(first_block, len(chain), tiers, end)
-        return self._grant(number, first_block, chain, rows[:ready], tiers, end)
+        if not rows:  # nothing to pin: the caller has the blocks before `first_block`
+            blocks = min(first_block, len(chain))
+            return LeaseReply(0, first_block, blocks, (), (), [], cut_runs(tiers, blocks), *end)
+        flat = array("q")
+        for column in places:
+            flat.extend(column)
+        lease = self._leases.add(number, first_block, rows, flat)
+        is_long = len(chain) > LOCKED_BLOCKS  # then rows before `first_block` may have gone between pieces
+        self.count_use(self._blocks.index.chain(rows[-1]) if is_long else chain[::-1], len(rows))
+        return LeaseReply(lease, first_block, len(chain), places, digests, generations, tiers, *end)
+
+    def _is_ready(self, row: int) -> bool:
+        blocks = self._blocks
+        return blocks.index.state(row) is RowState.VISIBLE and blocks.is_above(row) and row not in blocks.unverified
 
     def _end_of_what_is_up(self, late: MissReason | None, row: int) -> LeaseEnd:
         """Why a lease ends before a row that is not in DRAM. late: as `bring_up` has it. Under the lock."""
@@ -262,100 +259,14 @@ class Leasing:
         reason = late or REASON_OF_FINDING[self._blocks.index.why_lost(row)]
         return LeaseEnd(reason, "not all blocks could be brought up to DRAM in time")
 
-    def lease_in_pieces(self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float) -> LeaseReply:
-        """As `lease`, for chains of any length; the lock is free between pieces."""
-        deadline = self._clock.monotonic_seconds() + deadline_ms / 1000
-        wanted: list[int] = []
-        waiting = (number, wanted)
-        with self._unpinned_if_interrupted(waiting):
-            blocks, tiers, end = self._pinned(waiting, keys, first_block)
-            late = self._bring_up(number, wanted, deadline)
-            found = self._found(number, wanted)
-        with self._shared.lock:
-            self._end_promoting(waiting)
-            ready = len(found.generations)
-            self._unpin(number, wanted[ready:])
-            if self._shared.closed:
-                return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail=IS_CLOSED)
-            if ready < len(wanted):
-                end = self._end_of_what_is_up(late, wanted[ready])
-                blocks = first_block + ready
-                tiers = cut_runs(tiers, blocks)
-                del wanted[ready:]
-            if not wanted:
-                blocks = min(first_block, blocks)
-                return no_lease(first_block, blocks, cut_runs(tiers, blocks), end)
-            reply = self._granted(number, first_block, blocks, wanted, found, tiers, end)
-            chain = self._blocks.index.chain(wanted[-1])
-            self._blocks.counted(chain, ready)
-            self.refreshing.append((chain, ready))
-        try:
-            self.refresh()
-        except BaseException:  # interrupted: no client learns this lease's number
-            self._endings.release(reply.lease)
-            raise
-        return reply
-
-    def _pinned(
-        self, waiting: tuple[int, list[int]], keys: Sequence[bytes], first_block: int
-    ) -> tuple[int, TierRuns, LeaseEnd]:
-        """How many blocks of a long chain are readable, in which tiers, and why it ends there. waiting: pinned so
-        far."""
-        number, wanted = waiting
-        blocks = 0
-        tiers: list[tuple[HitTier, int]] = []
-        may_wait = True  # once: for ended leases that still pin
-        with self._shared.lock:
-            self._leases.promoting.append(waiting)
-            first = 0
-            while first < len(keys):
-                if self._shared.closed:
-                    return blocks, tuple(tiers), LeaseEnd(MissReason.DISABLED, IS_CLOSED)
-                if number in self._blocks.dropping:
-                    return blocks, tuple(tiers), LeaseEnd(MissReason.DISABLED, IS_DROPPED)
-                self._shared.end_due()
-                asked = keys[first : first + LOCKED_BLOCKS]
-                rows = self._blocks.index.match(number, asked)
-                own = min(max(0, first_block - first), len(rows))
-                affordable, limit = self._affordable(number, rows[own:])
-                is_cut = affordable < len(rows) - own
-                if is_cut and self._leases.ending and may_wait:
-                    may_wait = False
-                    self._endings.finish_all()
-                    continue
-                rows = rows[: own + affordable]
-                self._pin(number, rows[own:])
-                wanted += rows[own:]
-                blocks += len(rows)
-                tiers = join_runs(tiers, self._shared.tiers(rows))
-                if is_cut:
-                    return blocks, tuple(tiers), LeaseEnd(MissReason.PINNED_FULL, limit, lacks_room=True)
-                if len(rows) < len(asked):
-                    break
-                first += LOCKED_BLOCKS
-                self._shared.moves_done.wait(GIVE_WAY_SECONDS)
-            return blocks, tuple(tiers), LeaseEnd(*self._shared.why(number, keys, blocks))
-
-    def _found(self, number: int, rows: Sequence[int]) -> LeasedFrames:
-        found = LeasedFrames(len(self._blocks.spaces[number].classes))
-        blocks, state = self._blocks, self._blocks.index.state
-        most = self.locked_blocks(number)
-        with self._shared.lock:
-            for first in range(0, len(rows), most):
-                if self._shared.closed:
-                    break
-                some = rows[first : first + most]
-                ready = 0
-                for row in some:
-                    if state(row) is not RowState.VISIBLE or not blocks.is_above(row) or row in blocks.unverified:
-                        break
-                    ready += 1
-                found.add(blocks.residency, some[:ready])
-                if ready < len(some):
-                    break
-                self._shared.moves_done.wait(GIVE_WAY_SECONDS)
-        found.flat = flat(found.places)
-        return found
+    def count_use(self, chain: list[int], count: int) -> None:
+        """Count one use of a chain, as `BlockTable.used`; a long one is marked as recent by `refresh`. Under the
+        lock."""
+        if len(chain) <= LOCKED_BLOCKS:
+            self._blocks.used(chain, count)
+        else:
+            self._blocks.counted(chain, count)
+            self.refreshing.append((chain, count))
 
     def refresh(self) -> None:
         """Mark used long chains as recent, one piece at a time."""
@@ -382,18 +293,21 @@ class Leasing:
     def attach(self, lease: int) -> bool:
         """Add a holder to a live lease; the lease ends when all its holders have released it."""
         with self._shared.lock:
-            if self._shared.closed:
+            if not self._is_live(lease):
                 return False
-            self._shared.end_due()
-            return self._leases.attach(lease, self._clock.monotonic_seconds())
+            self._leases.live[lease].holders += 1
+            return True
 
     def is_leased(self, lease: int) -> bool:
         """Whether a lease still pins."""
         with self._shared.lock:
-            if self._shared.closed:
-                return False
-            self._shared.end_due()
-            return self._leases.is_live(lease, self._clock.monotonic_seconds())
+            return self._is_live(lease)
+
+    def _is_live(self, lease: int) -> bool:
+        if self._shared.closed:
+            return False
+        self._shared.end_due()
+        return self._leases.is_live(lease)
 
     def report(self, lease: int, block: int, part: int) -> None:
         """A reader's check failed: verify the frame here, and quarantine the block if it fails here too."""
@@ -413,53 +327,3 @@ class Leasing:
             self._blocks.tally.checked(CheckedAt.REPORT, size_bytes, is_sound=is_sound)
             if not is_sound:
                 self._blocks.quarantine(row)
-
-
-class ChainWaits:
-    """A store's waits for blocks. A wait is parked in the index's table and takes no thread. Thread-safe."""
-
-    def __init__(self, shared: Shared) -> None:
-        self._shared, self._blocks = shared, shared.blocks
-        self._awaits = shared.blocks.index.awaits
-        self._awaits.now = shared.clock.monotonic_seconds
-
-    def park(
-        self,
-        number: int,
-        keys: Sequence[bytes],
-        seconds: float,
-        tell: Callable[[ParkedAwait], object],
-        fetch: object = None,
-    ) -> ParkedAwait:
-        """Wait until the last of these keys is readable, which may be at once. `Awaits.expire` ends it at its deadline.
-        fetch: as in `ParkedAwait`."""
-        index = self._blocks.index
-        one = ParkedAwait(number, self._blocks.spaces[number].tenant, keys, seconds, tell, fetch)
-        self._awaits.register(one)
-        with self._shared.lock:
-            if self._is_served(number):
-                is_there = index.matched(number, keys[-1:])
-                self._awaits.looked(one, len(keys) if is_there else index.matched(number, keys))
-            else:
-                self._awaits.end([one], AwaitEnd.GONE)
-        return one
-
-    def awaited(self, one: ParkedAwait) -> m.Awaited:
-        """The answer to a wait that is over: how many leading keys are readable now."""
-        assert one.end is not None
-        return m.Awaited(self.readable(one.number, one.keys), one.end)
-
-    def readable(self, number: int, keys: Sequence[bytes]) -> int:
-        """How many leading blocks of these are readable now."""
-        with self._shared.lock:
-            return self._blocks.index.matched(number, keys) if self._is_served(number) else 0
-
-    def wait(self, number: int, keys: Sequence[bytes], seconds: float) -> m.Awaited:
-        """`park`, and wait for its end in this thread."""
-        done = threading.Event()
-        one = self.park(number, keys, seconds, lambda _: done.set())
-        self._awaits.wait(one, done)
-        return self.awaited(one)
-
-    def _is_served(self, number: int) -> bool:
-        return not self._shared.closed and number not in self._blocks.dropping

@@ -5,7 +5,8 @@ time.
     down  pinned, verified where it stands > a slot on NVMe > durable > readable from NVMe too
 
 Moves run in the queue's threads; the lock is the store's, and is not held while anything is read, hashed or written. A
-failed move means a shorter lease, or a block that stays where it is, never an error of a request. Ancestors are written
+failed move means a shorter lease, or a block that stays where it is, never an error of a request. Reads have a breaker
+of their own: a disk that is full, or refuses writes, may still be read. Ancestors are written
 before their descendants, so NVMe holds whole chains at any moment.
 """
 
@@ -20,7 +21,8 @@ from itertools import count, takewhile
 
 from kvstore.block.account import REASON_OF_FINDING, MissReason
 from kvstore.config import format_size
-from kvstore.core.room import Room, SlotRequest
+from kvstore.core.collective import SlotRequest
+from kvstore.core.room import Room
 from kvstore.core.rows.below import Lower, Promotion
 from kvstore.core.rows.index import NO_ROW, OpenedNamespace, RowState
 from kvstore.core.shared import Shared
@@ -32,8 +34,6 @@ from tiering.move_queue import Move, Priority
 from tiering.nvme.tier import NvmeTier
 from tiering.tier import TierMiss
 
-READS, WRITES = NVME_READS, NVME_WRITES
-"""Reads have a breaker of their own: a disk that is full, or refuses writes, may still be read."""
 WINDOW_BLOCKS = 32
 """Blocks promoted at a time."""
 WINDOWS_AT_ONCE = 2
@@ -135,7 +135,7 @@ class Levels:
                 move.cancel()
 
     def _begin(self, number: int, rows: Sequence[int], deadline: float) -> tuple[list[Promotion], MissReason | None]:
-        if self._queue.is_down(READS):  # finding slots would evict blocks for nothing
+        if self._queue.is_down(NVME_READS):  # finding slots would evict blocks for nothing
             return [], MissReason.TIER_DOWN
         if not self._planning.acquire(timeout=max(0.0, deadline - self._clock.monotonic_seconds())):
             return [], MissReason.DEADLINE
@@ -145,7 +145,7 @@ class Levels:
                 for promotion in under_way:
                     promotion.waiting += 1
                 missing = [row for row in rows if row not in self._promoting and not self._blocks.is_above(row)]
-            lift = SlotRequest(number, missing, [[] for _ in self._blocks.spaces[number].classes])
+            lift = SlotRequest(namespace=number, rows=missing, places=[[] for _ in self._blocks.spaces[number].classes])
             try:
                 reason = self._room.find_slots(lift) if missing else None
             except BaseException:  # interrupted
@@ -160,8 +160,8 @@ class Levels:
             for promotion in promotions:
                 # A new key: the row's last move may have made its block readable and not have ended yet.
                 key = ("up", promotion.row, next(self._numbers))
-                promotion.move = self._queue.submit(key, READS, Priority.WAITING, self._reading(promotion))
-                promotion.move.then(self._settling(promotion))
+                promotion.move = self._queue.submit(key, NVME_READS, Priority.WAITING, partial(self._read, promotion))
+                promotion.move.then(partial(self._settle, promotion))
             if missing:
                 extra = {"namespace": number, "blocks": len(promotions), "of": len(missing), "why_not": reason}
                 _log.debug("bringing up to dram", extra=extra)
@@ -169,38 +169,32 @@ class Levels:
         finally:
             self._planning.release()
 
-    def _reading(self, promotion: Promotion) -> Callable[[], None]:
-        def read() -> None:
-            blocks, lower, row = self._blocks, self._lower, promotion.row
-            digests = []
-            for part, stamp in enumerate(blocks.spaces[promotion.number].stamps):
-                target = blocks.dram.reserved_span(blocks.residency.place(row, part)).view
-                lower.tier.read(lower.residency.place(row, part), target)
-                verify_frame(target, self._keys, stamp, blocks.index.key(row), lower.residency.generation(row))
-                digests.append(digest(target[:HEADER_BYTES]))
-            with self._lock:
-                blocks.tally.checked(CheckedAt.LOAD, blocks.spaces[promotion.number].block_bytes, is_sound=True)
-                if not self.is_over:
-                    blocks.promoted(row, digests)
-                self._end(promotion)
+    def _read(self, promotion: Promotion) -> None:
+        blocks, lower, row = self._blocks, self._lower, promotion.row
+        digests = []
+        for part, stamp in enumerate(blocks.spaces[promotion.number].stamps):
+            target = blocks.dram.reserved_span(blocks.residency.place(row, part)).view
+            lower.tier.read(lower.residency.place(row, part), target)
+            verify_frame(target, self._keys, stamp, blocks.index.key(row), lower.residency.generation(row))
+            digests.append(digest(target[:HEADER_BYTES]))
+        with self._lock:
+            blocks.tally.checked(CheckedAt.LOAD, blocks.spaces[promotion.number].block_bytes, is_sound=True)
+            if not self.is_over:
+                blocks.promoted(row, digests)
+            self._end(promotion)
 
-        return read
-
-    def _settling(self, promotion: Promotion) -> Callable[[Move], None]:
-        def settle(move: Move) -> None:
-            with self._lock:
-                if promotion.settled:
-                    return
-                if not self.is_over:
-                    self._blocks.not_promoted(promotion.row)
-                    if move.finding is TierMiss.CORRUPT:
-                        size_bytes = self._blocks.spaces[promotion.number].block_bytes
-                        self._blocks.tally.checked(CheckedAt.LOAD, size_bytes, is_sound=False)
-                    if move.finding in (TierMiss.CORRUPT, TierMiss.RETIRED):
-                        self._below.quarantine(promotion.row, move.finding)
-                self._end(promotion)
-
-        return settle
+    def _settle(self, promotion: Promotion, move: Move) -> None:
+        with self._lock:
+            if promotion.settled:
+                return
+            if not self.is_over:
+                self._blocks.not_promoted(promotion.row)
+                if move.finding is TierMiss.CORRUPT:
+                    size_bytes = self._blocks.spaces[promotion.number].block_bytes
+                    self._blocks.tally.checked(CheckedAt.LOAD, size_bytes, is_sound=False)
+                if move.finding in (TierMiss.CORRUPT, TierMiss.RETIRED):
+                    self._below.quarantine(promotion.row, move.finding)
+            self._end(promotion)
 
     def _end(self, promotion: Promotion) -> None:
         promotion.settled = True
@@ -208,7 +202,7 @@ class Levels:
         self._unpin(promotion.number, [promotion.row])
         self._changed.notify_all()
 
-    def quarantine_below(self, row: int, stands: Callable[[], bool], why: TierMiss = TierMiss.CORRUPT) -> bool:
+    def quarantine_below(self, row: int, stands: Callable[[], bool], why: TierMiss) -> bool:
         """Quarantine a block on NVMe that the scrubber found damaged. If DRAM has it, it is dirty again.
 
         stands: asked under the lock whether the damaged frame is still the block's. Returns False if not, or if a
@@ -230,7 +224,7 @@ class Levels:
             if self._flushing:
                 return
             self._flushing, before = True, len(self._dirty)
-        move = self._queue.submit("down", WRITES, Priority.DEMOTION, self._flush_batch)
+        move = self._queue.submit("down", NVME_WRITES, Priority.DEMOTION, self._flush_batch)
         move.then(lambda move: self._flushed(move, before))
 
     def _flushed(self, move: Move, before: int) -> None:
@@ -346,7 +340,7 @@ class Levels:
             if self._clock.monotonic_seconds() >= deadline:
                 return MissReason.DEADLINE
             before = len(dirty)
-            move = self._queue.submit("down", WRITES, Priority.SAVE, partial(self._flush_batch, everything=True))
+            move = self._queue.submit("down", NVME_WRITES, Priority.SAVE, partial(self._flush_batch, everything=True))
             if not move.wait(max(0.0, deadline - self._clock.monotonic_seconds())):
                 return MissReason.DEADLINE
             is_vain = len(dirty) >= before  # these cannot be written, others may
@@ -384,7 +378,11 @@ class Levels:
                     continue
             window = rows[done : done + GROUP_BLOCKS]
             move = self._queue.submit(
-                ("down", window[0]), WRITES, Priority.SAVE, partial(self._demote, number, window), deadline=deadline
+                ("down", window[0]),
+                NVME_WRITES,
+                Priority.SAVE,
+                partial(self._demote, number, window),
+                deadline=deadline,
             )
             if not move.wait(max(0.0, deadline - self._clock.monotonic_seconds())):
                 move.cancel()
@@ -577,7 +575,7 @@ class Levels:
         return self._done(retire, deadline)
 
     def _done(self, work: Callable[[], None], deadline: float) -> bool:
-        move = self._queue.submit(("give up", next(self._numbers)), WRITES, Priority.SAVE, work)
+        move = self._queue.submit(("give up", next(self._numbers)), NVME_WRITES, Priority.SAVE, work)
         return move.wait(max(0.0, deadline - self._clock.monotonic_seconds())) and move.finding is None
 
     # Ends ----------------------------------------------------------------------------------------------------------

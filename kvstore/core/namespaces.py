@@ -18,12 +18,11 @@ from kvstore.block.about import check_can_be_kept
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import Namespace, TenantKeys
 from kvstore.core.dram_recovery import Recovery
-from kvstore.core.lease_pieces import Endings
 from kvstore.core.leases import Leasing
 from kvstore.core.levels import Levels
 from kvstore.core.reservations import ABORTED_PLACES, Reservations
 from kvstore.core.room import Room
-from kvstore.core.rows.index import OpenedNamespace, RowState
+from kvstore.core.rows.index import RowState
 from kvstore.core.shared import GIVE_WAY_SECONDS, Shared
 from kvstore.core.usage import check_fits
 from kvstore.protocol.messages import Grant
@@ -52,15 +51,14 @@ class NamespaceVerbs:
     def __init__(
         self,
         shared: Shared,
-        endings: Endings,
         leasing: Leasing,
         reservations: Reservations,
         room: Room,
         levels: Levels | None,
         recovery: Recovery,
     ) -> None:
-        self._shared, self._blocks, self._clock, self._limits = shared, shared.blocks, shared.clock, shared.limits
-        self._leases, self._endings, self._leasing = shared.leases, endings, leasing
+        self._shared, self._blocks, self._clock = shared, shared.blocks, shared.clock
+        self._leases, self._leasing = shared.leases, leasing
         self._reservations, self._room = reservations, room
         self._levels, self._recovery = levels, recovery
         self._under_way: set[int] = set()
@@ -77,9 +75,9 @@ class NamespaceVerbs:
             self._shared.check_open()
             if keys.tenant in self.leaving:
                 raise BadInput("this tenant is being purged, or its key was retired; connect again, or open it anew")
-            space = self._find_space(keys.tenant, wanted)
+            space = self._blocks.find_space(keys.tenant, wanted)
             if space is None:
-                check_fits(self._blocks, self._shared.lower, self._limits, keys.tenant, namespace, payload_bytes)
+                check_fits(self._shared, keys.tenant, namespace, payload_bytes)
                 space = self._blocks.add_space(keys, namespace, payload_bytes)
             return Grant(
                 space.number,
@@ -154,10 +152,6 @@ class NamespaceVerbs:
         left = {number: self._take_out(number, mine, epochs) for number, mine in found.items()}
         return {number: some for number, some in left.items() if some}
 
-    def _find_space(self, tenant: bytes, wanted: bytes) -> OpenedNamespace | None:
-        mine = (one for one in self._blocks.spaces if one.tenant == tenant and one.classes[0].namespace == wanted)
-        return next(mine, None)
-
     def _drop(self, number: int, deadline: float) -> int:
         """The lock is free between pieces. A second drop of this namespace waits for the first."""
         with self._shared.lock:
@@ -181,7 +175,7 @@ class NamespaceVerbs:
             self._await_taken_in(lambda: self._is_moving(number), deadline)
             self._shared.end_due()  # from here on the namespace has no leases, and gets none
             ending = [one for one in self._leases.ending.values() if one.namespace == number]
-            self._endings.finish([*self._leases.expire_all(number), *ending])
+            self._leases.finish([*self._leases.expire_all(number), *ending])
             self._await_taken_in(lambda: self._is_moving(number), deadline)
             self._reservations.cancel_all(number)
             self._shared.fetched.forget(number)
@@ -279,7 +273,9 @@ class NamespaceVerbs:
                         left.append(row)
                         continue
                     blocks.quarantine(row)
-                if index.state(row) is RowState.PENDING or self._is_refilled(row):
+                state = index.state(row)
+                is_refilled = state is RowState.LOST and blocks.residency.place(row, 0) != NO_PLACE
+                if state is RowState.PENDING or is_refilled:
                     left.append(row)
                 elif self._shared.lower is not None and blocks.is_below(row):
                     residency = self._shared.lower.residency
@@ -293,9 +289,6 @@ class NamespaceVerbs:
         residency, dram = self._blocks.residency, self._blocks.dram
         places = [residency.place(row, part) for part in parts] if residency.is_listed(row) else []
         return NO_PLACE not in places and any(epoch_in(dram.span_at(place).view) in epochs for place in places)
-
-    def _is_refilled(self, row: int) -> bool:
-        return self._blocks.index.state(row) is RowState.LOST and self._blocks.residency.place(row, 0) != NO_PLACE
 
     def _is_old(self, place: int, epochs: Container[tuple[bytes, int]]) -> bool:
         assert self._shared.lower is not None

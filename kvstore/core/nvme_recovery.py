@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
@@ -88,57 +88,28 @@ class NvmeRecovery:
         assert shared.blocks.below is not None
         self._blocks, self._below, self._lower = shared.blocks, shared.blocks.below, lower
         self._keys, self._lock = shared.blocks.keys, shared.lock
-        self._over = threading.Event()
-        self._succeeded = False
-        self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
+        self.succeeded = False
+        """Whether all blocks on disk were taken in; others cannot be found before the next start."""
+        self.closing = threading.Event()
+        """Set it to end it early."""
         self.progress = RecoveryStatus()
         self._left: dict[int, list[int]] = {}  # by namespace: places left undecided for the next start
         self._below.is_loading, self._below.all_known = True, False
 
-    # A store's view ------------------------------------------------------------------------------------------------
-
-    @property
-    def is_recovering(self) -> bool:
-        return not self._over.is_set()
-
-    @property
-    def failed(self) -> bool:
-        """Whether some blocks on disk could not be taken in; they cannot be found before the next start."""
-        return self._over.is_set() and not self._succeeded
-
-    def start(self, tenants: Mapping[bytes, TenantKeys], afterwards: Callable[[], None]) -> None:
-        """Run `load`, then `afterwards`, in a thread."""
-
-        def run() -> None:
-            try:
-                self.load(tenants)
-                is_all = not any(one.unread for one in self._lower.tier.left_alone)
-                self._succeeded = is_all and not self._closing.is_set()
-            except TierError as error:
-                _log.error("what is on disk cannot be taken in: %s", error)
-            except (MemoryError, RuntimeError) as error:
-                if kind_of(error) not in SHORTAGES:
-                    raise
-                _log.error("what is on disk cannot be taken in: %s (%s)", kind_of(error), error)
-            finally:
-                with self._lock:
-                    self._below.is_loading = False
-                self._over.set()
-                afterwards()
-
-        thread = threading.Thread(target=run, name="kv-load", daemon=True)
-        thread.start()
-        self._thread = thread
-
-    def wait(self, timeout_seconds: float) -> bool:
-        """Wait at most that long; returns whether it is over and succeeded."""
-        return self._over.wait(timeout_seconds) and self._succeeded
-
-    def stop(self, timeout_seconds: float) -> None:
-        self._closing.set()
-        if self._thread is not None:
-            self._thread.join(timeout_seconds)
+    def run(self, tenants: Mapping[bytes, TenantKeys]) -> None:
+        """`load`, once; what is on disk and cannot be taken in is logged."""
+        try:
+            self.load(tenants)
+            self.succeeded = not (any(one.unread for one in self._lower.tier.left_alone) or self.closing.is_set())
+        except TierError as error:
+            _log.error("what is on disk cannot be taken in: %s", error)
+        except (MemoryError, RuntimeError) as error:
+            if kind_of(error) not in SHORTAGES:
+                raise
+            _log.error("what is on disk cannot be taken in: %s (%s)", kind_of(error), error)
+        finally:
+            with self._lock:
+                self._below.is_loading = False
 
     def forget(self, number: int) -> None:
         """Drop a namespace's blocks that were left for the next start. Under the lock, after loading."""
@@ -148,19 +119,17 @@ class NvmeRecovery:
 
     # Loading -------------------------------------------------------------------------------------------------------
 
-    def load(self, tenants: Mapping[bytes, TenantKeys], report: Callable[[int, int], None] | None = None) -> None:
+    def load(self, tenants: Mapping[bytes, TenantKeys]) -> None:
         """Take in what is on disk; matches find it when this returns. Raises `TierUnavailable`."""
 
         def slots_done(done: int, total: int) -> None:
             self.progress = replace(self.progress, slots=done, all_slots=total)
-            if report is not None:
-                report(done, total)
 
         groups: dict[tuple[bytes, bytes], list[Found]] = {}
         for found in self._lower.tier.load(slots_done):
             owner = found.header.slot_class
             groups.setdefault((owner.tenant, owner.namespace), []).append(found)
-            if self._closing.is_set():
+            if self.closing.is_set():
                 return
         unproven = [one for group in groups.values() for one in group if not one.is_proven]
         if unproven:
@@ -178,12 +147,12 @@ class NvmeRecovery:
                 undecided.append(self._take_in(space, mine))
         self._look_again([one for one in undecided if one is not None and one.blocks])
         with self._lock:
-            self._below.all_known = not self._closing.is_set()
+            self._below.all_known = not self.closing.is_set()
 
     def _take_in(self, space: OpenedNamespace, group: Sequence[Found]) -> _Undecided | None:
         root = root_key(space.namespace.layout.block_tokens)
         proof = self._proven(group)
-        if self._closing.is_set():
+        if self.closing.is_set():
             return None
         found, useless, lost = recovery_order(proof.whole, len(space.classes), root, partial(self._is_sound, space))
         rows = np.full(len(found), NO_ROW, np.int64)
@@ -191,11 +160,11 @@ class NvmeRecovery:
         with self._lock:
             self._blocks.expect(len(found))
         for first in range(0, len(found), SLICE_BLOCKS):
-            if self._closing.wait(PAUSE_SECONDS):
+            if self.closing.wait(PAUSE_SECONDS):
                 return undecided
             with self._lock:
                 lost += self._insert(undecided, first, min(first + SLICE_BLOCKS, len(found)))
-        if self._closing.is_set():
+        if self.closing.is_set():
             return undecided
         self._lower.tier.delete(proof.torn)
         self._void(space, useless + lost, proof.unread)
@@ -213,7 +182,7 @@ class NvmeRecovery:
                 firsts = range(0, len(one.places), VERIFIED_AT_ONCE)
                 shares = [one.places[first : first + VERIFIED_AT_ONCE] for first in firsts]
                 verdicts = list(chain(*pool.map(partial(self._verdicts, one.header.slot_class), shares)))
-                if self._closing.is_set():
+                if self.closing.is_set():
                     return _Proof([], [], [])
                 at = [position for position, verdict in enumerate(verdicts) if verdict is _RecoveryCheck.WHOLE]
                 proof.whole.append(Found(one.header, [one.places[position] for position in at], one.entries[at]))
@@ -223,7 +192,7 @@ class NvmeRecovery:
         return proof
 
     def _verdicts(self, slot_class: SlotClass, places: Sequence[int]) -> list[_RecoveryCheck]:
-        if self._closing.is_set():
+        if self.closing.is_set():
             return []
         frame = private_pages(slot_class.frame_bytes).view
         verdicts = [self._verdict(place, frame) for place in places]
@@ -243,13 +212,13 @@ class NvmeRecovery:
     def _look_again(self, undecided: list[_Undecided]) -> None:
         for _ in range(LOOKS):
             undecided = [one for one in undecided if one.blocks]
-            if not undecided or self._closing.wait(LOOK_SECONDS):
+            if not undecided or self.closing.wait(LOOK_SECONDS):
                 break
             for one in undecided:
                 looked_at, one.blocks[:] = one.blocks[:], []
                 useless: list[int] = []
                 for first in range(0, len(looked_at), SLICE_BLOCKS):
-                    self._closing.wait(PAUSE_SECONDS)
+                    self.closing.wait(PAUSE_SECONDS)
                     with self._lock:
                         for at in looked_at[first : first + SLICE_BLOCKS]:
                             useless += self._insert_one(one, at, one.found.keys[at].tobytes())
@@ -370,9 +339,8 @@ def space_of(
     """
     if keys is None:
         return None
-    for space in blocks.spaces:
-        if space.tenant == keys.tenant and space.classes[0].namespace == digest_of_namespace:
-            return space
+    if (space := blocks.find_space(keys.tenant, digest_of_namespace)) is not None:
+        return space
     try:
         payloads, namespace = unpack_about(about)
         if len(blocks.spaces) >= MAX_NAMESPACES:

@@ -23,7 +23,7 @@ from kvstore.core.collective import (
     ReservationRecord,
     chain_of,
 )
-from kvstore.core.leases import LOCKED_BLOCKS, Leasing
+from kvstore.core.leases import Leasing
 from kvstore.core.room import Room
 from kvstore.core.rows.index import NO_ROW, RowState
 from kvstore.core.shared import GIVE_WAY_SECONDS, Shared
@@ -129,12 +129,17 @@ class Reservations:
                 present += skipped
                 return ReserveReply(0, present, stopped_at=present, reason=reason, in_flight=in_flight)
             parts = len(self._blocks.spaces[number].classes)
-            done = [0] * parts
-            places: list[list[int]] = [[] for _ in range(parts)]
             record = ReservationRecord(
-                self._new_number(), number, priority, expires_at, done, places, room_until=ends_at
+                number=self._new_number(),
+                namespace=number,
+                priority=priority,
+                expires_at=expires_at,
+                done=[0] * parts,
+                places=[[] for _ in range(parts)],
+                room_until=ends_at,
+                is_fetched=couriers > 0,
             )
-            asked, record.is_fetched = len(keys), couriers > 0
+            asked = len(keys)
             if record.is_fetched:
                 keys = keys[: present + self._shared.fetched.room(number, couriers)]
             stopped_at, reason = self._begin_rows(record, keys, present, in_flight_rows)
@@ -151,7 +156,7 @@ class Reservations:
                 self._collective.reserved(put, record)
                 record.is_collective = True
         try:
-            short = self._find_slots(record)
+            short = self._room.find_slots(record)
         except BaseException:  # interrupted: no client will learn this reservation's number
             self.abort(record.number)
             raise
@@ -229,19 +234,6 @@ class Reservations:
             self._pin(record.namespace, sorted(record.repairs))
         return stopped
 
-    def _find_slots(self, record: ReservationRecord) -> MissReason | None:
-        with self._shared.lock:
-            is_open = not (record.cancelled or self._shared.closed)
-            classes = self._blocks.spaces[record.namespace].classes if is_open else ()
-            if classes and min(map(self._blocks.dram.free_slots, classes)) >= len(record.rows):
-                for column, places in zip(
-                    record.places, self._blocks.place(record.namespace, record.rows), strict=True
-                ):
-                    column += places
-                record.filled = len(record.rows)
-                return None
-        return self._room.find_slots(record)
-
     def _shorten(self, record: ReservationRecord, reason: MissReason) -> tuple[int, MissReason]:
         with self._shared.lock:
             stopped_at = record.indexes[record.filled]
@@ -316,12 +308,7 @@ class Reservations:
         """Count a stored chain as used, as far as it is readable. Once: until then the reservation's rows pin it."""
         if not record.published:
             return
-        chain = self._blocks.index.chain(record.rows[record.published - 1])
-        if len(chain) <= LOCKED_BLOCKS:
-            self._blocks.used(chain, record.published)
-        else:
-            self._blocks.counted(chain, record.published)
-            self._leasing.refreshing.append((chain, record.published))
+        self._leasing.count_use(self._blocks.index.chain(record.rows[record.published - 1]), record.published)
 
     # Ending ----------------------------------------------------------------------------------------------------------
 
@@ -409,14 +396,7 @@ class Reservations:
             self._free_cancelled(record)
 
     def _give_up(self, record: ReservationRecord, start: int) -> None:
-        for row in reversed(record.rows[start:]):
-            if row in record.repairs:
-                record.repairs.discard(row)
-                self._blocks.index.not_refilled(row)
-                self._blocks.free(self._blocks.residency.forget(row))  # it stays lost
-                self._unpin(record.namespace, [row])
-            else:
-                self._blocks.give_up(row)
+        self._blocks.free(self._removed(record, start))
         self._cut(record, start)
 
     def _cancel(self, record: ReservationRecord) -> None:
@@ -424,7 +404,7 @@ class Reservations:
         for other in list(self._records.values()):
             if record.number in other.depends_on and not other.cancelled:
                 self._cancel(other)
-        self._orphan(record, record.published)
+        record.abandoned_slots += self._removed(record, record.published)
         record.depends_on.clear()
         record.cancelled = True
         if self._collective.lost(record, self._clock.monotonic_seconds()):
@@ -441,19 +421,22 @@ class Reservations:
             start = len(record.rows) - most
             if start <= record.published:
                 return
-            self._orphan(record, start)
+            record.abandoned_slots += self._removed(record, start)
             self._cut(record, start)
             self._shared.moves_done.wait(GIVE_WAY_SECONDS)
 
-    def _orphan(self, record: ReservationRecord, start: int) -> None:
+    def _removed(self, record: ReservationRecord, start: int) -> list[int]:
+        """The places of its blocks from there on, which are not stored; a repaired one's row stays, lost."""
+        places: list[int] = []
         for row in reversed(record.rows[start:]):
             if row in record.repairs:
                 record.repairs.discard(row)
                 self._blocks.index.not_refilled(row)
                 self._unpin(record.namespace, [row])
-                record.abandoned_slots.extend(self._blocks.residency.forget(row))
+                places += self._blocks.residency.forget(row)
             else:
-                record.abandoned_slots.extend(self._blocks.orphan(row))
+                places += self._blocks.orphan(row)
+        return places
 
     def _cut(self, record: ReservationRecord, start: int) -> None:
         for column in (record.rows, record.parents, record.indexes, record.generations):

@@ -13,8 +13,7 @@ from numbers import Integral
 
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput
-from kvstore.core.collective import ReservationRecord
-from kvstore.core.lease_pieces import Endings
+from kvstore.core.collective import SlotRequest
 from kvstore.core.shared import GIVE_WAY_SECONDS, Shared
 from tiering.counts.tally import CheckedAt
 from tiering.dram.extents import Extent
@@ -46,25 +45,13 @@ class ExtentMove:
     copies: list[FrameCopy]
 
 
-@dataclass(slots=True)
-class SlotRequest:
-    """Blocks that need slots in DRAM; `Room` finds them."""
-
-    namespace: int
-    rows: list[int]
-    places: list[list[int]]
-    filled: int = 0
-    cancelled: bool = False
-
-
 class Room:
-    """Finds slots in one store's DRAM, and gives empty extents back."""
+    """Finds slots in one store's DRAM, shares extents with clients, and gives empty ones back. Thread-safe."""
 
-    def __init__(self, shared: Shared, endings: Endings, mover: Mover) -> None:
-        """endings: leases may have to end before there is room."""
-        self._shared, self._blocks, self._lower, self._mover = shared, shared.blocks, shared.lower, mover
-        self._clock, self._steps = shared.clock, shared.limits.room_steps
-        self._leases, self._endings, self._reservations = shared.leases, endings, shared.reservations
+    def __init__(self, shared: Shared) -> None:
+        self._shared, self._blocks, self._lower = shared, shared.blocks, shared.lower
+        self._clock, self._leases, self._reservations = shared.clock, shared.leases, shared.reservations
+        self._mover = Mover(shared.blocks.dram, shared.blocks.keys)
         self._unmapping = threading.Condition(shared.lock)
         self._unmap_wait = UnmapWait()
         self.vacating: dict[int, ExtentMove] = {}
@@ -72,14 +59,14 @@ class Room:
         self.emptied: dict[int, None] = {}
         """Namespaces that may have empty extents."""
 
-    def find_slots(self, record: ReservationRecord | SlotRequest) -> MissReason | None:
+    def find_slots(self, record: SlotRequest) -> MissReason | None:
         """Slots for all of these rows, as far as there is room or can be made; returns why it stopped before. Not under
         the lock."""
         scarce = refused = False  # the machine had no memory for another extent: now, and at the last attempt
-        unmap_wait = PUT_SECONDS if isinstance(record, ReservationRecord) else 0.0  # a lease has an engine's deadline
+        unmap_wait = PUT_SECONDS if record.is_put else 0.0  # a lease has an engine's deadline
         has_waited = False
-        for taken in range(self._steps):
-            ends_at = record.room_until if isinstance(record, ReservationRecord) else None
+        for taken in range(self._shared.limits.room_steps):
+            ends_at = record.room_until
             if taken and ends_at is not None and self._clock.monotonic_seconds() >= ends_at:
                 return MissReason.DEADLINE
             with self._shared.lock:
@@ -89,13 +76,13 @@ class Room:
                 if step is None:
                     return None
                 if isinstance(step, MissReason):
-                    is_put = isinstance(record, SlotRequest) or not (record.is_fetched or record.cancelled)
-                    if is_put and not self._shared.closed and self._shared.fetched.give_way():
+                    is_wanted = not (record.is_fetched or record.cancelled or self._shared.closed)
+                    if is_wanted and self._shared.fetched.give_way():
                         continue
                     if not self._leases.ending or has_waited or self._shared.closed:
                         return step
                     has_waited = True  # ended leases pinned what could make room
-                    self._endings.finish_all()
+                    self._leases.finish_all()
                     continue
             if isinstance(step, ExtentMove):
                 self._vacate(step)
@@ -111,11 +98,10 @@ class Room:
                 scarce = refused = True
         return MissReason.DEADLINE
 
-    def _await_memory(self, record: ReservationRecord | SlotRequest, awaited: list[int]) -> tuple[float, bool]:
+    def _await_memory(self, record: SlotRequest, awaited: list[int]) -> tuple[float, bool]:
         """awaited: memory that was given back and that clients still map. Returns how long it waited, and whether to
         look for slots again."""
         tenant, dram = self._blocks.spaces[record.namespace].tenant, self._blocks.dram
-        is_collective = isinstance(record, ReservationRecord) and record.is_collective
         mapped = set(awaited)
         waited = 0.0
         with self._shared.lock:
@@ -123,7 +109,7 @@ class Room:
             if not self._unmap_wait.begin(tenant, awaited, began_at):
                 return 0.0, True  # others began in between: look again
             try:
-                for seconds in LOOKS_SECONDS[:COLLECTIVE_LOOKS] if is_collective else LOOKS_SECONDS:
+                for seconds in LOOKS_SECONDS[:COLLECTIVE_LOOKS] if record.is_collective else LOOKS_SECONDS:
                     if record.cancelled or self._shared.closed:
                         return waited, False
                     self._unmapping.wait(seconds)  # unmapping sends no notification
@@ -132,18 +118,18 @@ class Room:
                     mapped.intersection_update(now_mapped)
                     if not mapped or not now_mapped:
                         return waited, True
-                if not is_collective:
+                if not record.is_collective:
                     self._unmap_wait.in_vain(mapped)
                 return waited, False
             finally:
                 now = self._clock.monotonic_seconds()
-                self._unmap_wait.end(tenant, now - began_at, now, is_collective=is_collective)
+                self._unmap_wait.end(tenant, now - began_at, now, is_collective=record.is_collective)
 
     def _take_slots(
-        self, record: ReservationRecord | SlotRequest, scarce: bool, is_patient: bool
+        self, record: SlotRequest, scarce: bool, is_patient: bool
     ) -> SlotClass | ExtentMove | list[int] | MissReason | None:
         blocks = self._blocks
-        take_places = blocks.make_place_above if isinstance(record, SlotRequest) else blocks.place
+        take_places = blocks.place if record.is_put else blocks.make_place_above
         classes = blocks.spaces[record.namespace].classes
         while record.filled < len(record.rows):
             missing = record.rows[record.filled :]
@@ -159,7 +145,8 @@ class Room:
                 continue
             mapped = blocks.dram.awaited()
             if mapped:  # giving back more frees nothing before clients unmap this
-                if is_patient and self._waits_for(record.namespace, mapped):
+                tenant, now = blocks.spaces[record.namespace].tenant, self._clock.monotonic_seconds()
+                if is_patient and self._unmap_wait.may_wait(tenant, mapped, now):
                     return mapped
                 if not blocks.evict_own(len(missing), record.namespace):
                     return self._no_room(record)
@@ -182,8 +169,8 @@ class Room:
                 return MissReason.QUOTA if has_evictable else self._no_room(record)
         return None
 
-    def _no_room(self, record: ReservationRecord | SlotRequest) -> MissReason:
-        if isinstance(record, SlotRequest):
+    def _no_room(self, record: SlotRequest) -> MissReason:
+        if not record.is_put:
             return MissReason.PINNED_FULL  # the lease's answer has the details
         reason, record.detail = self.why_full(record)
         return reason
@@ -195,7 +182,7 @@ class Room:
         with self._shared.lock:
             self._shared.check_open()
             self._shared.end_due()
-            self._endings.finish_all()
+            self._leases.finish_all()
             gone = 0
             while True:
                 self._shared.check_open()
@@ -206,7 +193,7 @@ class Room:
                     return gone
                 self._shared.moves_done.wait(GIVE_WAY_SECONDS)
 
-    def why_full(self, asker: ReservationRecord | None = None) -> tuple[MissReason, str]:
+    def why_full(self, asker: SlotRequest | None = None) -> tuple[MissReason, str]:
         """Why DRAM can evict nothing. `pinned_full` only if a client must release something first. Under the lock."""
         dram = self._blocks.dram
         if dram.awaited() or dram.guarded_bytes():
@@ -230,10 +217,6 @@ class Room:
             return MissReason.PINNED_FULL
         may_go = next(lower.residency.worst(), None) is not None
         return MissReason.QUOTA if self._blocks.shares is not None and may_go else MissReason.DEADLINE
-
-    def _waits_for(self, number: int, mapped: Collection[int]) -> bool:
-        tenant = self._blocks.spaces[number].tenant
-        return self._unmap_wait.may_wait(tenant, mapped, self._clock.monotonic_seconds())
 
     def _grow(self, slot_class: SlotClass) -> bool:
         try:
@@ -317,12 +300,7 @@ class Room:
                     self._shared.moves_done.wait(GIVE_WAY_SECONDS)
             gone.clear()
 
-
-class SharedExtents:
-    """One store's extents, as other processes map them. Thread-safe."""
-
-    def __init__(self, shared: Shared) -> None:
-        self._shared, self._blocks, self._clock = shared, shared.blocks, shared.clock
+    # Extents as other processes map them -----------------------------------------------------------------------------
 
     def share(self, extent: int, tenant: bytes, holder: int, fills: Collection[int] | None = None) -> SharedExtent:
         """Open an extent for another process: to read, or with `fills`, the namespaces it stores into, to write.

@@ -7,8 +7,7 @@
 No pin is taken and no lock is held while a frame is read or hashed. A frame that was evicted meanwhile is no damage:
 before a block is quarantined, the tier confirms that the very frame still stands there. Windows of frames run in the
 move queue at the lowest priority, one at a time, and end early when a request waits. Reading changes no block's place
-in the eviction order. Must never touch DRAM's copy of a block. `Adjustments`, of the scrub rate and of shares, are
-below.
+in the eviction order. Must never touch DRAM's copy of a block.
 """
 
 from __future__ import annotations
@@ -17,26 +16,25 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from kvstore.block.account import MissReason
-from kvstore.config import check_pieces
-from kvstore.core.levels import READS, Levels
-from kvstore.core.nvme_recovery import NvmeRecovery
+from kvstore.core.dram_recovery import Recovery
+from kvstore.core.levels import Levels
 from kvstore.core.rows.below import Lower
 from kvstore.core.rows.index import RowState
 from kvstore.core.shared import Shared
 from tiering.errors import BlockCorrupt, BlockMissing, EpochRetired, TierUnavailable
+from tiering.faults import NVME_READS
 from tiering.frame import ALIGNMENT, HEADER_BYTES, Stamp, open_header, verify_payload
 from tiering.move_queue import Move, Priority
 from tiering.nvme.scrub import CheckResult, Scrub, ScrubLimits
 from tiering.nvme.slab import slab_name
 from tiering.nvme.tier import NvmeTier, Resident
-from tiering.policies.shares import Share
 from tiering.tier import TierMiss, extent_of, slot_of
 
 RECHECKS = 3
@@ -85,7 +83,7 @@ class Scrubbing:
     """The scrubber of one store. The lock is the store's."""
 
     def __init__(
-        self, shared: Shared, lower: Lower[NvmeTier], levels: Levels, recovery: NvmeRecovery, limits: ScrubLimits
+        self, shared: Shared, lower: Lower[NvmeTier], levels: Levels, recovery: Recovery, limits: ScrubLimits
     ) -> None:
         self._blocks, self._lower, self._levels, self._recovery = shared.blocks, lower, levels, recovery
         self._keys, self._clock, self._lock, self._limits = shared.blocks.keys, shared.clock, shared.lock, limits
@@ -114,7 +112,7 @@ class Scrubbing:
 
     def step(self) -> float:
         """Do what is due; returns the seconds until more is due, unless the thread is woken earlier."""
-        if self._recovery.is_recovering:
+        if self._recovery.is_nvme_under_way:
             return max(LOADING_LOOK_SECONDS, self.scrub.seconds_until_due())
         window = self._window
         if window is not None:
@@ -139,7 +137,7 @@ class Scrubbing:
     def _begin(self, frames: Sequence[Resident]) -> None:
         window = self._window = ReadWindow(deque(frames))
         wake = self._wake
-        window.move = self._levels.queue.submit("scrub", READS, Priority.SCRUB, lambda: self._read(window))
+        window.move = self._levels.queue.submit("scrub", NVME_READS, Priority.SCRUB, lambda: self._read(window))
         window.move.then(lambda _: wake.set())
 
     def _end(self, window: ReadWindow) -> None:
@@ -283,10 +281,6 @@ class Scrubbing:
             _log.warning("scrub: %s, slot %d: %s", slab_name(extent_of(frame.place)), slot_of(frame.place), what)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Retired epochs
-
-
 def _drive(reference: weakref.ref[Scrubbing], wake: threading.Event) -> None:
     """The scrubber's thread. It holds no reference while it sleeps, so that an unused store can be collected."""
     while True:
@@ -303,38 +297,3 @@ def _aligned(size_bytes: int) -> memoryview:
     memory = bytearray(size_bytes + ALIGNMENT)
     start = -np.frombuffer(memory, np.uint8).ctypes.data % ALIGNMENT
     return memoryview(memory)[start : start + size_bytes]
-
-
-class Adjustments:
-    """What can be changed while a store serves: shares of the tenants that had some at the start, and the scrub rate.
-    Thread-safe."""
-
-    def __init__(self, shared: Shared, scrubbing: Scrubbing | None) -> None:
-        self._blocks, self._lower, self._lock = shared.blocks, shared.lower, shared.lock
-        self._retained_fraction, self._scrubbing = shared.limits.retained_fraction, scrubbing
-
-    def check_shares(self, shares: Mapping[str, Share]) -> None:
-        """shares: by name. Raises `BadInput` if a guarantee is less than a piece of a tier."""
-        for name, tier in (("dram", self._blocks.dram), ("nvme", self._lower.tier if self._lower else None)):
-            if tier is not None:
-                check_pieces(shares, tier.pieces(), tier.piece_bytes, name)
-
-    def change_shares(self, shares: Mapping[bytes, Share]) -> None:
-        """shares: by tenant. They count from the next time that a tier is full; a smaller budget ends the retention of
-        blocks beyond it."""
-        with self._lock:
-            if self._blocks.shares is None:
-                return
-            self._blocks.shares.change(shares)
-            parts = [part * self._retained_fraction for part in self._blocks.shares.parts()]
-            tiers = [(self._blocks.residency, self._blocks.dram.budget_bytes)]
-            tiers += [(self._lower.residency, self._lower.tier.budget_bytes)] if self._lower else []
-            for residency, budget_bytes in tiers:
-                if residency.retention is not None:
-                    residency.retention.resize([int(part * budget_bytes) for part in parts])
-
-    def change_scrub(self, bytes_per_second: int) -> None:
-        """Applies to later reads."""
-        with self._lock:
-            if self._scrubbing is not None:
-                self._scrubbing.scrub.set_rate(bytes_per_second)

@@ -16,18 +16,17 @@ from itertools import islice
 import msgspec
 
 from kvstore.block.account import REASON_OF_FINDING, HitTier, MissReason
-from kvstore.block.errors import BadInput, StoreClosed
+from kvstore.block.errors import BadInput
 from kvstore.block.identity import NOWHERE, Identity, Namespace, NodeIdentity, TenantKeys
-from kvstore.config import Limits
+from kvstore.config import Limits, check_pieces
 from kvstore.core.dram_recovery import Recovery
-from kvstore.core.lease_pieces import Endings
-from kvstore.core.leases import IS_CLOSED, IS_DROPPED, ChainWaits, Leasing
+from kvstore.core.leases import IS_CLOSED, IS_DROPPED, Leasing
 from kvstore.core.levels import Levels
 from kvstore.core.namespaces import NamespaceVerbs
 from kvstore.core.reservations import Reservations
-from kvstore.core.room import Room, SharedExtents
-from kvstore.core.rows.index import NO_ROW, TierRuns, tier_runs
-from kvstore.core.scrub import Adjustments, Scrubbing
+from kvstore.core.room import Room
+from kvstore.core.rows.index import NO_ROW, TierRuns
+from kvstore.core.scrub import Scrubbing
 from kvstore.core.shared import Shared
 from kvstore.core.table import BlockTable
 from kvstore.core.usage import UsageReports
@@ -36,12 +35,12 @@ from kvstore.protocol.door import Collective, StoreClient
 from kvstore.protocol.hand_off_ticket import opened, sealed
 from kvstore.protocol.messages import Grant, LeaseReply, MatchReply, ReserveReply
 from tiering.clock import Clock
-from tiering.counts.awaits import AwaitEnd
+from tiering.counts.awaits import AwaitEnd, ParkedAwait
 from tiering.counts.tally import Eviction
-from tiering.dram.mover import Mover
 from tiering.move_queue import MoveQueue
 from tiering.nvme.scrub import ScrubLimits
 from tiering.nvme.tier import NvmeTier
+from tiering.policies.shares import Share
 from tiering.tier import FrameSpan, MoveCounts
 
 RUN_OUT_AT_ONCE = 1024
@@ -66,39 +65,34 @@ class Store(Shared):
         super().__init__(blocks, clock, limits, new_number)
         self.name, self.node = name, node
         self.awaits = blocks.index.awaits
+        self.awaits.now = clock.monotonic_seconds
         self.forgotten: deque[int] = deque()  # as `Door.forgotten`: a finalizer may run under this very lock
         self._to_abort: deque[int] = deque()  # reservations whose producers have finished writing
         self._closer: threading.Thread | None = None
-        self._endings = Endings(self)
-        self._room = Room(self, self._endings, Mover(blocks.dram, blocks.keys))
+        self._room = Room(self)
         self._recovery = Recovery(self)
         self._levels: Levels | None = None
         self._scrubbing: Scrubbing | None = None
         if self.lower is not None:
             self._levels = Levels(self, self.lower, self._room)
             if scrub is not None:
-                assert self._recovery.of_nvme is not None
-                self._scrubbing = Scrubbing(self, self.lower, self._levels, self._recovery.of_nvme, scrub)
-        self.adjustments = Adjustments(self, self._scrubbing)
-        self._leasing = Leasing(self, self._levels, self._room, self._endings)
+                self._scrubbing = Scrubbing(self, self.lower, self._levels, self._recovery, scrub)
+        self._leasing = Leasing(self, self._levels, self._room)
         self._puts = Reservations(self, self._room, self._leasing)
-        parts = self._endings, self._leasing, self._puts, self._room, self._levels, self._recovery
-        self._namespaces = NamespaceVerbs(self, *parts)
-        reports = UsageReports(self, self._recovery, self._scrubbing)
-        self._serve(ChainWaits(self), SharedExtents(self), reports)
+        self._namespaces = NamespaceVerbs(self, self._leasing, self._puts, self._room, self._levels, self._recovery)
+        self._serve(UsageReports(self, self._recovery, self._scrubbing))
 
-    def _serve(self, waits: ChainWaits, extents: SharedExtents, reports: UsageReports) -> None:
-        leasing, endings, puts, namespaces = self._leasing, self._endings, self._puts, self._namespaces
+    def _serve(self, reports: UsageReports) -> None:
+        leasing, leases, puts, room, namespaces = self._leasing, self.leases, self._puts, self._room, self._namespaces
         self.open_namespace, self.own_number = namespaces.open, namespaces.own_number
         self.drop, self.purge, self.warmed = namespaces.drop, namespaces.purge, self._recovery.wait
         self.rotate, self.retire = namespaces.rotate, namespaces.retire
-        self.park, self.awaited, self._await, self.readable = waits.park, waits.awaited, waits.wait, waits.readable
         self.attach, self.is_leased, self.report = leasing.attach, leasing.is_leased, leasing.report
-        self.release, self.expire, self.begin_ending = endings.release, endings.expire, endings.begin_all
+        self.release, self.expire, self.begin_ending = leases.release, leases.expire, leases.begin_all
         self.reserve, self.abort, self.cancel = puts.reserve, puts.abort, puts.cancel
-        self.share, self.gone = extents.share, extents.gone
-        self.is_mapped, self.unmapped = extents.is_mapped, extents.unmapped
-        self.evict, self.usage, self.namespaces = self._room.evict, reports.usage, reports.namespaces
+        self.evict, self.share, self.gone = room.evict, room.share, room.gone
+        self.is_mapped, self.unmapped = room.is_mapped, room.unmapped
+        self.usage, self.namespaces = reports.usage, reports.namespaces
         self.tenants, self.kept_until = reports.tenants, reports.kept_until
 
     def handle(self, client: StoreClient, request: m.Verb, seconds: float | None = None) -> m.Answer:
@@ -181,8 +175,6 @@ class Store(Shared):
 
     def lease(self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float) -> LeaseReply:
         """Pin the longest readable prefix; blocks in lower tiers are promoted until the deadline."""
-        if len(keys) > self._leasing.locked_blocks(number):
-            return self._leasing.lease_in_pieces(number, keys, first_block, deadline_ms)
         reply = self._leasing.lease(number, keys, first_block, deadline_ms)
         if reply is None:  # ended leases still pin
             self.finish_ending()
@@ -199,7 +191,7 @@ class Store(Shared):
     def finish_ending(self) -> None:
         """Unpin the blocks of ended leases, and carry out pending aborts."""
         with self.lock:
-            self._endings.finish_all()
+            self.leases.finish_all()
         while (reservation := self._next_to_abort()) is not None:
             self.abort(reservation)
         self._room.retire_emptied()
@@ -310,7 +302,75 @@ class Store(Shared):
         """Whether recovery from disk is over, successful or not."""
         return not self._recovery.is_under_way
 
+    # Waits for blocks: each is parked in the index's table, and takes no thread --------------------------------------
+
+    def park(
+        self,
+        number: int,
+        keys: Sequence[bytes],
+        seconds: float,
+        tell: Callable[[ParkedAwait], object],
+        fetch: object = None,
+    ) -> ParkedAwait:
+        """Wait until the last of these keys is readable, which may be at once. `Awaits.expire` ends it at its deadline.
+        fetch: as in `ParkedAwait`."""
+        index = self.blocks.index
+        one = ParkedAwait(number, self.blocks.spaces[number].tenant, keys, seconds, tell, fetch)
+        self.awaits.register(one)
+        with self.lock:
+            if self._is_served(number):
+                is_there = index.matched(number, keys[-1:])
+                self.awaits.looked(one, len(keys) if is_there else index.matched(number, keys))
+            else:
+                self.awaits.end([one], AwaitEnd.GONE)
+        return one
+
+    def awaited(self, one: ParkedAwait) -> m.Awaited:
+        """The answer to a wait that is over: how many leading keys are readable now."""
+        assert one.end is not None
+        return m.Awaited(self.readable(one.number, one.keys), one.end)
+
+    def readable(self, number: int, keys: Sequence[bytes]) -> int:
+        """How many leading blocks of these are readable now."""
+        with self.lock:
+            return self.blocks.index.matched(number, keys) if self._is_served(number) else 0
+
+    def _await(self, number: int, keys: Sequence[bytes], seconds: float) -> m.Awaited:
+        done = threading.Event()
+        one = self.park(number, keys, seconds, lambda _: done.set())
+        self.awaits.wait(one, done)
+        return self.awaited(one)
+
+    def _is_served(self, number: int) -> bool:
+        return not self.closed and number not in self.blocks.dropping
+
     # Operations ------------------------------------------------------------------------------------------------------
+
+    def check_shares(self, shares: Mapping[str, Share]) -> None:
+        """shares: by tenants' names. Raises `BadInput` if a guarantee is less than a piece of a tier."""
+        for name, tier in (("dram", self.blocks.dram), ("nvme", self.lower.tier if self.lower else None)):
+            if tier is not None:
+                check_pieces(shares, tier.pieces(), tier.piece_bytes, name)
+
+    def change_shares(self, shares: Mapping[bytes, Share]) -> None:
+        """shares: by tenant, of those that had some at the start. They count from the next time that a tier is full; a
+        smaller budget ends the retention of blocks beyond it."""
+        with self.lock:
+            if self.blocks.shares is None:
+                return
+            self.blocks.shares.change(shares)
+            parts = [part * self.limits.retained_fraction for part in self.blocks.shares.parts()]
+            tiers = [(self.blocks.residency, self.blocks.dram.budget_bytes)]
+            tiers += [(self.lower.residency, self.lower.tier.budget_bytes)] if self.lower else []
+            for residency, budget_bytes in tiers:
+                if residency.retention is not None:
+                    residency.retention.resize([int(part * budget_bytes) for part in parts])
+
+    def change_scrub(self, bytes_per_second: int) -> None:
+        """Applies to later reads."""
+        with self.lock:
+            if self._scrubbing is not None:
+                self._scrubbing.scrub.set_rate(bytes_per_second)
 
     def namespace_of(self, number: int) -> Namespace:
         return self.blocks.spaces[number].namespace
@@ -330,11 +390,10 @@ class Store(Shared):
     def close(self) -> None:
         """Flush dirty blocks to NVMe, as far as there is time; then refuse every request and give the memory back.
         Readers keep what they have mapped."""
-        self._recovery.stop_dram()
         if self._scrubbing is not None and not self.closed:
             self._scrubbing.close()
-        if self._recovery.of_nvme is not None and self._levels is not None and not self.closed:
-            self._recovery.of_nvme.stop(self.limits.close_seconds)
+        self._recovery.stop(self.limits.close_seconds if not self.closed else 0)
+        if self._levels is not None and not self.closed:
             self._levels.close(self.limits.close_seconds)
         with self.lock:
             if self.closed:
@@ -372,7 +431,7 @@ class Store(Shared):
         with self.lock:
             if self.closed:
                 return
-            pins, held = self._endings.check([*self.leases.live.values(), *self.leases.lapsed.values()])
+            pins, held = self.leases.check()
             copied = self.blocks.residency.held.counts()
             copied.subtract(held)
             assert not any(copied.values()), "what late readers may read is held for them, and nothing else is"
@@ -420,28 +479,18 @@ class Store(Shared):
     def end_due(self) -> None:
         """Expire leases and all else that is due. Work that this only begins is finished by a put or lease that lacks
         the room."""
-        leases, endings, now = self.leases, self._endings, self.clock.monotonic_seconds()
+        leases, now = self.leases, self.clock.monotonic_seconds()
         while self.forgotten:
             record = leases.take(self.forgotten.popleft())
             if record is not None:
-                endings.begin(record)
+                leases.begin(record)
         if leases.live:
             for record in islice(leases.expire_due(now), RUN_OUT_AT_ONCE):
-                endings.begin(record)
+                leases.begin(record)
                 self.blocks.counters["lapsed_leases"] += 1
         if leases.ending:
-            endings.work()
+            leases.work()
         if now >= self.fetched.due_at:
             self.fetched.expire()
         if now >= self.collective.due_at:
             self._puts.expire_due(now)
-
-    def tiers(self, rows: Sequence[int]) -> TierRuns:
-        found: TierRuns = ((HitTier.DRAM, len(rows)),) if rows else ()
-        if self.lower is not None:
-            found = tier_runs(rows, self.blocks.is_above, lambda: self.blocks.residency.listed_column)
-        return self.fetched.tiers(rows, found) if self.fetched.marks else found
-
-    def check_open(self) -> None:
-        if self.closed:
-            raise StoreClosed("the store is closed")

@@ -10,12 +10,9 @@ that has it. A quarantined row is listed in DRAM's, without frames, until a put 
 from __future__ import annotations
 
 import logging
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import count
-from math import inf
+from dataclasses import replace
 from typing import Generic
 
 import numpy as np
@@ -30,7 +27,6 @@ from tiering.dram.extents import Extent
 from tiering.dram.tier import DramTier
 from tiering.errors import BlockCorrupt
 from tiering.frame import HEADER_BYTES, KEY_BYTES, MacKeys, digest, epoch_in, open_header, verify_payload
-from tiering.policies.admission import Admission
 from tiering.residency import LastUses, Residency
 from tiering.slots import FrameState
 from tiering.tier import NO_PLACE, LowerTier, SlotClass, TierMiss, extent_of, slot_of
@@ -82,6 +78,11 @@ class BlockTable(Generic[TierBelow]):
         self.unverified: set[int] = set()  # rows taken over from an earlier process, their frames not yet read
         self.below = BlocksBelow(self, lower) if lower is not None else None
 
+    @property
+    def residencies(self) -> tuple[Residency, ...]:
+        """Of DRAM, and of NVMe where there is one."""
+        return (self.residency, self.lower.residency) if self.lower is not None else (self.residency,)
+
     def pin(self, number: int, rows: Sequence[int]) -> None:
         """Pin distinct blocks of a namespace. Leases, repairs and moves pin alike: one block may have all three."""
         self.pinned_bytes += self.residency.pins.pin(rows) * self.spaces[number].block_bytes
@@ -102,11 +103,10 @@ class BlockTable(Generic[TierBelow]):
         self.spaces.append(space)
         return space
 
-    def admit_by(self, admission: Admission) -> None:
-        """Another policy admits blocks to NVMe from now on."""
-        assert self.lower is not None and self.below is not None
-        self.lower = replace(self.lower, admission=admission)
-        self.below.admission = admission
+    def find_space(self, tenant: bytes, digest: bytes) -> OpenedNamespace | None:
+        """A tenant's namespace by its digest."""
+        mine = (one for one in self.spaces if one.tenant == tenant and one.classes[0].namespace == digest)
+        return next(mine, None)
 
     def rotate(self, keys: TenantKeys) -> None:
         """Sign the tenant's frames in this epoch from now on."""
@@ -121,7 +121,7 @@ class BlockTable(Generic[TierBelow]):
         row = self.index.insert(number, key, parent, priority, expires_at)
         if row >= self._rows:
             self.grow_to(row + GROWN_AT_ONCE)
-        self._child_came(parent)
+        _child_came(self.residency, parent)
         return row
 
     def place(self, number: int, rows: Sequence[int]) -> list[list[int]]:
@@ -179,15 +179,15 @@ class BlockTable(Generic[TierBelow]):
 
     def counted(self, chain: Sequence[int], count: int) -> None:
         """The first half of `used`: the policies learn from the request as a whole."""
-        self.residency.policy.used(chain, count)
+        for residency in self.residencies:
+            residency.policy.used(chain, count)
         if self.lower is not None:
-            self.lower.residency.policy.used(chain, count)
             self.lower.admission.used(chain, count)
 
     def refreshed(self, chain: Sequence[int], count: int) -> None:
         """The second half of `used`, which may be done in pieces, deepest first: the chain's blocks become the most
         recent. Rows that are not readable any more are skipped."""
-        for residency in (self.residency, self.lower.residency) if self.lower is not None else (self.residency,):
+        for residency in self.residencies:
             if residency.retention is not None and self.index.has_hints:
                 residency.retention.used(chain)
             is_listed = residency.is_listed
@@ -200,7 +200,7 @@ class BlockTable(Generic[TierBelow]):
         """Extend the retention of a chain's readable blocks, first block first."""
         for row in rows:
             self.index.renew(row, priority, expires_at)
-        for residency in (self.residency, self.lower.residency) if self.lower is not None else (self.residency,):
+        for residency in self.residencies:
             if residency.retention is not None:
                 for row in rows:
                     if residency.is_listed(row):
@@ -284,15 +284,12 @@ class BlockTable(Generic[TierBelow]):
             _log.debug("evicted from dram", extra={"blocks": gone, "given_up": evicted, "wanted": blocks})
         return gone
 
-    def give_up(self, row: int) -> None:
-        """Remove a block that was never published; its children went before."""
-        self.free(self.residency.forget(row))
-        self._remove(row)
-
     def orphan(self, row: int) -> list[int]:
-        """Remove a pending row whose producer is still writing: its places are returned, and stay taken."""
+        """Remove a block that was never published; its children went before. Returns its places, which stay taken: its
+        producer may still be writing."""
         places = self.residency.forget(row)
-        self._remove(row)
+        self.residency.unlisted(row)
+        _child_went(self.residency, self.index.remove(row))
         return places
 
     def drop(self, row: int) -> None:
@@ -305,7 +302,7 @@ class BlockTable(Generic[TierBelow]):
         if is_listed := self.residency.is_listed(row):
             self.residency.unlisted(row)
         parent = self.index.remove(row, remember=True, stamp=self.tally.stamp(TierName.DRAM, EvictionCause.DROP))
-        self._child_went(parent if is_listed else NO_ROW)
+        _child_went(self.residency, parent if is_listed else NO_ROW)
 
     def quarantine(self, row: int) -> bool:
         """A check failed: no frame of the block is ever used again, and the row stays, lost, so that its children keep
@@ -380,7 +377,7 @@ class BlockTable(Generic[TierBelow]):
     def make_place_above(self, number: int, rows: Sequence[int]) -> list[list[int]]:
         """Slots in DRAM for blocks that are about to be promoted, by part."""
         for row in rows:
-            self._child_came(self.index.parent(row))
+            _child_came(self.residency, self.index.parent(row))
         return self.place(number, rows)
 
     def promoted(self, row: int, header_digests: Sequence[bytes]) -> None:
@@ -406,7 +403,7 @@ class BlockTable(Generic[TierBelow]):
         """
         residency = self.residency
         if self.index.state(row) is RowState.VISIBLE:
-            self._child_came(self.index.parent(row))
+            _child_came(self.residency, self.index.parent(row))
         else:
             self.index.publish(row)
             if self.lower is not None:
@@ -425,7 +422,7 @@ class BlockTable(Generic[TierBelow]):
     def not_promoted(self, row: int) -> None:
         """The read failed: free its slots in DRAM."""
         self.dram.abort(self.residency.forget(row))
-        self._child_went(self.index.parent(row))
+        _child_went(self.residency, self.index.parent(row))
 
     def retire_empty(self, number: int, most: int) -> list[Extent]:
         """Take up to so many empty extents of a namespace out of the pool; they are unmapped with the returned list."""
@@ -500,40 +497,33 @@ class BlockTable(Generic[TierBelow]):
 
     def _leave(self, row: int) -> None:
         self.residency.unlisted(row)
-        self._child_went(self.index.parent(row))
-
-    def _remove(self, row: int) -> None:
-        self.residency.unlisted(row)
-        self._child_went(self.index.remove(row))
-
-    def _child_came(self, parent: int) -> None:
-        if parent != NO_ROW:
-            self.residency.child_came(parent)
-
-    def _child_went(self, parent: int) -> None:
-        if parent != NO_ROW:
-            self.residency.child_went(parent)
+        _child_went(self.residency, self.index.parent(row))
 
     def grow_to(self, row: int) -> None:
         self._rows = max(self._rows, row + 1)
-        self.residency.grow_to(row)
         self.last_uses.grow_to(row)
-        if self.lower is not None:
-            self.lower.residency.grow_to(row)
+        for residency in self.residencies:
+            residency.grow_to(row)
+
+
+def _child_came(residency: Residency, parent: int) -> None:
+    if parent != NO_ROW:
+        residency.child_came(parent)
+
+
+def _child_went(residency: Residency, parent: int) -> None:
+    if parent != NO_ROW:
+        residency.child_went(parent)
 
 
 class BlocksBelow:
     """The blocks on NVMe: each change of what it has goes through here, so that its tables agree with DRAM's."""
 
     def __init__(self, blocks: BlockTable[LowerTier], lower: Lower[LowerTier]) -> None:
-        self._blocks, self._gone = blocks, lower.gone
-        self._tier, self._residency, self.admission = lower.tier, lower.residency, lower.admission
-        self._index, self._above, self._dirty, self._spaces = (
-            blocks.index,
-            blocks.residency,
-            blocks.dirty,
-            blocks.spaces,
-        )
+        self._blocks = blocks
+        self._lower, self._tier, self._residency = lower, lower.tier, lower.residency
+        self._index, self._above = blocks.index, blocks.residency
+        self._dirty, self._spaces = blocks.dirty, blocks.spaces
         self.is_loading = False  # blocks from before a restart are being recovered
         self.all_known = True  # recovery is over: before that, a block on NVMe may lead to others not yet recovered
         self.older: dict[tuple[int, bytes], list[int]] = {}
@@ -546,7 +536,7 @@ class BlocksBelow:
     def lacks(self, row: int) -> None:
         """DRAM alone has the block from now on: it is dirty."""
         self._dirty.came(row, self._spaces[self._index.namespace_of(row)].block_bytes)
-        if self.admission.chooses:
+        if self._lower.admission.chooses:
             priority, ends_at = self._index.hint(row)
             if priority > 0 or ends_at:
                 self._dirty.prioritize(row)
@@ -574,7 +564,7 @@ class BlocksBelow:
         assert all([len(places) == len(rows) for places in columns]), "asked for slots that are not there"
         residency.reserved(rows, columns)
         for row in rows:
-            self._came(row)
+            _child_came(self._residency, self._index.parent(row))
         return columns
 
     def demoted(self, number: int, rows: Sequence[int], generations: Sequence[int]) -> None:
@@ -605,7 +595,7 @@ class BlocksBelow:
         """The write failed: free their places on NVMe."""
         for row in rows:
             self._tier.abort(self._residency.forget(row))
-            self._went(row)
+            _child_went(self._residency, self._index.parent(row))
 
     # Recovery ------------------------------------------------------------------------------------------------------
 
@@ -613,14 +603,14 @@ class BlocksBelow:
         """New rows for blocks that were on NVMe before a restart, most recently used first."""
         self._index.link(rows, parents)
         self._residency.loaded(rows, parents, generations, places)
-        self.admission.found(rows)
+        self._lower.admission.found(rows)
         for column in places:
             self._tier.own_many(column, np.arange(rows.start, rows.stop))
 
     def adopt(self, row: int, generation: int, places: Sequence[int]) -> None:
         """A readable block was also found on NVMe, from before a restart."""
         self._residency.reserved([row], [[place] for place in places])
-        self._came(row)
+        _child_came(self._residency, self._index.parent(row))
         self._residency.published(row, generation)
         self._residency.listed(row)
         self._dirty.discard(row)
@@ -701,12 +691,10 @@ class BlocksBelow:
         index, is_retired = self._index, why is TierMiss.RETIRED
         (self._tier.delete if is_retired else self._tier.quarantine)(self._residency.forget(row))
         self._residency.unlisted(row)
-        self._went(row)
+        _child_went(self._residency, self._index.parent(row))
         if not self._above.is_listed(row):
             index.mark_lost(row, why)
-            parent = index.parent(row)
-            if parent != NO_ROW:
-                self._above.child_came(parent)
+            _child_came(self._above, index.parent(row))
             self._above.listed(row)
         elif index.state(row) is RowState.VISIBLE:
             self.lacks(row)
@@ -722,28 +710,18 @@ class BlocksBelow:
         places = self._residency.forget(row)
         self._tier.delete(places, claim=claim)
         self._residency.unlisted(row)
-        self._went(row)
+        _child_went(self._residency, self._index.parent(row))
         return places
 
     def _gives_up(self, number: int, key: bytes) -> None:
-        if self._gone is not None:
-            self._gone(number, key)
+        if self._lower.gone is not None:
+            self._lower.gone(number, key)
         self._end_older(number, key)
 
     def _end_older(self, number: int, key: bytes) -> None:
         """A newer copy is durable, or was given up: the copy from before the restart must not come back."""
         if self.older:
             self._tier.delete(self.older.pop((number, key), []))
-
-    def _came(self, row: int) -> None:
-        parent = self._index.parent(row)
-        if parent != NO_ROW:
-            self._residency.child_came(parent)
-
-    def _went(self, row: int) -> None:
-        parent = self._index.parent(row)
-        if parent != NO_ROW:
-            self._residency.child_went(parent)
 
     def check(self) -> None:
         """Every invariant over the tables of NVMe."""
@@ -761,123 +739,3 @@ class BlocksBelow:
                 children[index.parent(row)] += 1
         for row in rows:
             assert residency.children(row) == children[row]
-
-
-@dataclass(eq=False, slots=True)
-class LeaseRecord:
-    """rows: the pinned blocks in chain order, from block `first_block` on. places: of the frames, part after part: 8
-    bytes each, since they are most of a lease's memory. holders: releases needed to end it. owner: the tenant.
-
-    has_expired: it pins nothing any more, or soon. is_released: its last holder has released it. It then ends in pieces
-    (see `Endings`): unpinned counts rows; held counts places, of which the first `let_go` are not held any more.
-    """
-
-    number: int
-    namespace: int
-    first_block: int
-    rows: array[int]
-    places: array[int]
-    expires_at: float
-    holders: int = 1
-    owner: bytes = b""
-    has_expired: bool = False
-    is_released: bool = False
-    unpinned: int = 0
-    held: int = 0
-    let_go: int = 0
-
-    def place(self, part: int, at: int) -> int | None:
-        """Where a part's frame of block `at` of the lease was when leased; None if there is none."""
-        index = part * len(self.rows) + at
-        return self.places[index] if part >= 0 and 0 <= at < len(self.rows) and index < len(self.places) else None
-
-
-class LeaseTable:
-    """All leases, in the order in which they expire: every lease lasts equally long."""
-
-    def __init__(self, lease_seconds: float, new_number: Callable[[], int] | None = None) -> None:
-        """new_number: draws a number above 0 that no other lease of this table ever has."""
-        self.lease_seconds = lease_seconds
-        self.live: dict[int, LeaseRecord] = {}
-        """Leases that pin."""
-        self.ending: dict[int, LeaseRecord] = {}
-        """Leases that are over and still pin or hold places; `Endings` ends them."""
-        self.ending_places: Counter[bytes] = Counter()
-        """Of these, by tenant."""
-        self.promoting: list[tuple[int, list[int]]] = []
-        """Namespace and pinned rows of each lease that waits for promotions, and has no number yet."""
-        self.lapsed: dict[int, LeaseRecord] = {}
-        """Leases that expired and were not released."""
-        self._new_number = new_number or count(1).__next__
-        self.counts: Counter[bytes] = Counter()
-        """Leases, by tenant."""
-
-    def add(
-        self,
-        namespace: int,
-        first_block: int,
-        rows: Sequence[int],
-        places: array[int],
-        now: float,
-        owner: bytes = b"",
-    ) -> int:
-        """A new lease; returns its number. places: as in `LeaseRecord`."""
-        number = self._new_number()
-        expires_at = now + self.lease_seconds
-        self.live[number] = LeaseRecord(
-            number, namespace, first_block, array("i", rows), places, expires_at, owner=owner
-        )
-        self.counts[owner] += 1
-        return number
-
-    def get(self, number: int) -> LeaseRecord | None:
-        """A lease, live or expired."""
-        return self.live.get(number) or self.lapsed.get(number)
-
-    def is_live(self, number: int, now: float = -inf) -> bool:
-        record = self.live.get(number)
-        return record is not None and record.expires_at > now
-
-    def attach(self, number: int, now: float = -inf) -> bool:
-        """Add a holder to a live lease."""
-        if not self.is_live(number, now):
-            return False
-        self.live[number].holders += 1
-        return True
-
-    def take(self, number: int) -> LeaseRecord | None:
-        """Release one holder of a live or expired lease; the last one removes it and gets its record."""
-        record = self.get(number)
-        if record is not None and record.holders > 1:
-            record.holders -= 1
-            return None
-        if record is not None:
-            self.counts[record.owner] -= 1
-            record.is_released = True
-        return self.live.pop(number, None) or self.lapsed.pop(number, None)
-
-    def expire_due(self, now: float) -> Iterator[LeaseRecord]:
-        """Expire leases whose time is over; each stays in the table until its reader releases it."""
-        while self.live:
-            record = next(iter(self.live.values()))
-            if record.expires_at > now:
-                return
-            yield self._expire(record)
-
-    def expire(self, number: int) -> LeaseRecord | None:
-        record = self.live.get(number)
-        return self._expire(record) if record is not None else None
-
-    def expire_all(self, namespace: int) -> Iterator[LeaseRecord]:
-        for record in [record for record in self.live.values() if record.namespace == namespace]:
-            yield self._expire(record)
-
-    def __len__(self) -> int:
-        """Leases that pin or keep slots from reuse."""
-        return len(self.live) + len(self.lapsed)
-
-    def _expire(self, record: LeaseRecord) -> LeaseRecord:
-        del self.live[record.number]
-        self.lapsed[record.number] = record
-        record.has_expired = True
-        return record

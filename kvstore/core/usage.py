@@ -11,19 +11,17 @@ from operator import mul
 
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import Namespace
-from kvstore.config import Limits
 from kvstore.core.dram_recovery import Recovery
-from kvstore.core.rows.below import Lower
+from kvstore.core.rows.index import OpenedNamespace
 from kvstore.core.scrub import Scrubbing
 from kvstore.core.shared import Shared
-from kvstore.core.table import BlockTable
 from kvstore.protocol.words import printable
 from kvstore.status.tree import RecoveryStatus, TenantStatus
 from tiering.counts.tally import TallyCounts
+from tiering.dram.tier import DramTier
 from tiering.frame import frame_bytes
 from tiering.nvme.tier import NvmeTier
 from tiering.policies.admission import WriteBudget
-from tiering.policies.shares import Shares
 from tiering.residency import Residency
 from tiering.slab_header import PAGE_BYTES
 from tiering.tier import ScrubUsage, Usage
@@ -80,84 +78,9 @@ class StoreUsage:
     tally: TallyCounts | None = None
 
 
-def tenancy(blocks: BlockTable[NvmeTier], names: Mapping[bytes, str]) -> list[TenantStatus]:
-    """Usage of these tenants, in order, under their names."""
-    dram, lower, shares = blocks.dram, blocks.lower.tier if blocks.lower is not None else None, blocks.shares
-    above, below = dram.held(), lower.held() if lower is not None else {}
-    found = []
-    for tenant, name in names.items():
-        share = shares.share_of(tenant) if shares is not None else None
-        of_dram = shares.guaranteed_to(tenant, dram.pieces()) if shares is not None else 0
-        of_nvme = shares.guaranteed_to(tenant, lower.pieces()) if shares is not None and lower is not None else 0
-        found.append(
-            TenantStatus(
-                printable(name),
-                share.guaranteed if share is not None else None,
-                share.weight if share is not None else None,
-                above.get(tenant, 0) * dram.piece_bytes,
-                of_dram * dram.piece_bytes,
-                below.get(tenant, 0) * lower.piece_bytes if lower is not None else None,
-                of_nvme * lower.piece_bytes if lower is not None else None,
-                *_retained(blocks.residency, shares, tenant),
-                *_retained(blocks.lower.residency if blocks.lower is not None else None, shares, tenant),
-            )
-        )
-    return found
-
-
-def _retained(residency: Residency | None, shares: Shares | None, tenant: bytes) -> tuple[int | None, int | None]:
-    retention = residency.retention if residency is not None else None
-    if retention is None or shares is None or shares.share_of(tenant) is None:
-        return None, None
-    group = shares.group_of(tenant)
-    return retention.kept_bytes()[group], retention.budgets()[group]
-
-
-def occupancy(blocks: BlockTable[NvmeTier]) -> list[NamespaceUsage]:
-    """Every namespace that was opened or found on disk, in the order of its number."""
-    found = []
-    tier = blocks.lower.tier if blocks.lower is not None else None
-    for space in blocks.spaces:
-        live = [sum(extent.slots.live for extent in blocks.dram.all_extents(one)) for one in space.classes]
-        below = [tier.frames_of(one) for one in space.classes] if tier is not None else None
-        sizes = [one.frame_bytes for one in space.classes]
-        found.append(
-            NamespaceUsage(
-                space.number,
-                space.tenant,
-                space.namespace,
-                space.classes[0].namespace,
-                tuple(stamp.payload_bytes for stamp in space.stamps),
-                blocks.index.visible_blocks(space.number),
-                live[0],
-                sum(map(mul, live, sizes)),
-                below[0] if below is not None else None,
-                sum(map(mul, below, sizes)) if below is not None else None,
-            )
-        )
-    return found
-
-
-def kept_until(blocks: BlockTable[NvmeTier], number: int, keys: Sequence[bytes]) -> float:
-    """Until when a chain is retained: its last block's end, which comes first; 0 if it is not readable."""
-    tiers = (blocks.residency, blocks.lower.residency if blocks.lower is not None else None)
-    kept = [one.retention for one in tiers if one is not None and one.retention is not None]
-    return max((one.until(row) for row in blocks.index.match(number, keys[-1:]) for one in kept), default=0.0)
-
-
-def retained_budget(residency: Residency) -> int:
-    return sum(residency.retention.budgets()) if residency.retention is not None else 0
-
-
-def check_fits(
-    blocks: BlockTable[NvmeTier],
-    lower: Lower[NvmeTier] | None,
-    limits: Limits,
-    tenant: bytes,
-    namespace: Namespace,
-    payload_bytes: Sequence[int],
-) -> None:
+def check_fits(shared: Shared, tenant: bytes, namespace: Namespace, payload_bytes: Sequence[int]) -> None:
     """Raise `BadInput` unless a tenant may open one more namespace, and each tier has room for its blocks."""
+    blocks, lower, limits = shared.blocks, shared.lower, shared.limits
     if len(blocks.spaces) >= limits.namespaces:  # must not tell how many are other tenants'
         raise BadInput(
             f"there are as many namespaces as may be opened ({limits.namespaces}) until the store is opened "
@@ -193,54 +116,112 @@ def check_fits(
         )
 
 
+_OfTier = tuple[int, int, int | None, int | None]
+
+
 class UsageReports:
-    """What one store uses, looked up under its lock."""
+    """What one store uses, looked up under its lock; nothing once it is closed."""
 
     def __init__(self, shared: Shared, recovery: Recovery, scrubbing: Scrubbing | None) -> None:
         self._shared, self._blocks, self._lower = shared, shared.blocks, shared.lower
-        self._leases, self._reservations = shared.leases, shared.reservations
         self._recovery, self._scrubbing = recovery, scrubbing
 
     def usage(self) -> StoreUsage:
         with self._shared.lock:
-            lower = self._lower if not self._shared.closed else None  # in a forked child its lock may never be free
+            is_open, blocks, limits = not self._shared.closed, self._blocks, self._shared.limits
+            lower = self._lower if is_open else None  # in a forked child its lock may never be free
             scrub = self._scrubbing.scrub.usage() if self._scrubbing is not None else None
-            if not self._shared.closed:
-                self._blocks.dram.look_at_guarded()
+            if is_open:
+                blocks.dram.look_at_guarded()
             return StoreUsage(
-                dram=self._blocks.dram.usage(),
+                dram=blocks.dram.usage(),
                 nvme=lower.tier.usage() if lower is not None else None,
                 loading=self._recovery.progress if lower is not None else None,
-                blocks=0 if self._shared.closed else self._blocks.index.visible_blocks(),
-                leases=len(self._leases),
-                reservations=len(self._reservations),
-                pinned_bytes=self._blocks.pinned_bytes,
-                counters=dict(self._blocks.counters) | (scrub.counters if scrub is not None else {}),
+                blocks=blocks.index.visible_blocks() if is_open else 0,
+                leases=len(self._shared.leases),
+                reservations=len(self._shared.reservations),
+                pinned_bytes=blocks.pinned_bytes,
+                counters=dict(blocks.counters) | (scrub.counters if scrub is not None else {}),
                 scrub=scrub,
-                guarded_bytes=self._blocks.dram.guarded_bytes(),
-                dram_retained_bytes=self._blocks.residency.retained_bytes(),
+                guarded_bytes=blocks.dram.guarded_bytes(),
+                dram_retained_bytes=blocks.residency.retained_bytes(),
                 nvme_retained_bytes=lower.residency.retained_bytes() if lower is not None else None,
-                dram_retained_budget_bytes=retained_budget(self._blocks.residency),
-                nvme_retained_budget_bytes=retained_budget(lower.residency) if lower is not None else None,
-                retained_fraction=self._shared.limits.retained_fraction,
+                dram_retained_budget_bytes=_retained_budget(blocks.residency),
+                nvme_retained_budget_bytes=_retained_budget(lower.residency) if lower is not None else None,
+                retained_fraction=limits.retained_fraction,
                 write_budget=lower.admission.budget() if lower is not None else None,
-                pinned_budget_bytes=int(self._shared.limits.pinned_fraction * self._blocks.dram.budget_bytes),
-                dram_blocks=self._blocks.residency.blocks,
+                pinned_budget_bytes=int(limits.pinned_fraction * blocks.dram.budget_bytes),
+                dram_blocks=blocks.residency.blocks,
                 nvme_blocks=lower.residency.blocks if lower is not None else None,
-                tally=self._blocks.tally.now(),
+                tally=blocks.tally.now(),
             )
 
     def namespaces(self) -> list[NamespaceUsage]:
-        """Every namespace and its usage; those on disk once they are recovered."""
+        """Every namespace that was opened or found on disk, in the order of its number; those on disk once they are
+        recovered."""
         with self._shared.lock:
-            return occupancy(self._blocks) if not self._shared.closed else []
+            return [*map(self._namespace, self._blocks.spaces)] if not self._shared.closed else []
+
+    def _namespace(self, space: OpenedNamespace) -> NamespaceUsage:
+        tier, dram = self._lower.tier if self._lower is not None else None, self._blocks.dram
+        live = [sum(extent.slots.live for extent in dram.all_extents(one)) for one in space.classes]
+        below = [tier.frames_of(one) for one in space.classes] if tier is not None else None
+        sizes = [one.frame_bytes for one in space.classes]
+        return NamespaceUsage(
+            space.number,
+            space.tenant,
+            space.namespace,
+            space.classes[0].namespace,
+            tuple(stamp.payload_bytes for stamp in space.stamps),
+            self._blocks.index.visible_blocks(space.number),
+            live[0],
+            sum(map(mul, live, sizes)),
+            below[0] if below is not None else None,
+            sum(map(mul, below, sizes)) if below is not None else None,
+        )
 
     def tenants(self, names: Mapping[bytes, str]) -> list[TenantStatus]:
-        """What these tenants use of each tier, under their names."""
+        """What these tenants use of each tier, in order, under their names."""
         with self._shared.lock:
-            return tenancy(self._blocks, names) if not self._shared.closed else []
+            if self._shared.closed:
+                return []
+            blocks, lower, shares = self._blocks, self._lower, self._blocks.shares
+            above, below = blocks.dram.held(), lower.tier.held() if lower is not None else {}
+            found = []
+            for tenant, name in names.items():
+                share = shares.share_of(tenant) if shares is not None else None
+                dram = self._of_tier(tenant, blocks.dram, above, blocks.residency)
+                nvme = self._of_tier(tenant, lower.tier, below, lower.residency) if lower is not None else None
+                used, guaranteed, *retained = nvme or (None, None, None, None)
+                given, weight = (share.guaranteed, share.weight) if share is not None else (None, None)
+                of_dram, of_nvme = (*dram[:2], used, guaranteed), (*dram[2:], *retained)
+                found.append(TenantStatus(printable(name), given, weight, *of_dram, *of_nvme))
+            return found
+
+    def _of_tier(
+        self, tenant: bytes, tier: DramTier | NvmeTier, held: Mapping[bytes, int], residency: Residency
+    ) -> _OfTier:
+        """Of a tenant's blocks in a tier: bytes in use, guaranteed, retained, and that may be retained."""
+        shares, retention = self._blocks.shares, residency.retention
+        used = held.get(tenant, 0) * tier.piece_bytes
+        if shares is None or shares.share_of(tenant) is None:
+            return used, 0, None, None
+        guaranteed = shares.guaranteed_to(tenant, tier.pieces()) * tier.piece_bytes
+        if retention is None:
+            return used, guaranteed, None, None
+        group = shares.group_of(tenant)
+        return used, guaranteed, retention.kept_bytes()[group], retention.budgets()[group]
 
     def kept_until(self, number: int, keys: Sequence[bytes]) -> float:
-        """Until when a readable chain is retained, in the clock's seconds; 0 if it is not."""
+        """Until when a readable chain is retained, in the clock's seconds: its last block's end, which comes first; 0
+        if it is not readable."""
         with self._shared.lock:
-            return kept_until(self._blocks, number, keys) if not self._shared.closed else 0.0
+            if self._shared.closed:
+                return 0.0
+            kept = [one.retention for one in self._blocks.residencies if one.retention is not None]
+            rows = self._blocks.index.match(number, keys[-1:])
+            return max((one.until(row) for row in rows for one in kept), default=0.0)
+
+
+def _retained_budget(residency: Residency) -> int:
+    return sum(residency.retention.budgets()) if residency.retention is not None else 0

@@ -270,7 +270,7 @@ class Replay:
             blocks.dram.commit(places, [b""] * len(places))
             filled += len(taken)
         for row in reversed(rows[filled:]):  # only this request's own ancestors are left to evict
-            blocks.give_up(row)
+            blocks.free(blocks.orphan(row))
         if filled:
             blocks.publish(number, rows[:filled], blocks.next_generations(number, filled))
             blocks.used(blocks.index.chain(rows[filled - 1]), filled)

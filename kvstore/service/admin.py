@@ -20,7 +20,6 @@ from msgspec import structs
 from kvstore.block.errors import BadInput, StoreClosed, StoreError
 from kvstore.block.identity import key_difference
 from kvstore.config import DEFAULT_POLICY, checked_policy
-from kvstore.core.levels import READS, WRITES
 from kvstore.core.usage import NamespaceUsage, StoreUsage
 from kvstore.insight.curve import WhatIf
 from kvstore.insight.prefixes import PrefixBook, SpaceNames, Standing
@@ -56,7 +55,7 @@ from tiering.clock import Clock
 from tiering.counts.histogram import percentile_ms
 from tiering.counts.tally import CheckedAt, EvictedTo, TierName
 from tiering.errors import TierError
-from tiering.faults import NEW_SLABS, FaultKind
+from tiering.faults import NEW_SLABS, NVME_READS, NVME_WRITES, FaultKind
 from tiering.move_queue import BreakerState, MoveQueue, Priority
 from tiering.nvme.slab_files import disk_room
 from tiering.tier import Usage
@@ -517,7 +516,7 @@ def _queue(queue: MoveQueue | None) -> QueueStatus | None:
         {
             TierName.NVME.value: {
                 way: int(queue.breaker_state(tier) is not BreakerState.CLOSED)
-                for way, tier in (("read", READS), ("write", WRITES))
+                for way, tier in (("read", NVME_READS), ("write", NVME_WRITES))
             }
         },
     )

@@ -144,13 +144,13 @@ class Daemon:
 
     def check_settings(self, settings: Settings) -> None:
         """Raises `BadInput` if `change_settings` could not apply them."""
-        self.store.core.adjustments.check_shares(shares_of(settings))
+        self.store.core.check_shares(shares_of(settings))
 
     def change_settings(self, settings: Settings) -> None:
         """Apply the settings from `settings.taken_over`."""
         found = {self.store.keys.find(name): share for name, share in shares_of(settings).items()}
-        self.store.core.adjustments.change_shares({one.tenant: share for one, share in found.items() if one})
-        self.store.core.adjustments.change_scrub(parse_rate(settings.store.scrub, "store.scrub"))
+        self.store.core.change_shares({one.tenant: share for one, share in found.items() if one})
+        self.store.core.change_scrub(parse_rate(settings.store.scrub, "store.scrub"))
         self.door.change_limits(settings.door)
         self.settings = settings
 

@@ -71,7 +71,7 @@ def test_a_check_that_hangs_is_a_finding_and_holds_up_no_other() -> None:
         return []
 
     began = time.monotonic()
-    checks = [Check("first", hang, 0.2), Check("second", hang, 0.2), Check("third", lambda: [ok("third", "well")])]
+    checks = [Check("first", hang, 0.2), Check("second", hang, 0.2), Check("third", lambda: [ok("well")])]
     found = examine(checks)
     ends.set()
     assert [one.health for one in found.findings] == [Health.LACKS, Health.LACKS, Health.OK]
@@ -90,7 +90,7 @@ def test_where_no_thread_can_be_started_that_is_what_lacks(monkeypatch: pytest.M
 
 def test_a_check_that_fails_by_itself_tells_what_it_knew() -> None:
     def fail() -> Iterator[Finding]:
-        yield lacks("disk", "half of it", "the other half")
+        yield lacks("half of it", "the other half")
         raise OSError(5, "Input/output error")
 
     found = examine([Check("disk", fail)]).findings
@@ -277,7 +277,7 @@ def test_direct_io_is_tried_in_a_file_without_a_name(data: Path, tmp_path: Path)
 
 def test_a_sidecar_that_runs_is_well(tmp_path: Path) -> None:
     with Sidecar(tmp_path) as running:
-        answers, owner = doctor.engines_socket("socket", str(running.path), True)
+        answers, owner = doctor.engines_socket(str(running.path), True)
         assert answers.health is owner.health is Health.OK and "version 4" in answers.text
         assert f"process {os.getpid()}" in owner.text
         status = doctor.status_of(str(running.observe_path))
@@ -299,16 +299,16 @@ def test_what_a_sidecar_warns_of_lacks(tmp_path: Path) -> None:
 def test_sockets_that_do_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "CALL_SECONDS", 0.3)
     path = str(tmp_path / "s")
-    only(doctor.engines_socket("socket", path, False), Health.NOTE, "is not there", "kvstore serve")
-    only(doctor.engines_socket("socket", path, True), Health.LACKS, "is not there")
+    only(doctor.engines_socket(path, False), Health.NOTE, "is not there", "kvstore serve")
+    only(doctor.engines_socket(path, True), Health.LACKS, "is not there")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
         listening.bind(path)
-        only(doctor.engines_socket("socket", path, True), Health.LACKS, "left by one that is gone")
+        only(doctor.engines_socket(path, True), Health.LACKS, "left by one that is gone")
         listening.listen()
-        only(doctor.engines_socket("socket", path, True), Health.LACKS, "hangs")
+        only(doctor.engines_socket(path, True), Health.LACKS, "hangs")
     os.unlink(path)
     Path(path).touch()
-    only(doctor.engines_socket("socket", path, False), Health.NOTE, "a file, and no socket")
+    only(doctor.engines_socket(path, False), Health.NOTE, "a file, and no socket")
 
 
 def test_the_configuration_of_the_documentation_is_well(tmp_path: Path) -> None:
@@ -390,7 +390,7 @@ def test_the_page_has_each_check(data: Path) -> None:
 
 
 def test_a_machine_that_is_well_and_one_that_lacks(data: Path, monkeypatch: pytest.MonkeyPatch, here: Here) -> None:
-    monkeypatch.setattr(doctor, "gpu", lambda is_wanted: [ok("gpu", "not asked")])
+    monkeypatch.setattr(doctor, "gpu", lambda is_wanted: [ok("not asked")])
     before = data.stat().st_mtime_ns, os.listdir(data)
     result = here("doctor", "--data", str(data), *SMALL, "--json")
     answer = json.loads(result.stdout)

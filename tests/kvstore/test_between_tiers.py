@@ -93,7 +93,7 @@ def test_a_block_that_turns_out_bad_while_it_is_written_is_not_readable_from_dis
     lease = place.space.handle.lease(place.space.match(A))
     met = threading.Event()
     gone: list[tuple[int, bytes]] = []
-    place.opened.blocks.below._gone = lambda number, key: gone.append((number, key))
+    place.opened.blocks.lower.gone = lambda number, key: gone.append((number, key))  # type: ignore[union-attr]
 
     def damage(call: str) -> None:
         if call == "sync" and not met.is_set():

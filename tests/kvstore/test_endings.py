@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from kvstore.block.account import MissReason
 from kvstore.client.handle import NamespaceHandle
 from kvstore.config import Limits
-from kvstore.core import lease_pieces as endings_module
-from kvstore.core import reservations
-from kvstore.core.lease_pieces import ENDED_PLACES, LEASE_COST, PART_COST
+from kvstore.core import reservations, shared
+from kvstore.core.shared import ENDED_PLACES, LEASE_COST, PART_COST
 from tiering.residency import HeldPlaces
 from tiering.tier import place_of
 from workbench import Bench, bench, ids, random_pages, small_layout
@@ -73,12 +72,12 @@ class Walked:
 @pytest.fixture
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> int:
     """A piece is of as many rows and places as this, and a lease costs nothing else."""
-    most = 5
-    monkeypatch.setattr(endings_module, "ENDED_PLACES", most)
-    monkeypatch.setattr(endings_module, "LEASE_COST", 0)
-    monkeypatch.setattr(endings_module, "PART_COST", 0)
-    monkeypatch.setattr(endings_module.Endings.work, "__defaults__", (most,))
-    monkeypatch.setattr(endings_module.Endings.step, "__defaults__", (most,))
+    return cut_into(5, monkeypatch)
+
+
+def cut_into(most: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    for name, value in (("ENDED_PLACES", most), ("LEASE_COST", 0), ("PART_COST", 0)):
+        monkeypatch.setattr(shared, name, value)
     return most
 
 
@@ -198,11 +197,7 @@ def test_however_leases_end_they_leave_the_pins_as_they_were(seed: int, most: in
     """Whole, in pieces, by their time, by a connection that breaks off, twice, and with others coming in between: after
     each step pins and holds are those of the leases that are not over and of what is left of the others."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(endings_module, "ENDED_PLACES", most)
-        for name in ("LEASE_COST", "PART_COST"):
-            patch.setattr(endings_module, name, 0)
-        patch.setattr(endings_module.Endings.work, "__defaults__", (most,))
-        patch.setattr(endings_module.Endings.step, "__defaults__", (most,))
+        cut_into(most, patch)
         _end_in_any_way(random.Random(seed))
 
 

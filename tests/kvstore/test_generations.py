@@ -22,17 +22,11 @@ from tiering.nvme.slab import STAMP_PAGES, STAMP_SLAB, latest_stamp, slab_name
 from tiering.slab_header import PAGE_BYTES
 from workbench import open_at
 
-from .test_takeover import Holder, holder
+from .conftest import Holder
 
 LAYOUT = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16")
 PAYLOAD_BYTES = 2048
 NVME: dict[str, Any] = {"nvme": "4MiB", "indexes": LmdbMaker, "scrub": "off"}
-
-
-@pytest.fixture
-def keeper() -> Iterator[Holder]:
-    with holder() as one:
-        yield one
 
 
 class Tenant:

@@ -27,7 +27,7 @@ from kvstore.block.layout import (
     check_block_tokens,
     default_block_tokens,
 )
-from workbench import one_line
+from workbench import one_line, refused
 
 
 def llama(**options: Any) -> Layout:
@@ -246,9 +246,8 @@ FULL = KvGroup("full", (0, 1), 2, (8, 8), "bfloat16")
     ],
 )  # fmt: skip
 def test_what_is_not_possible_is_one_clear_line(make: Any, fragments: tuple[str, ...]) -> None:
-    with pytest.raises(BadInput) as caught:
+    with refused(BadInput, *fragments):
         make()
-    assert one_line(caught.value, *fragments)
 
 
 def test_a_layout_has_bounds_and_they_may_be_reached() -> None:
@@ -274,6 +273,5 @@ def test_a_layout_has_bounds_and_they_may_be_reached() -> None:
         lambda: KvGroup("x", (0,), 1, (8,), "int8", Attention.SLIDING, MAX_WINDOW + 1),
         lambda: Layout((FULL,), packing="x" * (MAX_NAME_CHARACTERS + 1)),
     ):
-        with pytest.raises(BadInput) as caught:
+        with refused(BadInput):
             make()
-        assert one_line(caught.value)

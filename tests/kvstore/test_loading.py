@@ -20,6 +20,7 @@ from kvstore.client.handle import NamespaceHandle
 from kvstore.core import nvme_recovery as loading
 from kvstore.core.nvme_recovery import NvmeRecovery
 from kvstore.node import EmbeddedStore
+from kvstore.protocol.messages import ReserveReply
 from tiering.errors import TierUnavailable
 from tiering.nvme.slab import slab_name
 from tiering.nvme.tier import NvmeTier
@@ -29,12 +30,40 @@ from workbench import MODEL, prompt_of, put_prompt, read_prompt, small_layout
 
 BLOCKS = 12
 PARTS = [1, 2]
+USED = 3 * BLOCKS * sum(PARTS)
+"""Frames of the prompts that are on disk."""
 prompt = partial(prompt_of, blocks=BLOCKS)
 put = partial(put_prompt, blocks=BLOCKS, of=BLOCKS)
 
 
 def opened(path: Path, **options: Any) -> EmbeddedStore:
     return kvstore.open(f"embedded:{path}", **{"dram": "2MiB", "nvme": "16MiB", **options})
+
+
+@contextmanager
+def warmed(path: Path, **options: Any) -> Iterator[EmbeddedStore]:
+    """Once all is in; its tables are right then, and at the end."""
+    with opened(path, **options) as store:
+        assert store.warmed(20)
+        store.check()
+        yield store
+        store.check()
+
+
+def used(store: EmbeddedStore) -> int:
+    """Frames on NVMe."""
+    usage = store.usage()
+    assert usage.nvme is not None
+    return usage.nvme.used
+
+
+def ended(handle: NamespaceHandle, reply: ReserveReply, outcome: str) -> None:
+    """A put of two blocks that had begun."""
+    if outcome == "abort":
+        Asking(handle.door).abort(reply.reservation)
+    else:
+        digests = [[b"d" * 16] * len(handle.layout.parts[0].layers)] * 2
+        assert Asking(handle.door).commit(reply.reservation, 0, 0, digests) == 2
 
 
 def namespace(store: EmbeddedStore, parts: int = 1) -> NamespaceHandle:
@@ -90,15 +119,13 @@ def test_what_is_stored_anew_meanwhile_has_one_copy_on_disk(
         go_on()
         assert store.warmed(20)
         store.check()
-        usage = store.usage()
-        assert usage.nvme is not None and usage.nvme.used == sum(3 * BLOCKS * count for count in PARTS)
-        assert usage.blocks == 3 * BLOCKS * len(PARTS)
+        assert used(store) == USED
+        assert store.usage().blocks == 3 * BLOCKS * len(PARTS)
         assert delivered(handle, 0) == BLOCKS
         store.evict(1000)
         store.check()
         assert delivered(handle, 0, HitTier.NVME) == BLOCKS, "the copies on disk are as good as the ones that went"
-    with opened(directory) as store:
-        assert store.warmed(20)
+    with warmed(directory) as store:
         assert [delivered(namespace(store, parts), number) for number in range(3)] == [BLOCKS] * 3
 
 
@@ -118,18 +145,13 @@ def test_what_is_being_stored_meanwhile_is_left_to_the_next_start(
         assert store.warmed(20)
         store.check()
         assert handle.match(prompt(0)).blocks == 2
-        if outcome == "abort":
-            Asking(handle.door).abort(reply.reservation)
-        else:
-            digests = [[b"d" * 16] * len(handle.layout.parts[0].layers)] * 2
-            assert Asking(handle.door).commit(reply.reservation, 0, 0, digests) == 2
+        ended(handle, reply, outcome)
+        if outcome == "commit":
             assert store.drop(handle) == 2 * BLOCKS + 4
             put(handle, 0, blocks=4, durability="disk")
         store.check()
         assert handle.match(prompt(0)).blocks == (2 if outcome == "abort" else 4)
-    with opened(directory) as store:
-        assert store.warmed(20)
-        store.check()
+    with warmed(directory) as store:
         assert delivered(namespace(store), 0) == (BLOCKS if outcome == "abort" else 4), "no more than was stored since"
 
 
@@ -142,15 +164,10 @@ def test_loading_waits_for_what_is_being_stored(directory: Path, outcome: str, m
         go_on()
         assert not store.warmed(0.2)
         assert handle.match(prompt(0)).reason is MissReason.IN_FLIGHT
-        if outcome == "abort":
-            Asking(handle.door).abort(reply.reservation)
-        else:
-            digests = [[b"d" * 16] * len(handle.layout.parts[0].layers)] * 2
-            assert Asking(handle.door).commit(reply.reservation, 0, 0, digests) == 2
+        ended(handle, reply, outcome)
         assert store.warmed(20)
         store.check()
-        usage = store.usage()
-        assert usage.nvme is not None and usage.nvme.used == sum(3 * BLOCKS * count for count in PARTS)
+        assert used(store) == USED
         assert handle.match(prompt(0)).blocks == BLOCKS
         store.evict(1000)
         assert delivered(handle, 0, HitTier.NVME) == BLOCKS, "these are from before"
@@ -174,9 +191,8 @@ def test_a_block_on_its_way_down_is_decided_when_it_is_there(directory: Path, mo
         assert store.warmed(20)
         store.check()
         assert levels._queue.bugs() == []
-        usage = store.usage()
-        assert usage.nvme is not None and usage.nvme.used == sum(3 * BLOCKS * count for count in PARTS)
-        assert not usage.nvme.reserved and delivered(handle, 0) == BLOCKS
+        assert used(store) == USED
+        assert not store.usage().nvme.reserved and delivered(handle, 0) == BLOCKS
 
 
 def test_nothing_is_evicted_from_a_disk_that_is_not_known_yet(tmp_path: Path, monkeypatch: Any) -> None:
@@ -208,15 +224,12 @@ def test_nothing_is_evicted_from_a_disk_that_is_not_known_yet(tmp_path: Path, mo
 def test_a_frame_that_a_crash_cut_short_is_never_called_durable(tmp_path: Path, cut: int) -> None:
     """The index is lost as well: a header says that the frame is there. A put must not believe it."""
     _crash(tmp_path, cut)
-    with opened(tmp_path / "crashed") as store:
-        assert store.warmed(20)
+    with warmed(tmp_path / "crashed") as store:
         handle = namespace(store)
         assert handle.match(prompt(0)).blocks == cut
         store.check()
         assert put(handle, 0, durability="disk").reason is None
-        store.check()
-    with opened(tmp_path / "crashed") as store:
-        assert store.warmed(20)
+    with warmed(tmp_path / "crashed") as store:
         assert delivered(namespace(store), 0, HitTier.NVME) == BLOCKS
 
 
@@ -246,21 +259,18 @@ def test_frames_stay_unproven_until_all_are_verified(tmp_path: Path, end: str, m
                 shutil.copytree(tmp_path / "crashed", directory)
             else:
                 threading.Timer(0.5, go_on.set).start()
-                store._store._recovery.of_nvme._closing.set()  # type: ignore[union-attr]
+                store._store._recovery.of_nvme.closing.set()  # type: ignore[union-attr]
             if end == "crash":
                 go_on.set()
     if "lost" in end:
         shutil.rmtree(directory / "nvme" / "index")
-    with opened(directory) as store:
-        assert store.warmed(20)
+    with warmed(directory) as store:
         handle = namespace(store)
         assert handle.match(prompt(0)).blocks == cut
         progress = store.usage().loading
         assert progress is not None and progress.verified_bytes == progress.to_verify_bytes > 0
         assert put(handle, 0, durability="disk").reason is None
-        store.check()
-    with opened(directory) as store:
-        assert store.warmed(20)
+    with warmed(directory) as store:
         progress = store.usage().loading
         assert progress is not None and progress.to_verify_bytes == 0  # nothing is verified twice
         assert delivered(namespace(store), 0, HitTier.NVME) == BLOCKS
@@ -287,7 +297,6 @@ def _crash(tmp_path: Path, cut: int) -> None:
 def test_an_older_copy_ends_with_the_newer_one(directory: Path, is_evicted: bool, monkeypatch: Any) -> None:
     """It could not be decided while the directory was taken in; then a newer one was durable, and perhaps evicted."""
     monkeypatch.setattr(loading, "LOOKS", 3)
-    used = sum(3 * BLOCKS * count for count in PARTS)
     with held_back(monkeypatch) as go_on, opened(directory) as store:
         handle, core = namespace(store), store._store
         reply = Asking(handle.door).reserve(handle.number, handle.match(prompt(0)).keys[:2], 0, 0, None)
@@ -296,8 +305,7 @@ def test_an_older_copy_ends_with_the_newer_one(directory: Path, is_evicted: bool
         Asking(handle.door).abort(reply.reservation)
         assert put(handle, 0, durability="disk").reason is None
         core.blocks.lower.tier.settle()
-        usage = store.usage()
-        assert usage.nvme is not None and usage.nvme.used == used
+        assert used(store) == USED
         if is_evicted:
             with core.lock:
                 while core.blocks.below.evict(1000, handle.number)[0]:
@@ -308,14 +316,12 @@ def test_an_older_copy_ends_with_the_newer_one(directory: Path, is_evicted: bool
         else:
             left = [BLOCKS] * 3
         store.check()
-    with opened(directory) as store:
-        assert store.warmed(20)
+    with warmed(directory) as store:
         assert [namespace(store).match(prompt(number)).blocks for number in range(3)] == left
 
 
 def test_dropping_a_namespace_ends_however_busy_it_is(tmp_path: Path) -> None:
-    with opened(tmp_path, nvme="2MiB") as store:
-        assert store.warmed(20)
+    with warmed(tmp_path, nvme="2MiB") as store:
         handle, over = namespace(store), threading.Event()
 
         def go_on(first: int) -> None:
@@ -335,7 +341,6 @@ def test_dropping_a_namespace_ends_however_busy_it_is(tmp_path: Path) -> None:
         for thread in [*threads, dropper]:
             thread.join(20)
         assert is_dropped
-        store.check()
 
 
 def test_who_asks_meanwhile_is_let_in_between_two_slices(directory: Path, monkeypatch: Any) -> None:
@@ -381,8 +386,7 @@ def test_a_namespace_that_is_dropped_meanwhile_is_gone_for_good(directory: Path,
         copy = directory.parent / "copy"
         _copy(directory, copy)
     for path in (directory, copy):
-        with opened(path) as store:
-            assert store.warmed(20)
+        with warmed(path) as store:
             assert namespace(store).match(prompt(0)).blocks == 0 and namespace(store).match(prompt(7)).blocks == 0
             assert delivered(namespace(store, 2), 1) == BLOCKS, "the other namespace is untouched"
 
@@ -410,8 +414,7 @@ def test_closing_while_it_loads_loses_nothing(directory: Path, monkeypatch: Any)
         go_on()
         closer.join(20)
         assert store.closed
-    with opened(directory) as store:
-        assert store.warmed(20)
+    with warmed(directory) as store:
         assert [delivered(namespace(store), number) for number in range(3)] == [BLOCKS] * 3
 
 
@@ -425,15 +428,12 @@ def test_blocks_below_an_unreadable_slab_wait_for_it(tmp_path: Path, is_back: bo
     assert len(slabs) >= 2, "the prompt takes more than one slab"
     contents = slabs[0].read_bytes()
     slabs[0].write_bytes(b"\xff" * len(contents))
-    with opened(tmp_path, **options) as store:
-        assert store.warmed(20)
+    with warmed(tmp_path, **options) as store:
         assert namespace(store).match(prompt(0)).blocks == 0
         assert store.usage().blocks == 0
-        store.check()
     if is_back:
         slabs[0].write_bytes(contents)
-    with opened(tmp_path, **options) as store:
-        assert store.warmed(20)
+    with warmed(tmp_path, **options) as store:
         assert delivered(namespace(store), 0) == (BLOCKS if is_back else 0)
 
 

@@ -16,7 +16,7 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.pending import BLOCK_SECONDS, GRACE_SECONDS, LeaseThreads
 from kvstore.config import Limits
-from kvstore.core import leases, reservations
+from kvstore.core import leases
 from kvstore.core.store import Store
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import NamedLease
@@ -55,8 +55,7 @@ def watched(store: Store, meanwhile: Callable[[int], object] = lambda count: Non
 
 
 def cut_into(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (leases, reservations):
-        monkeypatch.setattr(module, "LOCKED_BLOCKS", piece)
+    monkeypatch.setattr(leases, "LOCKED_BLOCKS", piece)
 
 
 @pytest.fixture

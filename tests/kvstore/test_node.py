@@ -21,7 +21,7 @@ from kvstore.block.identity import TenantKeys
 from kvstore.block.key_file import KeyFile
 from kvstore.node import EmbeddedStore, SystemClock
 from programs import run_python, start_python
-from workbench import MODEL, blank_pages, ids, one_line, random_pages, same_tokens, small_layout
+from workbench import MODEL, blank_pages, ids, one_line, random_pages, refused, same_tokens, small_layout
 
 
 def opened(directory: Path, **options: Any) -> EmbeddedStore:
@@ -104,9 +104,8 @@ def test_a_directory_that_another_process_uses(tmp_path: Path) -> None:
     other = start_python(HOLD, tmp_path)
     assert other.stdout is not None and other.stdout.readline() == "open\n"
     before = (tmp_path / "keys").read_bytes()
-    with pytest.raises(DirectoryInUse) as caught:
+    with refused(DirectoryInUse, str(tmp_path), f"process {other.pid}", "another directory"):
         opened(tmp_path)
-    assert one_line(caught.value, str(tmp_path), f"process {other.pid}", "another directory")
     assert (tmp_path / "keys").read_bytes() == before
     other.kill()
     other.communicate(timeout=30)
@@ -114,26 +113,23 @@ def test_a_directory_that_another_process_uses(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_this_process_uses(tmp_path: Path) -> None:
-    with opened(tmp_path), pytest.raises(DirectoryInUse) as caught:
+    with opened(tmp_path), refused(DirectoryInUse, f"process {os.getpid()}", "close that store"):
         opened(tmp_path)
-    assert one_line(caught.value, f"process {os.getpid()}", "close that store")
     opened(tmp_path).close()
 
 
 @pytest.mark.parametrize("below", ["file", "file/kv"])
 def test_a_directory_that_cannot_be_made(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_text("kept")
-    with pytest.raises(BadInput) as caught:
+    with refused(BadInput, str(tmp_path / below), "cannot be used", "another one"):
         opened(tmp_path / below)
-    assert one_line(caught.value, str(tmp_path / below), "cannot be used", "another one")
     assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_a_lock_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "lock").mkdir()
-    with pytest.raises(BadInput) as caught:
+    with refused(BadInput, str(tmp_path), "lock is a directory, where a file is to be"):
         opened(tmp_path)
-    assert one_line(caught.value, str(tmp_path), "lock is a directory, where a file is to be")
 
 
 # The keys -------------------------------------------------------------------------------------------------------------
@@ -298,9 +294,8 @@ def test_a_key_file_that_others_can_read(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "keys"
     before = path.read_bytes()
     path.chmod(mode)
-    with pytest.raises(KeysUnusable) as caught:
+    with refused(KeysUnusable, str(path), f"{mode:04o}", f"chmod 600 {path}"):
         opened(tmp_path)
-    assert one_line(caught.value, str(path), f"{mode:04o}", f"chmod 600 {path}")
     assert path.read_bytes() == before and stat.S_IMODE(path.stat().st_mode) == mode
     path.chmod(0o600)
     with opened(tmp_path) as store:
@@ -312,9 +307,8 @@ def test_no_more_tenants_than_the_limit(tmp_path: Path) -> None:
     tenants = {f"tenant-{number}": {"secret": f"{number:064x}", "epoch": 1} for number in range(1024)}
     path.write_text(json.dumps({"version": 1, "tenants": tenants}))
     path.chmod(0o600)
-    with pytest.raises(BadInput) as caught:
+    with refused(BadInput, "1024 tenants", "limit"):
         opened(tmp_path)
-    assert one_line(caught.value, "1024 tenants", "limit")
     opened(tmp_path, tenant="tenant-7").close()
 
 
@@ -358,12 +352,10 @@ def test_a_namespace_is_dropped_where_it_was_opened(tmp_path: Path) -> None:
         theirs = two.namespace(model=MODEL, layout=small_layout())
         assert mine.put(ids(128), random_pages(mine.layout, 2)).stored == 2
         for stranger in (two, one.for_tenant("somebody else")):
-            with pytest.raises(BadInput) as caught:
+            with refused(BadInput, "this store opened for this tenant"):
                 stranger.drop(mine)
-            assert one_line(caught.value, "this store opened for this tenant")
-        with pytest.raises(BadInput) as caught:
+        with refused(BadInput, "give a namespace"):
             one.drop("mine")  # type: ignore[arg-type]
-        assert one_line(caught.value, "give a namespace")
         assert mine.match(ids(128)).blocks == 2
         assert one.drop(mine) == 2 and two.drop(theirs) == 0
 

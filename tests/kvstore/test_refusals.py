@@ -22,7 +22,7 @@ from kvstore.block.layout import Layout
 from kvstore.block.pages import GroupPages, Pages
 from kvstore.config import DramConfig, Limits, kinds_of, parse_size, read
 from kvstore.service.settings import StoreSettings
-from workbench import MODEL, Bench, bench, blank_pages, ids, one_line, random_pages, small_layout
+from workbench import MODEL, Bench, bench, blank_pages, ids, one_line, random_pages, refused, small_layout
 from wrong_values import wrong_values
 
 MIB, GIB, PLENTY = 1 << 20, 1 << 30, 1 << 50
@@ -304,17 +304,15 @@ def id_of(row: Row) -> str:
 @pytest.mark.parametrize("row", REFUSED, ids=id_of)
 def test_what_cannot_be_is_one_line_and_changes_nothing(place: Place, row: Row) -> None:
     call, *said = row
-    with pytest.raises(BadInput) as caught:
+    with refused(BadInput, *said):
         call(place)
-    assert one_line(caught.value, *said)
 
 
 @pytest.mark.parametrize("row", MISFITS, ids=id_of)
 def test_pages_that_do_not_fit_are_one_line_and_change_nothing(place: Place, row: Row) -> None:
     call, *said = row
-    with pytest.raises(LayoutMismatch) as caught:
+    with refused(LayoutMismatch, *said):
         call(place)
-    assert one_line(caught.value, *said)
 
 
 @pytest.mark.parametrize(("given", "said"), FULL_NAMES)

@@ -21,10 +21,10 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
 from kvstore.config import Limits, parse_rate
-from kvstore.core.levels import READS
 from kvstore.core.nvme_recovery import NvmeRecovery
 from kvstore.core.scrub import Scrubbing
 from kvstore.node import EmbeddedStore
+from tiering.faults import NVME_READS
 from tiering.move_queue import BreakerState, Priority, QueueLimits
 from tiering.nvme.lmdb_index import LmdbMaker
 from tiering.nvme.scrub import ScrubLimits
@@ -601,7 +601,7 @@ def test_a_frame_that_stays_unreadable_is_given_up_after_the_third_pass(tmp_path
         assert rig.state(place) == FrameState.QUARANTINED
         assert handle.match(prompt(0)).reason is MissReason.CORRUPT
         assert put(handle, 0, durability="disk").stored == 1 and read(handle, 0) == BLOCKS
-        assert rig.queue.breaker_state(READS) is BreakerState.CLOSED
+        assert rig.queue.breaker_state(NVME_READS) is BreakerState.CLOSED
         rig.check()
 
 
@@ -628,14 +628,14 @@ def test_a_disk_that_is_gone_is_left_alone_and_loses_nothing(tmp_path: Path, mon
         rig.queue._limits = QueueLimits(breaker_seconds=1.0)
         rig.whole_pass()
         failing(rig, lambda name, offset: True)
-        wait_until(lambda: rig.queue.breaker_state(READS) is not BreakerState.CLOSED)
+        wait_until(lambda: rig.queue.breaker_state(NVME_READS) is not BreakerState.CLOSED)
         reads, taken, start = rig.files.reads, len(steps), time.monotonic()
         time.sleep(0.5)  # a scrub that did not mind would ask fifty times, and one that did not rest some thousand
         assert rig.files.reads - reads <= 10
         assert len(steps) - taken <= 10 + 3 * (time.monotonic() - start) / EVER.pause_seconds
         assert read(handle, 0) == 0
         rig.files.before = None
-        wait_until(lambda: rig.queue.breaker_state(READS) is BreakerState.CLOSED)
+        wait_until(lambda: rig.queue.breaker_state(NVME_READS) is BreakerState.CLOSED)
         rig.whole_pass()
         assert "quarantined_blocks" not in rig.counters and read(handle, 0) == BLOCKS
         rig.check()
@@ -687,11 +687,11 @@ def test_a_window_ends_early_when_a_request_waits(tmp_path: Path, monkeypatch: p
         assert hang.began.wait(LONG_SECONDS)
         try:
             busy = [
-                rig.queue.submit(f"busy {number}", READS, Priority.WAITING, partial(wait_until, ended.is_set))
+                rig.queue.submit(f"busy {number}", NVME_READS, Priority.WAITING, partial(wait_until, ended.is_set))
                 for number in range(3)  # with the scrub's, all threads there are
             ]
             wait_until(lambda: rig.queue.depths()[Priority.WAITING] == 0)
-            waiting = rig.queue.submit("waiting", READS, Priority.WAITING, lambda: order.append("request"))
+            waiting = rig.queue.submit("waiting", NVME_READS, Priority.WAITING, lambda: order.append("request"))
             hang.goes_on.set()
             assert waiting.wait(LONG_SECONDS)
             assert order == ["scrub", "request"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -16,63 +15,28 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.block.identity import KeyRing, Prompt, TenantKeys
 from kvstore.block.layout import Layout
 from kvstore.client.handle import NamespaceHandle
+from kvstore.client.lease import Lease
 from kvstore.config import DramConfig, Limits
 from kvstore.core.nvme_recovery import space_of
 from kvstore.core.rows.index import OpenedNamespace
 from kvstore.node import StoreParts, build_store
 from simulation.two_tiers import Disk
 from tiering.dram.extents import MappedExtent
-from tiering.dram.keeping import NAME_BYTES, KeptExtent
 from tiering.frame import FrameHeader
 from tiering.nvme.tier import NvmeTier
 from tiering.slab_header import SlabSizes
 from tiering.tier import SLOT_BITS, extent_of, slot_of
 from workbench import SECRET, Bench, FakeClock, bench, blank_pages, ids, random_pages, same_tokens, small_layout
 
+from .conftest import Holder
+
 LAYOUT = small_layout()
 SHARDED = small_layout(layer_shards=2)
 BLOCKS = 6
+PROMPT = ids(64 * BLOCKS, 10_000)
+"""The tokens of number 1."""
 GUARD = 1000
 """Holders below it are clients of an earlier process."""
-
-
-class Holder:
-    """A keeper in this process. What it holds when it is frozen is what the next process finds."""
-
-    def __init__(self) -> None:
-        self.kept: dict[bytes, tuple[int, int]] = {}
-        self.frozen = False
-        self._names = 0
-
-    def new_name(self) -> bytes:
-        self._names += 1
-        return self._names.to_bytes(NAME_BYTES, "big")
-
-    def keep(self, name: bytes, extent: int, ledger: int) -> None:
-        assert name not in self.kept
-        if not self.frozen:
-            self.kept[name] = os.dup(extent), os.dup(ledger)
-
-    def forget(self, name: bytes) -> None:
-        if not self.frozen:
-            for descriptor in self.kept.pop(name):
-                os.close(descriptor)
-
-    def handed_over(self) -> list[KeptExtent]:
-        """As the next process gets it."""
-        self.frozen = False
-        return [KeptExtent(name, *map(os.dup, descriptors)) for name, descriptors in self.kept.items()]
-
-
-@contextmanager
-def holder() -> Iterator[Holder]:
-    one = Holder()
-    try:
-        yield one
-    finally:
-        one.frozen = False
-        for name in list(one.kept):
-            one.forget(name)
 
 
 def begun(holder: Holder, run: int, ring: KeyRing | None = None, **options: Any) -> Bench:
@@ -117,220 +81,190 @@ def readable(handle: NamespaceHandle, number: int, layout: Layout = LAYOUT) -> i
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, SHARDED], ids=["one part", "two parts"])
-def test_what_was_readable_is_again(layout: Layout) -> None:
-    with holder() as keeper:
-        first = begun(keeper, 1)
-        handle = first.namespace(layout)
-        for number in range(4):
-            assert stored(handle, number, layout=layout) == BLOCKS
-        for run in (2, 3):
-            after = begun(keeper, run)
-            handle = after.namespace(layout)
-            after.store.check()
-            assert [readable(handle, number, layout) for number in range(4)] == [BLOCKS] * 4
-            assert stored(handle, 10 + run, layout=layout) == BLOCKS
-            after.store.check()
+def test_what_was_readable_is_again(layout: Layout, keeper: Holder) -> None:
+    first = begun(keeper, 1)
+    handle = first.namespace(layout)
+    for number in range(4):
+        assert stored(handle, number, layout=layout) == BLOCKS
+    for run in (2, 3):
+        after = begun(keeper, run)
+        handle = after.namespace(layout)
+        after.store.check()
+        assert [readable(handle, number, layout) for number in range(4)] == [BLOCKS] * 4
+        assert stored(handle, 10 + run, layout=layout) == BLOCKS
+        after.store.check()
 
 
-def test_a_block_that_stands_alone_under_a_key_of_another_chain_is_readable_again() -> None:
+def test_a_block_that_stands_alone_under_a_key_of_another_chain_is_readable_again(keeper: Holder) -> None:
     """As a state does, under the key of the KV block that it stands behind."""
-    with holder() as keeper:
-        first = begun(keeper, 1)
-        handle = first.namespace(LAYOUT)
-        assert stored(handle, 0) == BLOCKS
-        keys = handle.hashed(ids(64 * BLOCKS)).keys
-        alone = Prompt(64, [keys[3]])
-        assert first.namespace(LAYOUT, model="states").put(alone, random_pages(LAYOUT, 1, seed=9)).stored == 1
-        after = begun(keeper, 2)
-        states, blank = after.namespace(LAYOUT, model="states"), blank_pages(LAYOUT, 1)
-        assert states.which(keys) == [False, False, False, True, False, False]
-        assert states.get(states.lease(states.match(alone)), blank).tokens == 64
-        assert same_tokens(random_pages(LAYOUT, 1, seed=9), blank, range(64))
-        assert readable(after.namespace(LAYOUT), 0) == BLOCKS
-        after.store.check()
+    first = begun(keeper, 1)
+    handle = first.namespace(LAYOUT)
+    assert stored(handle, 0) == BLOCKS
+    keys = handle.hashed(ids(64 * BLOCKS)).keys
+    alone = Prompt(64, [keys[3]])
+    assert first.namespace(LAYOUT, model="states").put(alone, random_pages(LAYOUT, 1, seed=9)).stored == 1
+    after = begun(keeper, 2)
+    states, blank = after.namespace(LAYOUT, model="states"), blank_pages(LAYOUT, 1)
+    assert states.which(keys) == [False, False, False, True, False, False]
+    assert states.get(states.lease(states.match(alone)), blank).tokens == 64
+    assert same_tokens(random_pages(LAYOUT, 1, seed=9), blank, range(64))
+    assert readable(after.namespace(LAYOUT), 0) == BLOCKS
+    after.store.check()
 
 
-def test_what_was_being_filled_is_not(tmp_path: Any) -> None:
-    with holder() as keeper:
-        before = begun(keeper, 1)
-        handle = before.namespace()
-        assert stored(handle, 1) == BLOCKS
-        keys = handle.match(ids(64 * BLOCKS, 20_000)).keys
-        reply = before.store.reserve(handle.number, keys, 0, 0, None)
-        assert before.store.commit(reply.reservation, 0, 0, [[bytes(16)] * 2] * 2) == 2  # two blocks of six are visible
-        after = begun(keeper, 2)
-        handle = after.namespace()
-        assert handle.match(ids(64 * BLOCKS, 20_000)).blocks == 2
-        assert after.store.usage().dram.used == BLOCKS + 2 and after.store.usage().dram.reserved == 0
-        # Their payloads are not what their producer said: nobody gets them.
-        with handle.lease(handle.match(ids(64 * BLOCKS, 20_000)), deadline_ms=1000) as lease:
-            assert lease.blocks == 0 and lease.reason is MissReason.CORRUPT
-        assert readable(handle, 1) == BLOCKS
-        after.store.check()
+def test_what_was_being_filled_is_not(tmp_path: Any, keeper: Holder) -> None:
+    before = begun(keeper, 1)
+    handle = before.namespace()
+    assert stored(handle, 1) == BLOCKS
+    keys = handle.match(ids(64 * BLOCKS, 20_000)).keys
+    reply = before.store.reserve(handle.number, keys, 0, 0, None)
+    assert before.store.commit(reply.reservation, 0, 0, [[bytes(16)] * 2] * 2) == 2  # two blocks of six are visible
+    after = begun(keeper, 2)
+    handle = after.namespace()
+    assert handle.match(ids(64 * BLOCKS, 20_000)).blocks == 2
+    assert after.store.usage().dram.used == BLOCKS + 2 and after.store.usage().dram.reserved == 0
+    # Their payloads are not what their producer said: nobody gets them.
+    with handle.lease(handle.match(ids(64 * BLOCKS, 20_000)), deadline_ms=1000) as lease:
+        assert lease.blocks == 0 and lease.reason is MissReason.CORRUPT
+    assert readable(handle, 1) == BLOCKS
+    after.store.check()
 
 
-def test_what_is_stored_before_anything_is_taken_over_stays() -> None:
+def test_what_is_stored_before_anything_is_taken_over_stays(keeper: Holder) -> None:
     """Also where it went into slots of the memory that is taken over."""
-    with holder() as keeper:
-        before = begun(keeper, 1)
-        assert stored(before.namespace(), 1) == BLOCKS
-        after = opened(keeper, 2)
-        handle = after.namespace()
-        assert stored(handle, 2, 3) == 3
-        with handle.lease(handle.match(ids(64 * 3, 20_000))) as lease:
-            taken_over = after.store.blocks.dram._extents.keys() & {
-                place >> SLOT_BITS for place in lease.reply.places[0]
-            }
-            assert len(taken_over) == 1 and len(after.store.blocks.dram._extents) == 2
-            take_over(after)
-            after.store.check()
-            assert stored(handle, 3) == BLOCKS, "which would be in the same slots"
-            blank = blank_pages(LAYOUT, BLOCKS)
-            assert handle.get(lease, blank).tokens == 64 * 3
-            assert same_tokens(random_pages(LAYOUT, BLOCKS, seed=2), blank, range(64 * 3))
-        assert [readable(handle, number) for number in (1, 2, 3)] == [BLOCKS, 3, BLOCKS]
-        after.store.check()
-
-
-def test_memory_without_a_block_may_go_before_anything_is_taken_over() -> None:
-    with holder() as keeper:
-        before = begun(keeper, 1, dram=128 << 10)
-        empty, full = before.namespace(), before.namespace(model="1" * 40)
-        assert stored(empty, 1, 1) == stored(full, 2, 1) == 1
-        assert before.store.evict(1) == 1 and len(keeper.kept) == 2
-        after = opened(keeper, 2, dram=128 << 10)
-        assert stored(after.namespace(model="2" * 40), 3, 1) == 1, "it has the extent that is empty"
+    before = begun(keeper, 1)
+    assert stored(before.namespace(), 1) == BLOCKS
+    after = opened(keeper, 2)
+    handle = after.namespace()
+    assert stored(handle, 2, 3) == 3
+    with handle.lease(handle.match(ids(64 * 3, 20_000))) as lease:
+        taken_over = after.store.blocks.dram._extents.keys() & {place >> SLOT_BITS for place in lease.reply.places[0]}
+        assert len(taken_over) == 1 and len(after.store.blocks.dram._extents) == 2
         take_over(after)
-        assert readable(after.namespace(model="1" * 40), 2) == 1
         after.store.check()
+        assert stored(handle, 3) == BLOCKS, "which would be in the same slots"
+        blank = blank_pages(LAYOUT, BLOCKS)
+        assert handle.get(lease, blank).tokens == 64 * 3
+        assert same_tokens(random_pages(LAYOUT, BLOCKS, seed=2), blank, range(64 * 3))
+    assert [readable(handle, number) for number in (1, 2, 3)] == [BLOCKS, 3, BLOCKS]
+    after.store.check()
 
 
-def test_what_was_dropped_or_evicted_stays_away() -> None:
-    with holder() as keeper:
-        before = begun(keeper, 1)
-        dropped, evicted = before.namespace(), before.namespace(model="1" * 40)
-        assert stored(dropped, 1) == stored(evicted, 2) == BLOCKS
-        lease = dropped.lease(dropped.match(ids(64 * BLOCKS, 10_000)))  # its frames are kept from reuse
-        assert before.store.drop(dropped.number) == BLOCKS and before.store.evict(2) == 2
-        after = begun(keeper, 2)
-        dropped, evicted = after.namespace(), after.namespace(model="1" * 40)
-        assert readable(dropped, 1) == 0 and readable(evicted, 2) == BLOCKS - 2
-        after.store.check()
-        lease.release()
+def test_memory_without_a_block_may_go_before_anything_is_taken_over(keeper: Holder) -> None:
+    before = begun(keeper, 1, dram=128 << 10)
+    empty, full = before.namespace(), before.namespace(model="1" * 40)
+    assert stored(empty, 1, 1) == stored(full, 2, 1) == 1
+    assert before.store.evict(1) == 1 and len(keeper.kept) == 2
+    after = opened(keeper, 2, dram=128 << 10)
+    assert stored(after.namespace(model="2" * 40), 3, 1) == 1, "it has the extent that is empty"
+    take_over(after)
+    assert readable(after.namespace(model="1" * 40), 2) == 1
+    after.store.check()
 
 
-def test_a_damaged_block_is_found_out_at_its_first_lease() -> None:
-    with holder() as keeper:
-        before = begun(keeper, 1)
-        handle = before.namespace()
-        assert stored(handle, 1) == BLOCKS
-        lease = handle.lease(handle.match(ids(64 * BLOCKS, 10_000)))
-        payload, header = (before.store.spans([lease.reply.places[0][at]])[0].view for at in (2, 4))
-        payload[4096 + 77] ^= 1
-        header[40] ^= 1
-        after = begun(keeper, 2)
-        handle = after.namespace()
-        assert handle.match(ids(64 * BLOCKS, 10_000)).blocks == 4, "a header that fails its MAC is not taken over"
-        assert readable(handle, 1) == 2 and after.store.usage().counters["quarantined_blocks"] == 1
-        after.store.check()
+def test_what_was_dropped_or_evicted_stays_away(keeper: Holder) -> None:
+    before = begun(keeper, 1)
+    dropped, evicted = before.namespace(), before.namespace(model="1" * 40)
+    assert stored(dropped, 1) == stored(evicted, 2) == BLOCKS
+    lease = dropped.lease(dropped.match(PROMPT))  # its frames are kept from reuse
+    assert before.store.drop(dropped.number) == BLOCKS and before.store.evict(2) == 2
+    after = begun(keeper, 2)
+    dropped, evicted = after.namespace(), after.namespace(model="1" * 40)
+    assert readable(dropped, 1) == 0 and readable(evicted, 2) == BLOCKS - 2
+    after.store.check()
+    lease.release()
 
 
-@pytest.mark.parametrize("part", [0, 1])
-def test_one_part_that_is_damaged_costs_the_whole_block(part: int) -> None:
-    """Each part in turn: the others of the block are sound, and that is not enough."""
-    with holder() as keeper:
-        before = begun(keeper, 1)
-        handle = before.namespace(SHARDED)
-        assert stored(handle, 1, layout=SHARDED) == BLOCKS
-        lease = handle.lease(handle.match(ids(64 * BLOCKS, 10_000)))
-        before.store.spans([lease.reply.places[part][3]])[0].view[4096 + 77] ^= 1
-        after = begun(keeper, 2)
-        handle = after.namespace(SHARDED)
-        assert handle.match(ids(64 * BLOCKS, 10_000)).blocks == BLOCKS, "nobody has read it yet"
-        with handle.lease(handle.match(ids(64 * BLOCKS, 10_000)), deadline_ms=1000) as granted:
-            assert granted.blocks == 3 and granted.reason is MissReason.CORRUPT
-        assert after.store.usage().counters["quarantined_blocks"] == 1
-        assert readable(handle, 1, SHARDED) == 3
-        after.store.check()
+Damage = Callable[[Bench, Lease], object]
 
 
-@pytest.mark.parametrize("part", [0, 1])
-def test_a_part_that_is_not_there_costs_its_block_and_what_follows_it_alone(part: int) -> None:
-    """A header that is not right is no frame: the block is not whole, and what was found of it is given up."""
-    with holder() as keeper:
-        before = begun(keeper, 1)
-        handle = before.namespace(SHARDED)
-        for number in (1, 2):
-            assert stored(handle, number, layout=SHARDED) == BLOCKS
-        lease = handle.lease(handle.match(ids(64 * BLOCKS, 10_000)))
-        before.store.spans([lease.reply.places[part][3]])[0].view[40] ^= 1
-        after = begun(keeper, 2)
-        handle = after.namespace(SHARDED)
-        assert [readable(handle, number, SHARDED) for number in (1, 2)] == [3, BLOCKS]
-        assert after.store.usage().dram.used == 2 * (3 + BLOCKS)
-        after.store.check()
+def flipped(at: int, block: int, part: int = 0) -> Damage:
+    def damage(made: Bench, lease: Lease) -> None:
+        made.store.spans([lease.reply.places[part][block]])[0].view[at] ^= 1
+
+    return damage
 
 
-@pytest.mark.parametrize("later", [-1, 1], ids=["an older frame", "a newer one"])
-def test_a_frame_of_another_generation_than_its_ledger_says_is_given_up(later: int) -> None:
+def other_generation(by: int) -> Damage:
     """The ledger is written when a frame is committed, and the frame may be another one by then or since."""
-    with holder() as keeper:
-        before = begun(keeper, 1)
-        handle = before.namespace()
-        assert stored(handle, 1) == BLOCKS
-        lease = handle.lease(handle.match(ids(64 * BLOCKS, 10_000)))
+
+    def damage(made: Bench, lease: Lease) -> None:
         place = lease.reply.places[0][4]
-        ledger = before.store.blocks.dram._extents[extent_of(place)].ledger
-        assert ledger is not None
-        assert ledger.generations[slot_of(place)] == lease.reply.generations[4]
-        ledger.generations[slot_of(place)] += later
-        after = begun(keeper, 2)
-        handle = after.namespace()
-        assert handle.match(ids(64 * BLOCKS, 10_000)).blocks == 4
-        assert readable(handle, 1) == 4
-        after.store.check()
+        ledger = made.store.blocks.dram._extents[extent_of(place)].ledger
+        assert ledger is not None and ledger.generations[slot_of(place)] == lease.reply.generations[4]
+        ledger.generations[slot_of(place)] += by
+
+    return damage
 
 
-@pytest.mark.parametrize("index", [0, 4, 6], ids=["the first", "one too shallow", "one too deep"])
-def test_a_frame_that_says_another_depth_than_its_parents_is_given_up(index: int) -> None:
-    with holder() as keeper:
-        before = begun(keeper, 1)
-        handle = before.namespace()
-        assert stored(handle, 1) == BLOCKS
-        lease = handle.lease(handle.match(ids(64 * BLOCKS, 10_000)))
-        _write_header(before, lease.reply.places[0][5], block_index=index)
-        after = begun(keeper, 2)
-        assert readable(after.namespace(), 1) == 5
-        assert after.store.usage().dram.used == 5
-        after.store.check()
+def other_depth(index: int) -> Damage:
+    return lambda made, lease: _write_header(made, lease.reply.places[0][5], block_index=index)
 
 
-def test_no_frame_is_taken_over_below_a_block_that_is_being_stored() -> None:
-    with holder() as keeper:
-        before = begun(keeper, 1)
-        assert stored(before.namespace(), 1) == BLOCKS
-        after = opened(keeper, 2)
-        handle = after.namespace()
-        keys = handle.match(ids(64 * BLOCKS, 10_000)).keys
-        reserved = after.store.reserve(handle.number, keys[:3], 0, 0, None)
-        take_over(after)
-        after.store.check()
-        after.store.abort(reserved.reservation)
-        assert after.store.usage().dram.used == 0 and readable(handle, 1) == 0
-        after.store.check()
+PAYLOAD, HEADER = 4096 + 77, 40
+DAMAGES: dict[str, tuple[Layout, list[Damage], int, int]] = {
+    # a prompt's blocks that are taken over, and how many of them are sound when they are first leased
+    "a payload, and a header behind it": (LAYOUT, [flipped(PAYLOAD, 2), flipped(HEADER, 4)], 4, 2),
+    "one of two parts": (SHARDED, [flipped(PAYLOAD, 3)], BLOCKS, 3),
+    "the other part": (SHARDED, [flipped(PAYLOAD, 3, 1)], BLOCKS, 3),
+    "no header of one part": (SHARDED, [flipped(HEADER, 3)], 3, 3),
+    "no header of the other part": (SHARDED, [flipped(HEADER, 3, 1)], 3, 3),
+    "an older generation than its ledger says": (LAYOUT, [other_generation(-1)], 4, 4),
+    "a newer one": (LAYOUT, [other_generation(1)], 4, 4),
+    "the depth of a first block": (LAYOUT, [other_depth(0)], 5, 5),
+    "one too shallow": (LAYOUT, [other_depth(4)], 5, 5),
+    "one too deep": (LAYOUT, [other_depth(6)], 5, 5),
+}
+
+
+@pytest.mark.parametrize(("layout", "damages", "found", "sound"), DAMAGES.values(), ids=DAMAGES)
+def test_a_frame_that_is_not_what_was_stored_costs_its_block_and_what_follows_it_alone(
+    layout: Layout, damages: list[Damage], found: int, sound: int, keeper: Holder
+) -> None:
+    """By its header it is given up before it is found; by its payload at the first lease. The other parts of its
+    block are sound, and that is not enough."""
+    before = begun(keeper, 1)
+    handle = before.namespace(layout)
+    for number in (1, 2):
+        assert stored(handle, number, layout=layout) == BLOCKS
+    lease = handle.lease(handle.match(PROMPT))
+    for damage in damages:
+        damage(before, lease)
+    after = begun(keeper, 2)
+    handle = after.namespace(layout)
+    assert handle.match(PROMPT).blocks == found
+    assert after.store.usage().dram.used == len(layout.parts) * (found + BLOCKS)
+    with handle.lease(handle.match(PROMPT), deadline_ms=1000) as granted:
+        assert granted.blocks == sound and (granted.reason is MissReason.CORRUPT) == (sound < found)
+    assert after.store.usage().counters.get("quarantined_blocks", 0) == (sound < found)
+    assert [readable(handle, number, layout) for number in (1, 2)] == [sound, BLOCKS]
+    after.store.check()
+
+
+def test_no_frame_is_taken_over_below_a_block_that_is_being_stored(keeper: Holder) -> None:
+    before = begun(keeper, 1)
+    assert stored(before.namespace(), 1) == BLOCKS
+    after = opened(keeper, 2)
+    handle = after.namespace()
+    keys = handle.match(PROMPT).keys
+    reserved = after.store.reserve(handle.number, keys[:3], 0, 0, None)
+    take_over(after)
+    after.store.check()
+    after.store.abort(reserved.reservation)
+    assert after.store.usage().dram.used == 0 and readable(handle, 1) == 0
+    after.store.check()
 
 
 @pytest.mark.parametrize("later", [0, 1], ids=["the same", "another one"])
-def test_a_block_that_nvme_has_too_is_joined_with_its_own_frame_only(later: int) -> None:
+def test_a_block_that_nvme_has_too_is_joined_with_its_own_frame_only(later: int, keeper: Holder) -> None:
     """In DRAM it may be what was stored after NVMe was to give up the other: they are two generations of one block."""
     disk = Disk()
-    with holder() as keeper, ExitStack() as closed_at_the_end:
+    with ExitStack() as closed_at_the_end:
         before = on_disk(disk, keeper, 1)
         closed_at_the_end.callback(lambda: before.store._levels._queue.close(10))  # it was killed, but for its threads
         handle = before.namespace()
-        prompt = ids(64 * BLOCKS, 10_000)
-        assert handle.put(prompt, random_pages(LAYOUT, BLOCKS, seed=1), durability="disk").reason is None
-        lease = handle.lease(handle.match(prompt))
+        assert handle.put(PROMPT, random_pages(LAYOUT, BLOCKS, seed=1), durability="disk").reason is None
+        lease = handle.lease(handle.match(PROMPT))
         (place,) = lease.reply.places[0][-1:]
         header = _write_header(before, place, generation=before.header_of(place).generation + later)
         ledger = before.store.blocks.dram._extents[extent_of(place)].ledger
@@ -339,7 +273,7 @@ def test_a_block_that_nvme_has_too_is_joined_with_its_own_frame_only(later: int)
         after = on_disk(disk, keeper, 2)
         closed_at_the_end.callback(after.store.close)
         handle = after.namespace()
-        tiers = handle.match(prompt).tiers
+        tiers = handle.match(PROMPT).tiers
         assert tiers == (((HitTier.DRAM, 5), (HitTier.NVME, 1)) if later else ((HitTier.DRAM, 6),))
         assert readable(handle, 1) == BLOCKS
         after.store.check()
@@ -367,99 +301,92 @@ def on_disk(disk: Disk, holder: Holder, run: int) -> Bench:
     return Bench(store, clock, ring)
 
 
-def test_a_slot_that_a_client_of_the_process_before_maps_is_not_used_for_other_blocks() -> None:
-    with holder() as keeper:
-        before = begun(keeper, 1, dram=64 << 10)  # one extent of five frames
-        handle = before.namespace()
-        assert stored(handle, 1, 4) == 4
-        (extent,) = before.store.blocks.dram.all_extents(before.store.blocks.spaces[0].classes[0])
-        mapped = MappedExtent(extent.memory.share(GUARD, writable=True), 64 << 10, writable=True)
-        after = begun(keeper, 2, dram=64 << 10)
-        handle = after.namespace()
-        assert readable(handle, 1) == 4
-        assert handle.put(ids(64, 50_000), random_pages(LAYOUT, 1)).reason is MissReason.DEADLINE
-        assert readable(handle, 1) == 4, "nothing was evicted for what it would not have helped"
-        assert after.store.usage().guarded_bytes == 64 << 10
-        after.store.check()
-        del mapped
-        assert after.store.usage().guarded_bytes == 0
-        assert stored(handle, 5, 1) == 1 and readable(handle, 1) == 4
-        assert stored(handle, 6, 2) == 2
-        after.store.check()
+def test_a_slot_that_a_client_of_the_process_before_maps_is_not_used_for_other_blocks(keeper: Holder) -> None:
+    before = begun(keeper, 1, dram=64 << 10)  # one extent of five frames
+    handle = before.namespace()
+    assert stored(handle, 1, 4) == 4
+    (extent,) = before.store.blocks.dram.all_extents(before.store.blocks.spaces[0].classes[0])
+    mapped = MappedExtent(extent.memory.share(GUARD, writable=True), 64 << 10, writable=True)
+    after = begun(keeper, 2, dram=64 << 10)
+    handle = after.namespace()
+    assert readable(handle, 1) == 4
+    assert handle.put(ids(64, 50_000), random_pages(LAYOUT, 1)).reason is MissReason.DEADLINE
+    assert readable(handle, 1) == 4, "nothing was evicted for what it would not have helped"
+    assert after.store.usage().guarded_bytes == 64 << 10
+    after.store.check()
+    del mapped
+    assert after.store.usage().guarded_bytes == 0
+    assert stored(handle, 5, 1) == 1 and readable(handle, 1) == 4
+    assert stored(handle, 6, 2) == 2
+    after.store.check()
 
 
-def test_memory_that_does_not_fit_is_given_back_when_nobody_maps_it() -> None:
-    with holder() as keeper:
-        before = begun(keeper, 1)
-        handle = before.namespace()
-        for number in range(4):
-            assert stored(handle, number) == BLOCKS
-        assert len(keeper.kept) == 5
-        (extent, *_) = before.store.blocks.dram.all_extents(before.store.blocks.spaces[0].classes[0])
-        mapped = MappedExtent(extent.memory.share(GUARD, writable=False), 64 << 10, writable=False)
-        smaller = begun(keeper, 2, dram=128 << 10)  # two of the five extents fit
-        handle = smaller.namespace()
-        assert 0 < sum(readable(handle, number) for number in range(4)) <= 10
-        smaller.store.check()
-        assert len(keeper.kept) == 2
-        other = begun(keeper, 3, extent=128 << 10)
-        assert len(keeper.kept) == 1, "the one that is mapped counts until it is not"
-        assert other.store.usage().dram.taken_bytes == 64 << 10 and other.store.usage().dram.capacity == 0
-        del mapped
-        assert other.store.usage().dram.taken_bytes == 0 and not keeper.kept
+def test_memory_that_does_not_fit_is_given_back_when_nobody_maps_it(keeper: Holder) -> None:
+    before = begun(keeper, 1)
+    handle = before.namespace()
+    for number in range(4):
+        assert stored(handle, number) == BLOCKS
+    assert len(keeper.kept) == 5
+    (extent, *_) = before.store.blocks.dram.all_extents(before.store.blocks.spaces[0].classes[0])
+    mapped = MappedExtent(extent.memory.share(GUARD, writable=False), 64 << 10, writable=False)
+    smaller = begun(keeper, 2, dram=128 << 10)  # two of the five extents fit
+    handle = smaller.namespace()
+    assert 0 < sum(readable(handle, number) for number in range(4)) <= 10
+    smaller.store.check()
+    assert len(keeper.kept) == 2
+    other = begun(keeper, 3, extent=128 << 10)
+    assert len(keeper.kept) == 1, "the one that is mapped counts until it is not"
+    assert other.store.usage().dram.taken_bytes == 64 << 10 and other.store.usage().dram.capacity == 0
+    del mapped
+    assert other.store.usage().dram.taken_bytes == 0 and not keeper.kept
 
 
-def test_memory_of_a_tenant_without_keys_is_used_for_others() -> None:
-    with holder() as keeper:
-        before = begun(keeper, 1)
-        assert stored(before.namespace(), 1) == BLOCKS
-        clock, ring = FakeClock(), KeyRing()
-        dram = DramConfig(1 << 20, 64 << 10)
-        store = build_store(dram, Limits(), ring, clock, parts=parts_of(keeper, 2))
-        store.start_loading({})
-        assert store.warmed(10) and store.usage().dram.used == 0
-        store.check()
+def test_memory_of_a_tenant_without_keys_is_used_for_others(keeper: Holder) -> None:
+    before = begun(keeper, 1)
+    assert stored(before.namespace(), 1) == BLOCKS
+    clock, ring = FakeClock(), KeyRing()
+    dram = DramConfig(1 << 20, 64 << 10)
+    store = build_store(dram, Limits(), ring, clock, parts=parts_of(keeper, 2))
+    store.start_loading({})
+    assert store.warmed(10) and store.usage().dram.used == 0
+    store.check()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
-def test_a_random_life_over_many_processes(seed: int) -> None:
+def test_a_random_life_over_many_processes(seed: int, keeper: Holder) -> None:
     """Each process ends at a random moment; the next one has a part of what was readable, right to the byte, and every
     block of it that fits."""
     random = Random(seed)
-    with holder() as keeper:
-        ring = KeyRing()
-        visible: dict[int, int] = {}
-        for run in range(1, 7):
-            made = begun(keeper, run, ring, dram=random.choice([512 << 10, 1 << 20]))
-            spaces = [made.namespace(layout) for layout in (LAYOUT, SHARDED)]
-            there = {number: readable(spaces[number % 2], number, (LAYOUT, SHARDED)[number % 2]) for number in range(8)}
-            assert all(there[number] <= visible.get(number, 0) for number in there), f"seed {seed}"
+    ring = KeyRing()
+    visible: dict[int, int] = {}
+    for run in range(1, 7):
+        made = begun(keeper, run, ring, dram=random.choice([512 << 10, 1 << 20]))
+        spaces = [made.namespace(layout) for layout in (LAYOUT, SHARDED)]
+        there = {number: readable(spaces[number % 2], number, (LAYOUT, SHARDED)[number % 2]) for number in range(8)}
+        assert all(there[number] <= visible.get(number, 0) for number in there), f"seed {seed}"
+        made.store.check()
+        for _ in range(random.randrange(20)):
+            number = random.randrange(8)
+            handle, layout = spaces[number % 2], (LAYOUT, SHARDED)[number % 2]
+            act = random.random()
+            if act < 0.6:
+                stored(handle, number, random.randrange(1, BLOCKS + 1), layout)
+            elif act < 0.8:
+                made.store.evict(random.randrange(4))
+            elif act < 0.85:
+                made.store.drop(handle.number)
+            else:
+                readable(handle, number, layout)
             made.store.check()
-            for _ in range(random.randrange(20)):
-                number = random.randrange(8)
-                handle, layout = spaces[number % 2], (LAYOUT, SHARDED)[number % 2]
-                act = random.random()
-                if act < 0.6:
-                    stored(handle, number, random.randrange(1, BLOCKS + 1), layout)
-                elif act < 0.8:
-                    made.store.evict(random.randrange(4))
-                elif act < 0.85:
-                    made.store.drop(handle.number)
-                else:
-                    readable(handle, number, layout)
-                made.store.check()
-            visible = {
-                number: spaces[number % 2].match(ids(64 * BLOCKS, 10_000 * number)).blocks for number in range(8)
-            }
+        visible = {number: spaces[number % 2].match(ids(64 * BLOCKS, 10_000 * number)).blocks for number in range(8)}
 
 
-def test_an_orderly_end_leaves_nothing() -> None:
-    with holder() as keeper:
-        made = begun(keeper, 1)
-        assert stored(made.namespace(), 1) == BLOCKS and keeper.kept
-        made.store.close()
-        assert not keeper.kept
+def test_an_orderly_end_leaves_nothing(keeper: Holder) -> None:
+    made = begun(keeper, 1)
+    assert stored(made.namespace(), 1) == BLOCKS and keeper.kept
+    made.store.close()
+    assert not keeper.kept
 
 
 def _about(space: OpenedNamespace) -> bytes:

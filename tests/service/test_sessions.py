@@ -115,7 +115,7 @@ def test_what_is_asked_for_and_what_is_ending_counts_too(
         with sessions.asking(theirs, most // 2) as another:
             assert another
     lease, _ = leased(a, sessions, caller)
-    monkeypatch.setattr("kvstore.core.lease_pieces.Endings.work", lambda self, most=0: None)
+    monkeypatch.setattr("kvstore.core.shared.Leases.work", lambda self: None)
     sessions.release(caller, [lease])
     assert caller.session.leased_places == 0 and a.store.leases.ending_places[a.keys.tenant] == BLOCKS
     with sessions.asking(caller, most // 2) as is_granted:

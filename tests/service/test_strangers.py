@@ -273,9 +273,7 @@ def test_what_many_leases_pinned_is_given_back_behind_the_answer(
     how: str, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The door's own thread does one piece of it, and no more."""
-    monkeypatch.setattr("kvstore.core.lease_pieces.ENDED_PLACES", 2)
-    for name in ("work", "step"):
-        monkeypatch.setattr(f"kvstore.core.lease_pieces.Endings.{name}.__defaults__", (2,))
+    monkeypatch.setattr("kvstore.core.shared.ENDED_PLACES", 2)
     mine, number = place.peer()
     store(mine, number)
     held = [lease(mine, number) for _ in range(40)]

@@ -116,7 +116,7 @@ class DirtyBlocks:
 TierBelow = TypeVar("TierBelow", bound=LowerTier, covariant=True)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Lower(Generic[TierBelow]):
     """NVMe: its tier, the blocks in it, and the policy that admits blocks to it. queue: runs the moves between it and
     DRAM; None where there are none, as in a replay.

@@ -44,12 +44,8 @@ class RecoveryOrder:
         return len(self.keys)
 
 
-def _believed(places: Sequence[int]) -> bool:
-    return True
-
-
 def recovery_order(
-    found: Sequence[Found], parts: int, root: bytes, is_sound: Callable[[Sequence[int]], bool] = _believed
+    found: Sequence[Found], parts: int, root: bytes, is_sound: Callable[[Sequence[int]], bool]
 ) -> tuple[RecoveryOrder, list[int], list[int]]:
     """The blocks of one namespace in order; the places of superseded or incomplete frames; those of blocks without a
     way to them.
