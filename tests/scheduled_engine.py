@@ -487,8 +487,7 @@ class ScheduledEngine(FormulaEngine):
         while plan._offers or audits._under_way or any(one._worker._saves for one in self.workers):
             assert time.monotonic() < deadline, "saves do not come to an end"
             self.step()
-            for one in self.workers:
-                one._worker.settle(0.01)
+            time.sleep(0.001)
 
     def forget(self) -> None:
         """The engine's own cache is empty from here on."""

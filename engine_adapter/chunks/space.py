@@ -138,13 +138,18 @@ class ChunkSpace:
         self.slots, self.sizes, self.chunk_bytes = slots, [run.size for run in runs], sum(run.size for run in runs)
         self._reading = NamespaceOpener(lambda: stores[0], is_told=True)
         self._writing = NamespaceOpener(lambda: stores[1])
-        self._reading.want(spec)
+        for opener in (self._reading, self._writing):
+            opener.want(spec)
         self._key = lru_cache(KNOWN_KEYS)(chunk_key)
 
     @property
     def handle(self) -> NamespaceHandle | None:
         """For look-ups and loads; None while the store was not reached yet. Does not block."""
         return self._reading.now()
+
+    def writing(self, seconds: float) -> NamespaceHandle | None:
+        """For stores; waits that long while it is not open."""
+        return self._writing.wait(self.spec.number, seconds)
 
     def pages(self, slots: Sequence[int]) -> Pages:
         return Pages(self.planes, slots, self.block_tokens)
@@ -238,9 +243,7 @@ class ChunkSpace:
         stored behind those, each is stored by itself: the last ones first, since what was used last is evicted last."""
         held, ends_at, in_flight, new = [False] * len(names), self._clock() + deadline_ms / 1000, 0, 0
         with self._outcomes.caught():
-            if self._writing.now() is None:
-                self._writing.want(self.spec)
-            handle = self._writing.wait(self.spec.number, deadline_ms / 1000)
+            handle = self.writing(deadline_ms / 1000)
             if handle is not None and names:
                 chain, known = self.prompt(handle, [*before, *names]), len(before)
                 result = handle.put(chain, pages, known * self.block_tokens, deadline_ms=deadline_ms)

@@ -3,7 +3,7 @@
     engine's thread              ask > PENDING, PENDING, HELD > load           store         finished
                                  match > lease (pins, verified)
                                  match > what is elsewhere: fetched, within `lease_ms` > match > lease
-    threads of a `PagedWorker`                                  get            put
+    threads of its own                                          get            put
                                  forget: what an owner asked for and did not load is released
 
 Only `drain` and `close` wait for the store. Any fault of the store becomes a miss here, or a failed job; nothing raises
@@ -15,16 +15,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from itertools import count
 
 from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace
 from engine_adapter.handoff.block_wait import BlockWait, ParkedWaits, WaitPlan
 from engine_adapter.handoff.fetch import FetchPolicy
-from engine_adapter.paged.pages import EnginePages
-from engine_adapter.paged.step_plan import LeaseHere, LoadOrder, PageRun, SaveOrder, StepPlan, StepReports, WorkerSpec
-from engine_adapter.paged.worker import PagedWorker
+from engine_adapter.paged.worker import IDLE_WAIT_SECONDS, OPEN_SECONDS, SAVE_DEADLINE_MS, lower_priority
+from kvstore.block.pages import Pages
 from kvstore.client.handle import Lease, Match, NamespaceHandle
 from kvstore.client.pending import PendingReply
 
@@ -92,7 +91,22 @@ class _Asked:
     lease: Lease | None = None
 
 
-_Ordered = tuple[ChunkJob, ChunkSpace | None, bytes, Lease | None]
+@dataclass(eq=False, slots=True)
+class _Copy:
+    """A copy of one chunk; of a store also its `kvstore.client.handle.Reading`."""
+
+    job: ChunkJob
+    space: ChunkSpace | None
+    name: bytes
+    lease: Lease | None = None
+    is_given_up: bool = False
+    is_good: bool = False
+
+    def begin(self) -> bool:
+        return not self.is_given_up
+
+    def end(self) -> None:
+        """Whoever wants the slot back waits for all of the copy."""
 
 
 class ChunkStore:
@@ -115,9 +129,11 @@ class ChunkStore:
         self._parked = ParkedWaits()
         self._waiting, self._under_way = deque[_Asked](), list[_Asked]()
         self._jobs: list[ChunkJob] = []
-        self._numbers, self._orders = count(1), dict[int, _Ordered]()
+        self._copies, self._loads = dict[_Copy, Future[None]](), set[Future[None]]()
+        self._ended = deque[_Copy]()
         self._is_closed, self._swept = False, clock()
-        self._workers = {space: _worker_of(space, limits, clock) for space in spaces}
+        self._loaders = ThreadPoolExecutor(limits.load_threads * len(spaces), "kv-chunk-load")
+        self._savers = ThreadPoolExecutor(limits.save_threads * len(spaces), "kv-chunk-save", lower_priority)
 
     def ask(self, owner: str, name: bytes) -> ChunkState:
         """Whether a chunk can be loaded now. The first call asks the store; a missing one stays so for its owner."""
@@ -215,46 +231,49 @@ class ChunkStore:
     def load(self, number: int, owner: str, names: Sequence[bytes], slots: Sequence[int]) -> None:
         """Copy chunks into slots, each verified. Chunks that are not held fail."""
         self._jobs.append(job := ChunkJob(number, owner, True, self._clock(), len(names)))
-        plans = {space: StepPlan() for space in self._spaces}
         for name, slot in zip(names, slots, strict=True):
             asked = self._asked.get(name)
             if asked is None or asked.state is not ChunkState.HELD or asked.lease is None:
-                self._end((job, None, name, None), is_good=False)
+                self._end(_Copy(job, None, name))
                 continue
             del self._asked[name]
-            space, order, here = asked.space, next(self._numbers), LeaseHere(asked.lease, asked.handle)
-            self._orders[order] = (job, space, name, asked.lease)
-            stop, tables = space.block_tokens, _tables(space, slot)
-            plans[space].loads.append(LoadOrder(order, owner, 1, b"", 0, stop, tables, waits=False, here=here))
-        for space, plan in plans.items():
-            self._workers[space].begin(plan)
-            self._workers[space].start_loads()
+            copy, pages = _Copy(job, asked.space, name, asked.lease), asked.space.pages([slot])
+            self._copies[copy] = future = self._loaders.submit(self._get, copy, asked.lease, asked.handle, pages)
+            self._loads.add(future)
 
     def store(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> None:
         """Put the chunks in these slots, a prefix in order; stored ones are skipped. Without a slot they fail. If the
         queue lacks room for all, the first ones are taken; all where nothing waits, since their engine keeps a job's
         slots to its end. The last of these are begun first: what was used last is evicted last, and a prefix is
         useful without its end, but not without its beginning."""
-        queued = sum(not job.is_load for job, *_ in self._orders.values())
+        queued = len(self._copies) - len(self._loads)
         is_open = not self._is_closed and all(space.handle is not None for space in self._spaces)
         room = max(0, self.limits.queued_stores - queued) if queued else len(slots)
         taken = min(room, len(slots)) if is_open else 0
         self._outcomes.count(refused_stores=len(names) - taken)
         self._jobs.append(job := ChunkJob(number, "", False, self._clock(), taken, failed=list(names[taken:])))
-        plans = {space: StepPlan() for space in self._spaces}
         for name, slot in reversed(list(zip(names[:taken], slots, strict=False))):
-            space, handle = self._reached(name) or (None, None)
-            keys = list[bytes]()
-            with self._outcomes.caught():
-                keys = space.prompt(handle, [name]).keys if space is not None and handle is not None else keys
-            if space is None or not keys:
-                self._end((job, space, name, None), is_good=False)
-                continue
-            self._orders[order := next(self._numbers)] = (job, space, name, None)
-            plans[space].saves.append(SaveOrder(order, "", 1, keys[0], 0, _tables(space, slot), None, 0))
-        for space, plan in plans.items():
-            self._workers[space].begin(plan)
-            self._workers[space].start_saves()
+            space, _ = self._reached(name) or (None, None)
+            copy = _Copy(job, space, name)
+            if space is None:
+                self._end(copy)
+            else:
+                self._copies[copy] = self._savers.submit(self._put, copy, space, space.pages([slot]))
+
+    def _get(self, copy: _Copy, lease: Lease, handle: NamespaceHandle, pages: Pages) -> None:
+        with self._outcomes.caught():
+            copy.is_good = handle.get(lease, into=pages).tokens >= pages.tokens
+        self._ended.append(copy)
+
+    def _put(self, copy: _Copy, space: ChunkSpace, pages: Pages) -> None:
+        with self._outcomes.caught():
+            wait(tuple(self._loads))  # requests wait for loads; none waits for a store
+            if (handle := space.writing(OPEN_SECONDS)) is not None and copy.begin():
+                prompt = space.prompt(handle, [copy.name])
+                result = handle.put(prompt, pages, reading=copy, deadline_ms=SAVE_DEADLINE_MS)
+                self._outcomes.told(result.reason)
+                copy.is_good = result.reason is None
+        self._ended.append(copy)
 
     def _reached(self, name: bytes) -> tuple[ChunkSpace, NamespaceHandle] | None:
         place = self._space_of(name)
@@ -264,12 +283,14 @@ class ChunkStore:
 
     def finished(self) -> list[ChunkJob]:
         """Jobs that ended since the last call. Chunks that could not be loaded are missing for their owner from now on.
-        While loads are under way, and none is over, it waits a moment for one (`PagedWorker.finished`)."""
+        While loads are under way, and none is over, it waits a moment for one."""
         now = self._clock()
         if now - self._swept >= 1.0:  # a request was held up, or its engine had no slot for it
             self._swept = now
             for asked in [it for it in self._asked.values() if now - it.since > self.limits.hold_seconds]:
                 self._let_go(asked)
+        if self._loads and not self._ended:  # else an engine that only waits would keep the interpreter's lock
+            wait(self._loads, IDLE_WAIT_SECONDS, FIRST_COMPLETED)
         self._collect()
         jobs = [job for job in self._jobs if not job.left]
         self._jobs = [job for job in self._jobs if job.left]
@@ -282,67 +303,48 @@ class ChunkStore:
     def drain(self) -> None:
         """Return when no job is left and nothing touches the memory. A begun copy is never broken off; a store that has
         not begun after `drain_seconds` fails."""
-        for worker in self._workers.values():
-            worker.settle(self.limits.drain_seconds)
-        self._give_up_stores()
-        while self._orders:
-            self._collect()
-            for worker in self._workers.values():
-                worker.settle(0.1)
+        wait(self._copies.values(), self.limits.drain_seconds)
+        self._give_up(stores_only=True)
+        wait(self._copies.values())
+        self._collect()
 
     def close(self) -> None:
         """End all threads that touch the memory, and release all chunks. Jobs that have not begun fail."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._give_up_stores()
-        for worker in self._workers.values():
-            worker.close()
+        self._give_up(stores_only=False)
+        for threads in (self._loaders, self._savers):
+            threads.shutdown()
         self._collect()
-        for number in list(self._orders):
-            self._end(self._orders.pop(number), is_good=False)
         for asked in list(self._asked.values()):
             self._let_go(asked)
         for space in self._spaces:
             space.close()
 
     def _collect(self) -> None:
-        for space, worker in self._workers.items():
-            worker.finished()
-            reports = worker.take_reports() or StepReports()
-            for load in reports.loads:
-                self._end(self._orders.pop(load.number), is_good=load.tokens >= space.block_tokens)
-            for save in reports.saves:
-                self._outcomes.told(save.reason)
-                self._end(self._orders.pop(save.number), is_good=save.reason is None and not save.dropped)
+        while self._ended:
+            copy = self._ended.popleft()
+            self._loads.discard(self._copies.pop(copy))
+            self._end(copy)
 
-    def _end(self, ordered: _Ordered, *, is_good: bool) -> None:
-        job, space, name, lease = ordered
-        self._release(lease)
-        (job.good if is_good else job.failed).append(name)
+    def _end(self, copy: _Copy) -> None:
+        job, space, is_good = copy.job, copy.space, copy.is_good
+        self._release(copy.lease)
+        (job.good if is_good else job.failed).append(copy.name)
         job.size_bytes += space.chunk_bytes if is_good and space is not None else 0
         outcomes = ("failed_loads", "loaded") if job.is_load else ("failed_stores", "stored")
         self._outcomes.count(**{outcomes[is_good]: 1})
         job.left -= 1
 
-    def _give_up_stores(self) -> None:
-        stores = [number for number, (job, *_) in self._orders.items() if not job.is_load]
-        for worker in self._workers.values():
-            worker.begin(StepPlan(cancelled_saves=stores))
+    def _give_up(self, *, stores_only: bool) -> None:
+        for copy, future in self._copies.items():
+            if not (stores_only and copy.job.is_load):
+                copy.is_given_up = True
+                if future.cancel():
+                    self._ended.append(copy)
 
     def _release(self, lease: Lease | None) -> None:
         with self._outcomes.caught():
             if lease is not None:
                 lease.release()
-
-
-def _tables(space: ChunkSpace, slot: int) -> tuple[PageRun, ...]:
-    return (PageRun(0, [int(slot)]),) * len(space.spec.layout.groups)
-
-
-def _worker_of(space: ChunkSpace, limits: ChunkLimits, clock: Callable[[], float]) -> PagedWorker:
-    pages = EnginePages(WorkerSpec(0, space.block_tokens, (), "", "", "cpu", space.chunk_bytes), space.planes)
-    threads = {"load_threads": limits.load_threads, "save_threads": limits.save_threads}
-    worker = PagedWorker(pages, lambda _: space.stores[1], clock, **threads, save_bytes=1 << 62)
-    worker.begin(StepPlan(namespace=space.spec))
-    return worker

@@ -328,8 +328,7 @@ class Held:
 def held(sidecar: Sidecar) -> Iterator[tuple[Engine, Held]]:
     limits = replace(LIMITS, load_threads=1, drain_seconds=0.05, queued_stores=6)
     with sidecar.client() as store, Engine(Wrapped(store, Held), limits) as engine:
-        (worker,) = engine.opened().chunks._workers.values()
-        storing: Any = worker._opened(1, SECONDS)
+        storing: Any = engine.opened().spaces[0].writing(SECONDS)
         yield engine, storing
         storing.go.set()
 
@@ -399,8 +398,7 @@ def test_closing_waits_for_a_copy_and_lets_go_of_what_is_held(sidecar: Sidecar) 
         assert [(ended[one].good, ended[one].failed) for one in (refused, unloaded)] == [([], NAMES)] * 2
         wait_until(lambda: leases(sidecar) == 0)
         assert np.array_equal(engine.memory, after), "nothing touches it any more"
-        ours = {thread for worker in engine.chunks._workers.values() for thread in worker._threads}
-        assert not any(thread.is_alive() for thread in ours)
+        assert not any(thread.name.startswith("kv-chunk") for thread in threading.enumerate())
 
 
 def test_while_a_store_is_being_opened_nothing_waits(sidecar: Sidecar) -> None:
