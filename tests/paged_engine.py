@@ -24,7 +24,7 @@ from typing import Any
 import numpy
 import torch
 
-from engine_adapter.cost.load_choice import StepWork
+from engine_adapter.cost import StepWork
 from engine_adapter.paged.pages import EnginePages, RegisteredGroup, layout_of, register
 from engine_adapter.paged.requests import Computed, RequestSpec
 from engine_adapter.paged.scheduler import PagedScheduler

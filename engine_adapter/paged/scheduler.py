@@ -22,14 +22,12 @@ from logging import getLogger
 from typing import Any
 
 from engine_adapter.audit.audits import AuditResult, AuditVerdict
-from engine_adapter.cost.load_choice import LoadChoice, StepWork
-from engine_adapter.cost.model import SYNCHRONOUS_MS
-from engine_adapter.handoff.block_wait import BlockWait, ParkedWaits, WaitPlan, WaitPolicy
+from engine_adapter.cost import SYNCHRONOUS_MS, LoadChoice, StepWork
+from engine_adapter.handoff import BlockWait, ParkedWaits, WaitPlan, WaitPolicy
 from engine_adapter.paged.announcements import Announcements
-from engine_adapter.paged.audit_plan import AuditPlan
-from engine_adapter.paged.load_plan import LoadPlan
 from engine_adapter.paged.lookup import PrefixLookup, account_unasked
 from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
+from engine_adapter.paged.plans import AuditPlan, LoadPlan, SavePlan, page_runs
 from engine_adapter.paged.requests import (
     NEVER,
     TELL_SECONDS,
@@ -45,7 +43,6 @@ from engine_adapter.paged.requests import (
     RequestState,
     edge,
 )
-from engine_adapter.paged.save_plan import SavePlan, page_runs
 from engine_adapter.paged.settings import ConnectorSettings, LoadMode, SavePolicy
 from engine_adapter.paged.step_plan import (
     LeaseHere,

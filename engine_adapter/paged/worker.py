@@ -25,7 +25,7 @@ from engine_adapter.audit.audits import AuditResult
 from engine_adapter.audit.blocks import compare_block, compare_opaque, compare_states
 from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
 from engine_adapter.paged.pages import EnginePages, opaque_dtype
-from engine_adapter.paged.save_plan import SavePatience
+from engine_adapter.paged.plans import SavePatience
 from engine_adapter.paged.step_plan import (
     LoadOrder,
     LoadReport,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvstore
-from engine_adapter.chunks.layout import SLICE_BYTES, ChunkRun, chunk_key, chunk_layout, chunk_planes
+from engine_adapter.chunks import SLICE_BYTES, ChunkRun, chunk_key, chunk_layout, chunk_planes
 from kvstore.block.codec import RawCodec
 from kvstore.block.errors import BadInput
 from kvstore.block.pages import Pages

@@ -12,8 +12,7 @@ import pytest
 
 import kvstore
 from asking import Asking
-from engine_adapter.chunks.layout import ChunkRun, chunk_layout
-from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace
+from engine_adapter.chunks import ChunkOutcomes, ChunkRun, ChunkSpace, chunk_layout
 from engine_adapter.paged.step_plan import NamespaceSpec
 from kvstore.client.sidecar_store import SidecarStore
 from service.sidecar import Sidecar, patient

@@ -12,9 +12,16 @@ import numpy as np
 import pytest
 
 import kvstore
-from engine_adapter.chunks.layout import ChunkRun, chunk_layout
-from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace
-from engine_adapter.chunks.store import ChunkJob, ChunkLimits, ChunkState, ChunkStore
+from engine_adapter.chunks import (
+    ChunkJob,
+    ChunkLimits,
+    ChunkOutcomes,
+    ChunkRun,
+    ChunkSpace,
+    ChunkState,
+    ChunkStore,
+    chunk_layout,
+)
 from engine_adapter.paged.step_plan import NamespaceSpec
 from kvstore.block.errors import Unreachable
 from kvstore.client.handle import NamespaceHandle

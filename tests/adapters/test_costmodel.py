@@ -9,8 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_adapter.cost.model import EXPLORE_EVERY, SYNCHRONOUS_MS, CostModel, Decision
-from engine_adapter.cost.speeds import PRIORS, LoadSpeed, PrefillSpeed, TierPrior
+from engine_adapter.cost import (
+    EXPLORE_EVERY,
+    PRIORS,
+    SYNCHRONOUS_MS,
+    CostModel,
+    Decision,
+    LoadSpeed,
+    PrefillSpeed,
+    TierPrior,
+)
 from kvstore.block.account import HitTier
 
 TIERS = [HitTier.HBM, HitTier.DRAM, HitTier.NVME, HitTier.REMOTE]

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from transformers.models.llama import modeling_llama  # noqa: E402
 
-from engine_adapter.hf.watch import PROBE_SECONDS  # noqa: E402
+from engine_adapter.hf.identity import PROBE_SECONDS  # noqa: E402
 from engine_adapter.hf_cache import PrefixCache  # noqa: E402
 from hf_models import (  # noqa: E402
     PROMPT,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine_adapter.cost.load_choice import STEPS_AHEAD, LoadChoice, StepWork
+from engine_adapter.cost import STEPS_AHEAD, LoadChoice, StepWork
 from kvstore.block.account import Account, HitTier, MissReason
 from kvstore.client.handle import Match
 

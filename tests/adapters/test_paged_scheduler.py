@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine_adapter.audit.audits import AuditResult, AuditVerdict
-from engine_adapter.cost.load_choice import LoadChoice, StepWork
+from engine_adapter.cost import LoadChoice, StepWork
 from engine_adapter.paged.requests import NEVER, Computed, RequestNews, RequestSpec, RequestState
 from engine_adapter.paged.scheduler import PagedScheduler
 from engine_adapter.paged.settings import ConnectorSettings

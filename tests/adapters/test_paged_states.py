@@ -13,7 +13,7 @@ import torch
 from adapters.test_paged_scheduler import Half
 from engine_adapter.audit.audits import AuditResult, AuditVerdict
 from engine_adapter.audit.blocks import compare_states
-from engine_adapter.cost.load_choice import StepWork
+from engine_adapter.cost import StepWork
 from engine_adapter.paged.pages import RegisteredGroup, layout_of, register
 from engine_adapter.paged.requests import Boundary, Computed
 from engine_adapter.paged.step_plan import LoadOrder, PageRun, SaveOrder, StepPlan

@@ -14,10 +14,10 @@ import torch
 
 import kvstore
 from engine_adapter.audit.audits import AuditVerdict
-from engine_adapter.paged import save_plan
+from engine_adapter.paged import plans as save_plan
 from engine_adapter.paged import worker as paged_worker
 from engine_adapter.paged.pages import EnginePages, layout_of
-from engine_adapter.paged.save_plan import page_runs
+from engine_adapter.paged.plans import page_runs
 from engine_adapter.paged.step_plan import LeaseHere, LoadOrder, NamespaceSpec, PageRun, SaveOrder, StepPlan, WorkerSpec
 from engine_adapter.paged.step_plan import StepReports as Reports
 from engine_adapter.paged.worker import PagedWorker

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.cost.speeds import (
+from engine_adapter.cost import (
     HALF_LIFE_SECONDS,
     LEAST_STEP_TOKENS,
     LEAST_STEPS,
