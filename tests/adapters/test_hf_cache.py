@@ -59,28 +59,6 @@ def test_cold_answers_are_those_of_plain_generate_and_the_model_is_left_as_it_wa
     assert reasons(answer.report.account) == {"disabled": tokens}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("kept", list(SavedBlocks))
-def test_warm_answers_are_the_cold_ones(
-    family: str, dtype: torch.dtype, kept: SavedBlocks, store: EmbeddedStore
-) -> None:
-    model = model_of(family, dtype)
-    cold, warm = cache_of(model), cache_of(model, store, kept=kept)
-    for tokens in (257, 512, 700):
-        prompt = prompt_of(tokens)
-        expected = ask(cold, prompt, 12).token_ids
-        filling, reusing = (ask(warm, prompt, 12) for _ in range(2))
-        assert filling.token_ids == reusing.token_ids == expected
-        whole = 256 if kept is SavedBlocks.WHOLE_CHUNKS else 64
-        assert filling.report.restored_tokens == 0
-        assert reusing.report.restored_tokens == (tokens - 1) // whole * whole
-        for report in (filling.report, reusing.report):
-            assert report.account.asked == report.prompt_tokens == tokens
-            assert not report.faults and not report.put_reasons
-    store.check()
-
-
 def test_restored_kv_is_what_cold_prefill_computes_bit_for_bit(llama: Any, store: EmbeddedStore) -> None:
     cache, kept = cache_of(llama, store), {"return_dict_in_generate": True, "max_new_tokens": 1}
     computed, restored = (cache.generate(prompt_of(700), **kept).past_key_values for _ in range(2))
