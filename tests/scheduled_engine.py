@@ -252,7 +252,6 @@ class FormulaEngine:
         )
 
     def abort(self, name: str) -> None:
-        """A request is given up."""
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def run(self) -> None:
@@ -468,7 +467,6 @@ class ScheduledEngine(FormulaEngine):
         self.half.take_counts = taken
 
     def total(self) -> RequestCounts:
-        """All counts so far."""
         self.half.take_counts()
         total = RequestCounts()
         for one in self.counts:

@@ -26,12 +26,10 @@ def adapter(path: Path, content: str = "one") -> str:
 
 
 def content_digest(path: Path) -> str | None:
-    """Of this test's files."""
     return "of " + (path / "adapter.safetensors").read_text()
 
 
 def known(digests: AdapterDigests, number: int, path: str, *, anew: bool = False) -> tuple[str, str]:
-    """Once its files are read."""
     if (found := digests.of(number, path, reads_anew=anew)) != READING:
         return found
     return wait_until(lambda: found if (found := digests.of(number, path, reads_anew=False)) != READING else None)

@@ -277,8 +277,6 @@ def test_a_store_that_is_away_is_missing_chunks_and_failed_jobs(tmp_path: Path) 
 
 
 class Silent:
-    """A namespace that never answers."""
-
     def __init__(self, space: NamespaceHandle) -> None:
         self._space = space
         self.submitted = self.cancelled = 0

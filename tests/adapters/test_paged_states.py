@@ -68,7 +68,6 @@ def half_at(
 
 
 def passing(half: Half, *boundaries: Boundary) -> StepPlan:
-    """A step that computes the states at these."""
     return half.half.step(set(), [], [], StepWork((), 0), boundaries)
 
 

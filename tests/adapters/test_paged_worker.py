@@ -100,7 +100,6 @@ class Bench:
         return step
 
     def fill(self, tokens: list[int], table: list[int]) -> None:
-        """As a forward does."""
         numbers = kv_numbers(tokens, len(self.layout.layers), 0)
         for layer, planes in enumerate(self.rank.planes):
             for number, plane in enumerate(planes):
@@ -139,7 +138,6 @@ class Bench:
         assert self.reports(saves=1).saves[0].reason is None
 
     def reports(self, **counts: int) -> Reports:
-        """Once so many of each kind are there."""
         found = Reports()
 
         def are_there() -> bool:
