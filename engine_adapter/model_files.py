@@ -14,7 +14,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -176,11 +176,9 @@ def _weight_digest(path: Path, *, whole: bool) -> bytes:
 
 
 def _whole_digest(path: Path) -> bytes:
-    state = blake2b(path.stat().st_size.to_bytes(8, "little"), digest_size=32)
+    size = path.stat().st_size
     with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            state.update(piece)
-    return state.digest()
+        return file_digest(file, lambda: blake2b(size.to_bytes(8, "little"), digest_size=32)).digest()
 
 
 def _ranges(file: BinaryIO, size: int, path: Path) -> Iterator[tuple[int, int]]:
