@@ -27,7 +27,6 @@ PURE_FILES = frozenset(
     """
     adapters/test_audit.py
     adapters/test_cost.py
-    adapters/test_load_choice.py
     adapters/test_model_files.py
     traffic/test_workload.py
     console/test_figures.py
