@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from logging import getLogger
 from math import ceil
 
-from engine_adapter.handoff.block_wait import UNLEARNED_SECONDS, WaitPlan, WaitPolicy, wait_for_blocks
-from engine_adapter.handoff.fetch import FetchPolicy
+from engine_adapter.handoff import UNLEARNED_SECONDS, FetchPolicy, WaitPlan, WaitPolicy, wait_for_blocks
 from engine_adapter.hf.hbm_blocks import HbmBlocks
 from kvstore.block.account import Account, HitTier, MissReason, reason_of
 from kvstore.block.codec import default_codec

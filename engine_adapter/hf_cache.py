@@ -30,13 +30,12 @@ import torch
 from engine_adapter.adapter import Report, StoreRequest, chosen_codec
 from engine_adapter.audit.audits import FRACTION, AuditVerdict, judged
 from engine_adapter.audit.blocks import experts_of
-from engine_adapter.cost.speeds import PrefillSpeed
+from engine_adapter.cost import PrefillSpeed
 from engine_adapter.hf.hbm_blocks import HbmBlocks
+from engine_adapter.hf.identity import LONGROPE, ModelIdentity, ModelWatch
 from engine_adapter.hf.inputs import Prompts, checked_words, digests_of, prompts_of, token_set
 from engine_adapter.hf.kinds import RestoredKv
 from engine_adapter.hf.layers import WORDS, each_step, from_the_hit_on
-from engine_adapter.hf.state import LONGROPE
-from engine_adapter.hf.watch import ModelIdentity, ModelWatch
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput, StoreClosed, StoreError
 from kvstore.block.identity import ExtraKey, as_extra_keys

@@ -29,8 +29,15 @@ from lmcache.v1.platform import create_event_notifier
 from msgspec import Meta
 
 import kvstore
-from engine_adapter.chunks.layout import ChunkRun, chunk_layout
-from engine_adapter.chunks.space import ChunkOutcomes, ChunkSettings, ChunkSpace, Milliseconds, open_twice
+from engine_adapter.chunks import (
+    ChunkOutcomes,
+    ChunkRun,
+    ChunkSettings,
+    ChunkSpace,
+    Milliseconds,
+    chunk_layout,
+    open_twice,
+)
 from engine_adapter.model_files import model_fingerprint
 from engine_adapter.paged.step_plan import NamespaceSpec
 from kvstore.block.errors import BadInput

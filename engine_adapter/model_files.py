@@ -11,12 +11,13 @@ hosts are one model. Nothing here unpickles or runs what it reads.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from hashlib import blake2b
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from engine_adapter.hf.tensor_names import is_embedding
 from kvstore.block.errors import BadInput
 from kvstore.insight.models import names_more_than_text
 
@@ -126,6 +127,12 @@ def adapter_digest(adapter_dir: str | Path) -> str | None:
     return state.hexdigest()
 
 
+def is_embedding(tensor_name: str) -> bool:
+    """Whether a tensor has a row for each token. A fingerprint covers each row: training may change those of a few new
+    tokens alone, which no sample meets."""
+    return any(part in tensor_name.lower() for part in ("embed", "wte"))
+
+
 # Inside ------------------------------------------------------------------------------------------------------------
 
 
@@ -169,11 +176,9 @@ def _weight_digest(path: Path, *, whole: bool) -> bytes:
 
 
 def _whole_digest(path: Path) -> bytes:
-    state = blake2b(path.stat().st_size.to_bytes(8, "little"), digest_size=32)
+    size = path.stat().st_size
     with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            state.update(piece)
-    return state.digest()
+        return file_digest(file, lambda: blake2b(size.to_bytes(8, "little"), digest_size=32)).digest()
 
 
 def _ranges(file: BinaryIO, size: int, path: Path) -> Iterator[tuple[int, int]]:
@@ -216,3 +221,68 @@ def _safetensors_header(file: BinaryIO, size: int, path: Path) -> tuple[int, lis
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise BadInput(f"{path} is not a safetensors file ({error}); is it still being downloaded?") from None
     return 8 + length, tensors
+
+
+# Digests of adapters, for a thread that must not wait -----------------------------------------------------------------
+
+
+MAX_ADAPTERS = 4096
+"""With more, the adapter that was seen first is forgotten, and read again when it is next used."""
+Signature = tuple[tuple[str, int, int, int], ...]
+UNREADABLE = "the adapter's files cannot be read"
+
+
+@dataclass(slots=True)
+class _Known:
+    signature: Signature
+    digest: str = ""
+    detail: str = "the adapter's files are being read"
+
+
+class AdapterDigests:
+    """Digests by the engine's number of each adapter. One thread asks.
+
+    An engine reads an adapter's files once, under a number that it gives the adapter, and keeps the weights; the files
+    at the path may change later. So a digest belongs to a number and to the files as they were then. If the files
+    change and the engine reads them anew, the adapter gets a new digest; if it does not, the adapter's weights are in
+    doubt, and nothing is cached for it any more.
+    """
+
+    def __init__(self, digest: Callable[[Path], str | None]) -> None:
+        """digest: of an adapter's folder; None if it cannot be read. Called in threads."""
+        self._digest = digest
+        self._known: dict[int, _Known] = {}
+
+    def of(self, number: int, path: str, *, reads_anew: bool) -> tuple[str, str]:
+        """An adapter's digest, or why there is none: ("", detail). reads_anew: the engine loads it for this request."""
+        signature, known = _signature(Path(path)), self._known.get(number)
+        if known is None or (known.signature != signature and reads_anew):
+            known = self._known[number] = _Known(signature)
+            if len(self._known) > MAX_ADAPTERS:
+                del self._known[next(iter(self._known))]
+            if signature:
+                threading.Thread(target=self._read, args=(known, Path(path)), name="kv-adapter", daemon=True).start()
+            else:
+                known.detail = UNREADABLE
+        elif known.signature != signature:
+            known.digest, known.detail = "", "the adapter's files have changed since the engine read them"
+            return "", known.detail
+        return known.digest, known.detail
+
+    def _read(self, known: _Known, path: Path) -> None:
+        digest = self._digest(path)
+        if digest is None:
+            known.detail = UNREADABLE
+        elif _signature(path) != known.signature:
+            known.detail = "the adapter's files changed while they were read"
+        else:
+            known.digest = digest
+
+
+def _signature(path: Path) -> Signature:
+    try:
+        files = sorted(one for one in path.iterdir() if one.is_file())
+        stats = [(one.name, one.stat()) for one in files]
+    except OSError:
+        return ()
+    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)

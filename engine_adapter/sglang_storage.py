@@ -27,8 +27,16 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_server_args
 
 import kvstore
-from engine_adapter.chunks.layout import ChunkRun, chunk_layout, chunk_planes
-from engine_adapter.chunks.space import ChunkOutcomes, ChunkSettings, ChunkSpace, Milliseconds, open_twice
+from engine_adapter.chunks import (
+    ChunkOutcomes,
+    ChunkRun,
+    ChunkSettings,
+    ChunkSpace,
+    Milliseconds,
+    chunk_layout,
+    chunk_planes,
+    open_twice,
+)
 from engine_adapter.model_files import model_fingerprint, snapshot_directory, takes_more_than_text
 from engine_adapter.paged.step_plan import NamespaceSpec
 from kvstore.block.errors import BadInput

@@ -50,10 +50,9 @@ except ImportError:
 
 import kvstore
 from engine_adapter.adapter import chosen_codec
-from engine_adapter.adapter_digests import AdapterDigests
 from engine_adapter.connector_metrics import ConnectorSeries
-from engine_adapter.cost.load_choice import StepWork
-from engine_adapter.model_files import adapter_digest
+from engine_adapter.cost import StepWork
+from engine_adapter.model_files import AdapterDigests, adapter_digest
 from engine_adapter.paged.namespace_opener import state_config
 from engine_adapter.paged.pages import is_opaque, layout_of
 from engine_adapter.paged.requests import LOAD_SECONDS, NEVER, SAVING, Boundary, Computed

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import torch
 from msgspec import Meta
 
-from engine_adapter.adapter_digests import AdapterDigests
+from engine_adapter.model_files import AdapterDigests
 from engine_adapter.paged.requests import RequestSpec
 from engine_adapter.paged.settings import Priority, Ttl
 from kvstore.block.account import MissReason

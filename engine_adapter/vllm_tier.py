@@ -43,11 +43,19 @@ except ImportError as error:
     ) from None
 
 import kvstore
-from engine_adapter.adapter_digests import AdapterDigests
-from engine_adapter.chunks.layout import ChunkRun, chunk_layout
-from engine_adapter.chunks.space import ChunkOutcomes, ChunkSettings, ChunkSpace, Milliseconds, open_twice
-from engine_adapter.chunks.store import ChunkLimits, ChunkState, ChunkStore
-from engine_adapter.model_files import adapter_digest, model_fingerprint
+from engine_adapter.chunks import (
+    ChunkLimits,
+    ChunkOutcomes,
+    ChunkRun,
+    ChunkSettings,
+    ChunkSpace,
+    ChunkState,
+    ChunkStore,
+    Milliseconds,
+    chunk_layout,
+    open_twice,
+)
+from engine_adapter.model_files import AdapterDigests, adapter_digest, model_fingerprint
 from engine_adapter.paged.step_plan import NamespaceSpec
 from engine_adapter.vllm_config import (
     draft_fingerprint,

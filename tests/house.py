@@ -98,7 +98,7 @@ class House:
     def room(self, module: str) -> str:
         """The room that a module stands in."""
         path = self.files[module]
-        is_flat = path.parent == self.root / "kvstore"
+        is_flat = path.parent in (self.root / "kvstore", self.root / "engine_adapter")
         return str((path if is_flat else path.parent).relative_to(self.root))
 
     @cached_property

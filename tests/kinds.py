@@ -26,10 +26,8 @@ PURE, DRAWN, PROCESS, SLOW, ALONE = "pure", "drawn", "process", "slow", "alone"
 PURE_FILES = frozenset(
     """
     adapters/test_audit.py
-    adapters/test_costmodel.py
-    adapters/test_load_choice.py
+    adapters/test_cost.py
     adapters/test_model_files.py
-    adapters/test_speeds.py
     traffic/test_workload.py
     console/test_figures.py
     elsewhere/test_questions.py

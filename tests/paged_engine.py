@@ -24,7 +24,7 @@ from typing import Any
 import numpy
 import torch
 
-from engine_adapter.cost.load_choice import StepWork
+from engine_adapter.cost import StepWork
 from engine_adapter.paged.pages import EnginePages, RegisteredGroup, layout_of, register
 from engine_adapter.paged.requests import Computed, RequestSpec
 from engine_adapter.paged.scheduler import PagedScheduler
@@ -163,8 +163,6 @@ def named_of(
 
 
 class Status(Enum):
-    """Where a request is."""
-
     WAITING = "waiting"
     PARKED = "parked"
     RUNNING = "running"
@@ -485,7 +483,6 @@ class PagedEngine:
 
     @property
     def handle(self) -> NamespaceHandle:
-        """Its scheduler's."""
         return self.half.opener.now()
 
     # What its users do
@@ -501,7 +498,6 @@ class PagedEngine:
         return request
 
     def abort(self, request: Request) -> None:
-        """It is given up, wherever it is."""
         if request.status is Status.OVER:
             return
         is_loading = request.status is Status.PARKED and request.request_id not in self.received
@@ -906,7 +902,6 @@ class PagedEngine:
                 table[at] = 0
 
     def _unpark(self, request: Request) -> None:
-        """Its load is over."""
         name = request.request_id
         self.received.remove(name)
         request.status = Status.WAITING

@@ -252,7 +252,6 @@ class FormulaEngine:
         )
 
     def abort(self, name: str) -> None:
-        """A request is given up."""
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def run(self) -> None:
@@ -468,7 +467,6 @@ class ScheduledEngine(FormulaEngine):
         self.half.take_counts = taken
 
     def total(self) -> RequestCounts:
-        """All counts so far."""
         self.half.take_counts()
         total = RequestCounts()
         for one in self.counts:
@@ -487,8 +485,7 @@ class ScheduledEngine(FormulaEngine):
         while plan._offers or audits._under_way or any(one._worker._saves for one in self.workers):
             assert time.monotonic() < deadline, "saves do not come to an end"
             self.step()
-            for one in self.workers:
-                one._worker.settle(0.01)
+            time.sleep(0.001)
 
     def forget(self) -> None:
         """The engine's own cache is empty from here on."""

@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from engine_adapter.chunks.layout import ChunkRun, chunk_layout
-from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace
+from engine_adapter.chunks import ChunkOutcomes, ChunkRun, ChunkSpace, chunk_layout
 from engine_adapter.paged.step_plan import NamespaceSpec
 from kv_bench import nvme
 from kv_bench.measure import Against, Say, Together, Turn, against, available_bytes, rate_row

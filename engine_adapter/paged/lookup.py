@@ -15,7 +15,7 @@ from dataclasses import replace
 from logging import getLogger
 from typing import Any
 
-from engine_adapter.handoff.block_wait import OPEN_MS, BlockWait
+from engine_adapter.handoff import OPEN_MS, BlockWait
 from engine_adapter.paged.settings import ConnectorSettings
 from kvstore.block.account import Account, MissReason, reason_of
 from kvstore.block.identity import Prompt

@@ -12,9 +12,8 @@ from math import inf
 from typing import Any, Protocol, TypeVar, cast
 
 from engine_adapter.audit.audits import AuditVerdict, HitSaving
-from engine_adapter.cost.load_choice import LoadChoice
-from engine_adapter.cost.model import Decision
-from engine_adapter.handoff.fetch import FetchPolicy
+from engine_adapter.cost import Decision, LoadChoice
+from engine_adapter.handoff import FetchPolicy
 from engine_adapter.paged.announcements import Announcements
 from engine_adapter.paged.lookup import PrefixLookup
 from engine_adapter.paged.step_plan import LoadOrder

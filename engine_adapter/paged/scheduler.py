@@ -22,14 +22,12 @@ from logging import getLogger
 from typing import Any
 
 from engine_adapter.audit.audits import AuditResult, AuditVerdict
-from engine_adapter.cost.load_choice import LoadChoice, StepWork
-from engine_adapter.cost.model import SYNCHRONOUS_MS
-from engine_adapter.handoff.block_wait import BlockWait, ParkedWaits, WaitPlan, WaitPolicy
+from engine_adapter.cost import SYNCHRONOUS_MS, LoadChoice, StepWork
+from engine_adapter.handoff import BlockWait, ParkedWaits, WaitPlan, WaitPolicy
 from engine_adapter.paged.announcements import Announcements
-from engine_adapter.paged.audit_plan import AuditPlan
-from engine_adapter.paged.load_plan import LoadPlan
 from engine_adapter.paged.lookup import PrefixLookup, account_unasked
 from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
+from engine_adapter.paged.plans import AuditPlan, LoadPlan, SavePlan, page_runs
 from engine_adapter.paged.requests import (
     NEVER,
     TELL_SECONDS,
@@ -45,7 +43,6 @@ from engine_adapter.paged.requests import (
     RequestState,
     edge,
 )
-from engine_adapter.paged.save_plan import SavePlan, page_runs
 from engine_adapter.paged.settings import ConnectorSettings, LoadMode, SavePolicy
 from engine_adapter.paged.step_plan import (
     LeaseHere,
@@ -64,7 +61,7 @@ from kvstore.block.identity import Prompt
 from kvstore.block.layout import Attention
 from kvstore.block.states import StatePolicy
 from kvstore.client.edge import contained
-from kvstore.client.handle import Lease, NamespaceHandle
+from kvstore.client.handle import NamespaceHandle
 
 CLOSE_SECONDS = 1.0
 
@@ -255,10 +252,7 @@ class PagedScheduler:
             state.account = account.cut(state.local_tokens + tokens, MissReason.DISABLED)
             self._news.is_due()
         if tokens and self._facts is not None:
-            # Without a lease the order fails at the worker: an engine that counts on these tokens must learn that.
-            leases = lookup.take() if lookup is not None else []
-            here = LeaseHere(leases[0], lookup.namespace) if lookup and leases and self._reads_here(state) else None
-            self._order_load(state, self._facts, leases, here, tables, state.local_tokens + tokens, is_first=is_first)
+            self._order_load(state, self._facts, tables, state.local_tokens + tokens, is_first=is_first)
         elif lookup is None or found is not None or lookup.is_over:
             self._let_go(state)  # a later answer says which blocks need not be saved
 
@@ -560,46 +554,30 @@ class PagedScheduler:
         is_alone = not (self._running - {state.request.request_id} or self._loads)
         return is_alone or self.choice.load_ms(promised, self._clock()) < SYNCHRONOUS_MS
 
-    def _reads_here(self, state: RequestState) -> bool:
-        return state.waits and self.settings.load is not LoadMode.LAYERWISE and len(self._ranks) == 1
-
     def _order_load(
-        self,
-        state: RequestState,
-        facts: NamespaceSpec,
-        leases: Sequence[Lease],
-        here: LeaseHere | None,
-        tables: Sequence[Sequence[int]],
-        stop_token: int,
-        *,
-        is_first: bool,
+        self, state: RequestState, facts: NamespaceSpec, tables: Sequence[Sequence[int]], stop: int, *, is_first: bool
     ) -> None:
-        waits, request_id, first = state.waits, state.request.request_id, state.local_tokens
+        waits, name, first, lookup = state.waits, state.request.request_id, state.local_tokens, state.lookup
+        # Without a lease the order fails at the worker: an engine that counts on these tokens must learn that.
+        leases = lookup.take() if lookup is not None else []
         tickets = [lease.ticket() for lease in leases] or [b""]
-        of_state = page_runs(tables, first, stop_token, facts.state_groups)
-        block = self.block_tokens
-        behind = LoadOrder(0, request_id, facts.number, tickets[-1], 0, block, of_state, waits) if of_state else None
+        is_layerwise, here = self.settings.load is LoadMode.LAYERWISE, None
+        if lookup is not None and leases and waits and not is_layerwise and len(self._ranks) == 1:
+            here = LeaseHere(leases[0], lookup.namespace)
+        block, of_kv = self.block_tokens, page_runs(tables, first, stop, facts.kv_groups)
+        of_state = page_runs(tables, first, stop, facts.state_groups)
+        behind = LoadOrder(0, name, facts.number, tickets[-1], 0, block, of_state, waits) if of_state else None
         order = LoadOrder(
-            next(self._numbers),
-            request_id,
-            facts.number,
-            tickets[0],
-            first,
-            stop_token,
-            page_runs(tables, first, stop_token, facts.kv_groups),
-            waits,
-            self.settings.load is LoadMode.LAYERWISE,
-            here,
-            behind,
+            next(self._numbers), name, facts.number, tickets[0], first, stop, of_kv, waits, is_layerwise, here, behind
         )
-        state.load = LoadUnderWay(state, order, leases, set(self._ranks), stop_token, is_first=is_first)
+        state.load = LoadUnderWay(state, order, leases, set(self._ranks), stop, is_first=is_first)
         if waits:
             state.load.pages = tuple(tables[0][first // self.page_tokens :])
         self._loads.add(state.load)
         self._orders.loads.append(order)
-        self._is_offered(state, max(state.offered, stop_token // block))
+        self._is_offered(state, max(state.offered, stop // block))
         self._counts.loads += 1
-        self.choice.begins(request_id, self._clock())
+        self.choice.begins(name, self._clock())
 
     def _loaded(self, report: LoadReport) -> None:
         load = self._loads.reported(report)

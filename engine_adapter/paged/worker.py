@@ -25,7 +25,7 @@ from engine_adapter.audit.audits import AuditResult
 from engine_adapter.audit.blocks import compare_block, compare_opaque, compare_states
 from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
 from engine_adapter.paged.pages import EnginePages, opaque_dtype
-from engine_adapter.paged.save_plan import SavePatience
+from engine_adapter.paged.plans import SavePatience
 from engine_adapter.paged.step_plan import (
     LoadOrder,
     LoadReport,
@@ -95,13 +95,11 @@ class PagedWorker:
         *,
         load_threads: int,
         save_bytes: int,
-        save_threads: int = 1,
         save_patience: float | None = 0.0,
     ) -> None:
-        """open_store: of a session. clock: monotonic seconds. save_threads: one where ranks put parts of the same
-        blocks, all in one order. save_patience: seconds for which a save waits until the engine is idle; not if pages
-        leave a window while it waits. None: a save is over before the next step begins, since the engine then writes to
-        pages before it tells which they are."""
+        """open_store: of a session. clock: monotonic seconds. save_patience: seconds for which a save waits until the
+        engine is idle; not if pages leave a window while it waits. None: a save is over before the next step begins,
+        since the engine then writes to pages before it tells which they are."""
         self.pages = pages
         self._told, self._rank = pages.facts, pages.facts.rank
         self._clock = clock
@@ -115,7 +113,8 @@ class PagedWorker:
         """Each with the time when it was ordered, and with the stream's mark behind earlier steps."""
         self._loading = 0
         self._saves: deque[_Reader] = deque()
-        self._saving = set[_Reader]()
+        self._saving: _Reader | None = None
+        """By one thread, since ranks that put parts of the same blocks do so in one order."""
         self._waiting_bytes = 0
         self._frees_early = any(group.attention is not Attention.FULL for group in pages.facts.groups)
         """Whether the engine takes pages back from requests that run."""
@@ -136,17 +135,14 @@ class PagedWorker:
             threading.Thread(target=self._load_loop, name=f"kv-load-{number}", daemon=True)
             for number in range(load_threads)
         ]
-        self._threads += [
-            threading.Thread(target=self._save_loop, name=f"kv-save-{number}", daemon=True)
-            for number in range(save_threads)
-        ]
+        self._threads.append(threading.Thread(target=self._save_loop, name="kv-save", daemon=True))
         for thread in self._threads:
             thread.start()
 
     def leave_pages(self) -> None:
         """What is in the pages is gone: drop saves, and return when no load writes to them any more."""
         with self._changed:
-            numbers = {reader.order.number for reader in (*self._saves, *self._saving)}
+            numbers = {reader.order.number for reader in self._readers()}
         self._fence(numbers)
         with self._changed:
             self._changed.wait_for(
@@ -260,14 +256,6 @@ class PagedWorker:
             taken = StepReports(self._reports, self._save_reports, failures, step=step)
             self._reports, self._save_reports = [], []
             return taken
-
-    def settle(self, seconds: float) -> bool:
-        """Wait at most this long for all begun loads and saves; returns whether none is left. Any thread."""
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: self._closed or not (self._saves or self._saving or len(self._done_loads) < self._loading),
-                seconds,
-            )
 
     def close(self, seconds: float = 5.0) -> None:
         """Finish waiting saves as far as time allows; then disconnect. Safe to call again."""
@@ -393,21 +381,16 @@ class PagedWorker:
     # Saves -----------------------------------------------------------------------------------------------------------
 
     def _save_loop(self) -> None:
-        if sys.platform == "linux":  # on other systems it would apply to the whole process
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SAVE_NICENESS)
-        reader: _Reader | None = None
+        lower_priority()
         while True:
             with self._changed:
-                if reader is not None:
-                    self._saving.discard(reader)
+                self._saving = None
                 self._changed.notify_all()
                 while not self._closed and (pause := self._pause()) != 0:
                     self._savers.wait(pause)
                 if self._closed:
                     return
-                reader = self._saves.popleft()
-                self._saving.add(reader)
+                self._saving = reader = self._saves.popleft()
             order, started = reader.order, self._clock()
             report = SaveReport(order.number, order.request, self._rank)
             with self.pages.stream.behind(reader.after):
@@ -547,15 +530,17 @@ class PagedWorker:
                     self._save_reports.append(lost)
                     self._save_patience.gave_up(self._clock())
             self._saves = kept
-            fenced = [reader for reader in self._saving if reader.order.number in numbers]
-            for reader in fenced:
-                reader.dropped = True
-            if fenced:
+            fenced = self._saving
+            if fenced is not None and fenced.order.number in numbers:
+                fenced.dropped = True
                 self._savers.notify_all()
-            self._changed.wait_for(lambda: not any(reader.is_reading for reader in fenced))
+                self._changed.wait_for(lambda: not fenced.is_reading)
 
     def _reads_any(self, numbers: set[int]) -> bool:
-        return any(reader.order.number in numbers for reader in (*self._saving, *self._saves))
+        return any(reader.order.number in numbers for reader in self._readers())
+
+    def _readers(self) -> list[_Reader]:
+        return [*self._saves, *([self._saving] if self._saving is not None else ())]
 
     def begin_reading(self, save: _Reader) -> bool:
         """A saver's thread: whether this save may still read its pages."""
@@ -583,6 +568,13 @@ class PagedWorker:
         if reason is not MissReason.DISABLED:
             _log.warning("the store failed a worker: %s: %s", type(error).__name__, str(error).partition("\n")[0])
         return reason
+
+
+def lower_priority() -> None:
+    """Of the calling thread, which saves."""
+    if sys.platform == "linux":  # on other systems it would apply to the whole process
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SAVE_NICENESS)
 
 
 def _blank(pages: Pages, layout: Layout) -> Pages:

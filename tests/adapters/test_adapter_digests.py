@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from engine_adapter import adapter_digests
-from engine_adapter.adapter_digests import AdapterDigests
+from engine_adapter import model_files
+from engine_adapter.model_files import AdapterDigests
 from waiting import wait_until
 
 SECONDS = 30
@@ -26,12 +26,10 @@ def adapter(path: Path, content: str = "one") -> str:
 
 
 def content_digest(path: Path) -> str | None:
-    """Of this test's files."""
     return "of " + (path / "adapter.safetensors").read_text()
 
 
 def known(digests: AdapterDigests, number: int, path: str, *, anew: bool = False) -> tuple[str, str]:
-    """Once its files are read."""
     if (found := digests.of(number, path, reads_anew=anew)) != READING:
         return found
     return wait_until(lambda: found if (found := digests.of(number, path, reads_anew=False)) != READING else None)
@@ -107,7 +105,7 @@ def test_a_file_with_another_inode_is_another_file(tmp_path: Path) -> None:
 
 
 def test_the_oldest_of_too_many_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_digests, "MAX_ADAPTERS", 2)
+    monkeypatch.setattr(model_files, "MAX_ADAPTERS", 2)
     read: list[str] = []
 
     def counts(folder: Path) -> str | None:

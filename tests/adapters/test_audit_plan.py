@@ -10,10 +10,9 @@ import pytest
 
 from adapters.test_paged_scheduler import FACTS, put
 from engine_adapter.audit.audits import AuditResult, AuditVerdict
-from engine_adapter.cost.load_choice import LoadChoice
-from engine_adapter.paged.audit_plan import AuditPlan
+from engine_adapter.cost import LoadChoice
+from engine_adapter.paged.plans import AuditPlan, SavePlan
 from engine_adapter.paged.requests import Computed, RequestSpec, RequestState
-from engine_adapter.paged.save_plan import SavePlan
 from engine_adapter.paged.step_plan import NamespaceSpec, SaveReport, StepPlan
 from kvstore.block.account import Account
 from kvstore.node import EmbeddedStore

@@ -12,9 +12,16 @@ import numpy as np
 import pytest
 
 import kvstore
-from engine_adapter.chunks.layout import ChunkRun, chunk_layout
-from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace
-from engine_adapter.chunks.store import ChunkJob, ChunkLimits, ChunkState, ChunkStore
+from engine_adapter.chunks import (
+    ChunkJob,
+    ChunkLimits,
+    ChunkOutcomes,
+    ChunkRun,
+    ChunkSpace,
+    ChunkState,
+    ChunkStore,
+    chunk_layout,
+)
 from engine_adapter.paged.step_plan import NamespaceSpec
 from kvstore.block.errors import Unreachable
 from kvstore.client.handle import NamespaceHandle
@@ -270,8 +277,6 @@ def test_a_store_that_is_away_is_missing_chunks_and_failed_jobs(tmp_path: Path) 
 
 
 class Silent:
-    """A namespace that never answers."""
-
     def __init__(self, space: NamespaceHandle) -> None:
         self._space = space
         self.submitted = self.cancelled = 0
@@ -328,8 +333,7 @@ class Held:
 def held(sidecar: Sidecar) -> Iterator[tuple[Engine, Held]]:
     limits = replace(LIMITS, load_threads=1, drain_seconds=0.05, queued_stores=6)
     with sidecar.client() as store, Engine(Wrapped(store, Held), limits) as engine:
-        (worker,) = engine.opened().chunks._workers.values()
-        storing: Any = worker._opened(1, SECONDS)
+        storing: Any = engine.opened().spaces[0].writing(SECONDS)
         yield engine, storing
         storing.go.set()
 
@@ -399,8 +403,7 @@ def test_closing_waits_for_a_copy_and_lets_go_of_what_is_held(sidecar: Sidecar) 
         assert [(ended[one].good, ended[one].failed) for one in (refused, unloaded)] == [([], NAMES)] * 2
         wait_until(lambda: leases(sidecar) == 0)
         assert np.array_equal(engine.memory, after), "nothing touches it any more"
-        ours = {thread for worker in engine.chunks._workers.values() for thread in worker._threads}
-        assert not any(thread.is_alive() for thread in ours)
+        assert not any(thread.name.startswith("kv-chunk") for thread in threading.enumerate())
 
 
 def test_while_a_store_is_being_opened_nothing_waits(sidecar: Sidecar) -> None:

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from engine_adapter.audit.audits import AuditVerdict, HitSaving
 from engine_adapter.connector_metrics import CONNECTOR_METRICS, FORMER_METRICS, ConnectorSeries, observations
-from engine_adapter.cost.model import CostCounts
+from engine_adapter.cost import CostCounts
 from engine_adapter.paged.requests import RequestCounts
 from kvstore.block.account import Account, HitTier, MissReason
 from metrics.promtool import promtool

@@ -16,12 +16,9 @@ from typing import Any
 
 import pytest
 
-from engine_adapter.cost import model
-from engine_adapter.cost.model import EXPLORE_EVERY, CostModel, Decision
-from engine_adapter.cost.speeds import LoadSpeed, PrefillSpeed
-from engine_adapter.handoff import block_wait
-from engine_adapter.handoff.block_wait import AwaitStep, WaitPlan, WaitPolicy
-from engine_adapter.handoff.fetch import REASON_OF_END, FetchPolicy
+from engine_adapter import cost, handoff
+from engine_adapter.cost import EXPLORE_EVERY, CostModel, Decision, LoadSpeed, PrefillSpeed
+from engine_adapter.handoff import REASON_OF_END, AwaitStep, FetchPolicy, WaitPlan, WaitPolicy
 from engine_adapter.paged.requests import RequestSpec
 from far import Courier, FarStore
 from kvstore.block.account import HitTier, MissReason
@@ -199,7 +196,7 @@ def test_a_courier_that_brings_nothing_is_waited_for_no_longer_than_chosen(two: 
     began = time.monotonic()
     account = two.ask("a", prompt)
     assert account["misses"]["deadline"] == 448 and account["hits"] == {}
-    assert time.monotonic() - began >= model.LEAST_WAIT_SECONDS
+    assert time.monotonic() - began >= cost.LEAST_WAIT_SECONDS
     counts = two.two.half.choice.costs.counts
     assert (counts.locates, counts.fetches, counts.short_fetches) == (1, 1, 1) and counts.regret_ms >= 50
 
@@ -242,8 +239,8 @@ def test_a_request_that_is_given_up_leaves_nothing(two: Hosts, steps: int) -> No
 def test_a_ticket_goes_along_and_is_asked_again_while_the_other_engine_stores(
     two: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_wait, "RELOCATE_SECONDS", 0.005)
-    monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 20.0)
+    monkeypatch.setattr(handoff, "RELOCATE_SECONDS", 0.005)
+    monkeypatch.setattr(handoff, "UNLEARNED_SECONDS", 20.0)
     prompt, near = two.drawn(500), two.two.handle
     spec = two.handed_over(prompt)
     request = two.two.add("d", prompt, 2, spec)
@@ -266,7 +263,7 @@ def test_a_ticket_goes_along_and_is_asked_again_while_the_other_engine_stores(
 def test_a_ticket_whose_node_has_nothing_is_a_miss_for_that(
     tmp_path: Path, reason: MissReason, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 0.1)
+    monkeypatch.setattr(handoff, "UNLEARNED_SECONDS", 0.1)
     with hosts(tmp_path, lease_deadline_ms=50) as two:
         prompt = two.drawn(500)
         two.courier.reason = reason
@@ -277,12 +274,12 @@ def test_a_ticket_whose_node_has_nothing_is_a_miss_for_that(
 def test_a_holder_that_fails_at_once_is_not_asked_without_a_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 0.3)
+    monkeypatch.setattr(handoff, "UNLEARNED_SECONDS", 0.3)
     with hosts(tmp_path, lease_deadline_ms=50) as two:
         two.courier.brings = 0.0
         prompt = two.prompt(500)
         two.ask("d", prompt, two.handed_over(prompt))
-        assert two.courier.asked["Locate"] <= 2 + 0.3 / block_wait.RELOCATE_SECONDS
+        assert two.courier.asked["Locate"] <= 2 + 0.3 / handoff.RELOCATE_SECONDS
 
 
 def test_what_a_courier_gives_up_is_no_put_that_was_given_up() -> None:
@@ -298,7 +295,7 @@ def test_what_a_courier_gives_up_is_no_put_that_was_given_up() -> None:
             policy.seconds_left(0)
         for _ in range(3):
             if was_fetched:
-                assert plan.looked(0, True) == AwaitStep(0, block_wait.RELOCATE_SECONDS), "it rests, and asks nobody"
+                assert plan.looked(0, True) == AwaitStep(0, handoff.RELOCATE_SECONDS), "it rests, and asks nobody"
             plan.awaited(m.Awaited(0, AwaitEnd.SHORT))
         assert policy.is_over is not was_fetched
 
@@ -310,8 +307,8 @@ def test_what_a_courier_gives_up_is_no_put_that_was_given_up() -> None:
 def test_whatever_comes_when_nothing_is_left_and_every_number_is_right(
     tmp_path: Path, history: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 0.1)
-    monkeypatch.setattr(model, "UNLEARNED_SECONDS", 0.1)
+    monkeypatch.setattr(handoff, "UNLEARNED_SECONDS", 0.1)
+    monkeypatch.setattr(cost, "UNLEARNED_SECONDS", 0.1)
     seed = SEED + history
     print(f"FETCH_SEED={SEED}, history {history}")
     draw = Random(seed)
@@ -401,11 +398,11 @@ def test_what_the_engine_has_itself_comes_along_and_saves_nothing() -> None:
 
 def test_the_wait_is_the_smaller_of_computing_and_a_few_times_what_is_expected() -> None:
     costs = learned()
-    assert chosen(costs, ms=1)[1] == model.LEAST_WAIT_SECONDS
+    assert chosen(costs, ms=1)[1] == cost.LEAST_WAIT_SECONDS
     assert chosen(costs, ms=100)[1] == pytest.approx(0.4)
     assert chosen(costs, ms=300)[1] == pytest.approx(0.64, rel=0.05)
     unlearned = CostModel(PrefillSpeed(), LoadSpeed(), bytes_per_token=1000.0)
-    assert chosen(unlearned, ms=1e5)[1] == model.UNLEARNED_SECONDS and tokens(unlearned, ms=inf) == 640
+    assert chosen(unlearned, ms=1e5)[1] == cost.UNLEARNED_SECONDS and tokens(unlearned, ms=inf) == 640
 
 
 def test_finished_fetches_teach_how_fast_a_tier_is() -> None:
@@ -437,7 +434,7 @@ def test_no_number_makes_it_raise(seconds: float) -> None:
 
 def test_a_located_chain_is_waited_for_within_the_bound_that_was_given() -> None:
     bounded = FetchPolicy(10, 0.2, 64)
-    assert bounded.choose(m.Located(1, 8, HitTier.PEER, 10.0), 0) == (8, model.LEAST_WAIT_SECONDS)
+    assert bounded.choose(m.Located(1, 8, HitTier.PEER, 10.0), 0) == (8, cost.LEAST_WAIT_SECONDS)
     assert bounded.choose(m.Located(1, 8, HitTier.PEER, 500.0), 0) == (0, 0.0)
     assert bounded.choose(m.Located(1, 20, HitTier.PEER, 300.0), 0) == (10, 0.2)
     assert bounded.choose(m.Located(1, 20, HitTier.PEER, inf), 4) == (10, 0.2)

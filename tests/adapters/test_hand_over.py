@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine_adapter.handoff import block_wait
-from engine_adapter.handoff.block_wait import BlockWait, WaitPolicy
+from engine_adapter import handoff
+from engine_adapter.handoff import BlockWait, WaitPolicy
 from engine_adapter.paged.requests import TICKET_SECONDS, RequestSpec
 from kvstore.block.identity import Identity, Prompt
 from kvstore.client.edge import contained
@@ -130,7 +130,7 @@ def test_chunk_by_chunk_while_the_other_one_computes(tmp_path: Path) -> None:
 
 
 def test_nothing_comes_and_it_computes_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 0.05)
+    monkeypatch.setattr(handoff, "UNLEARNED_SECONDS", 0.05)
     with pair(tmp_path, patience_ms=50) as both:
         prompt = both.prompt(400)
         began = time.monotonic()
@@ -147,7 +147,7 @@ def test_a_prefill_that_is_given_up_costs_no_more_than_computing(
     tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before, between and after its chunks."""
-    monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 0.1)
+    monkeypatch.setattr(handoff, "UNLEARNED_SECONDS", 0.1)
     with pair(tmp_path, budget=128, patience_ms=100) as both:
         prompt = both.prompt(900)
         request = both.prefill.add("p", prompt, 1, HANDS_OVER)
@@ -187,7 +187,7 @@ def test_the_five_ways_in_which_a_stale_reference_serves_another_prompts_kv(
 ) -> None:
     """An unknown reference, one out of range, one that was used already, one whose blocks were given to others, and one
     whose time is over (vLLM #52234): all are computed, or are right. `PagedEngine` looks at every number."""
-    monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 0.1)
+    monkeypatch.setattr(handoff, "UNLEARNED_SECONDS", 0.1)
     with pair(tmp_path, dram="1MiB", patience_ms=100) as both:
         first, second = both.prompt(500), both.prompt(500)
         unknown = both.decoded("unknown", second, forged(both, second))
@@ -237,7 +237,7 @@ def test_a_ticket_of_elsewhere_is_told_and_waits_for_nothing(
         prompt = both.prompt(300)
         began = time.monotonic()
         told = both.decoded("d", prompt, forged(both, prompt, **fields))
-        assert told["misses"][reason] == 256 and time.monotonic() - began < block_wait.UNLEARNED_SECONDS
+        assert told["misses"][reason] == 256 and time.monotonic() - began < handoff.UNLEARNED_SECONDS
         both.decode.settle()
         both.prefilled("p", prompt)
         both.prefill.settle()
@@ -311,7 +311,7 @@ def test_a_wait_costs_a_quarter_of_what_is_missing_beyond_what_came(seed: int) -
 
 def test_a_put_that_ends_short_ends_the_wait() -> None:
     policy = WaitPolicy(Prompt(640, [bytes(32)] * 10), 64, lambda *_: None, FakeClock().monotonic_seconds, 0.0)
-    assert policy.seconds_left(0) == block_wait.UNLEARNED_SECONDS
+    assert policy.seconds_left(0) == handoff.UNLEARNED_SECONDS
     policy.ended(AwaitEnd.SHORT)
     assert policy.seconds_left(3) == 0 and "short" in policy.detail
 

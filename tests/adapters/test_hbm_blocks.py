@@ -7,7 +7,7 @@ import torch
 
 from engine_adapter.hf.hbm_blocks import HbmBlocks
 from kvstore.block.pages import Pages
-from workbench import blank_planes, random_planes, same_tokens, small_layout
+from workbench import random_planes, small_layout
 
 KEYS = [bytes([number]) * 32 for number in range(80)]
 LAYOUT = small_layout()
@@ -19,26 +19,6 @@ def pool_of(blocks: int) -> HbmBlocks:
 
 def some_pages(blocks: int) -> Pages:
     return Pages(random_planes(LAYOUT, blocks, 64), range(blocks), 64)
-
-
-@pytest.mark.parametrize("blocks", [1, 5, 70])
-def test_what_comes_out_is_what_went_in(blocks: int) -> None:
-    pool, source = pool_of(80), some_pages(blocks + 3)
-    target = Pages(blank_planes(LAYOUT, blocks + 3, 64), range(blocks + 3), 64)
-    pool.save(KEYS[:blocks], source)
-    assert pool.leading(KEYS) == blocks
-    pool.load(KEYS[:blocks], target)
-    assert same_tokens(source, target, range(64 * blocks))
-    assert not any(plane[blocks:].any() for planes in target.planes.values() for plane in planes)
-
-
-@pytest.mark.parametrize("size", [0, 4])
-def test_a_prompt_larger_than_the_pool_keeps_its_beginning(size: int) -> None:
-    pool, pages = pool_of(size), some_pages(10)
-    for blocks in (2, 6, 10):
-        pool.save(KEYS[:blocks], pages)
-        assert pool.leading(KEYS) == min(blocks, size)
-    assert len(pool) == size
 
 
 def test_the_ends_of_old_prompts_make_room_first() -> None:

@@ -12,7 +12,7 @@ from kvstore.node import EmbeddedStore
 
 pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
-from engine_adapter.hf.model import fingerprint
+from engine_adapter.hf.identity import fingerprint
 from hf_models import (
     PROMPT,
     Each,

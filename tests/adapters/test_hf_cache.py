@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,15 @@ import torch
 import kvstore
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.codec import codec_named
+from kvstore.block.errors import Unreachable
 from kvstore.block.identity import Namespace
 from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
+from kvstore.client.socket_door import CallLimits
 from kvstore.node import EmbeddedDoor, EmbeddedStore
+from service.test_serve import serving
+from service.test_silent_sidecar import AT_ONCE, LONG, stop
+from waiting import wait_until
 from workbench import bench
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
@@ -57,28 +65,6 @@ def test_cold_answers_are_those_of_plain_generate_and_the_model_is_left_as_it_wa
     assert model.config._attn_implementation == "sdpa"
     assert len(set(answer.token_ids)) > 4, "these weights repeat themselves: nothing would be noticed"
     assert reasons(answer.report.account) == {"disabled": tokens}
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("kept", list(SavedBlocks))
-def test_warm_answers_are_the_cold_ones(
-    family: str, dtype: torch.dtype, kept: SavedBlocks, store: EmbeddedStore
-) -> None:
-    model = model_of(family, dtype)
-    cold, warm = cache_of(model), cache_of(model, store, kept=kept)
-    for tokens in (257, 512, 700):
-        prompt = prompt_of(tokens)
-        expected = ask(cold, prompt, 12).token_ids
-        filling, reusing = (ask(warm, prompt, 12) for _ in range(2))
-        assert filling.token_ids == reusing.token_ids == expected
-        whole = 256 if kept is SavedBlocks.WHOLE_CHUNKS else 64
-        assert filling.report.restored_tokens == 0
-        assert reusing.report.restored_tokens == (tokens - 1) // whole * whole
-        for report in (filling.report, reusing.report):
-            assert report.account.asked == report.prompt_tokens == tokens
-            assert not report.faults and not report.put_reasons
-    store.check()
 
 
 def test_restored_kv_is_what_cold_prefill_computes_bit_for_bit(llama: Any, store: EmbeddedStore) -> None:
@@ -406,3 +392,132 @@ def test_another_grid_is_another_namespace(llama: Any, store: EmbeddedStore) -> 
     assert "prefill_chunk_tokens is 64 here and 128 there" in report.detail
     assert not asked(64, "everything").restored_tokens and asked(128, "everything").restored_tokens == 256
     assert not asked(128, "everything", extra_keys=["another adapter"]).restored_tokens
+
+
+# When it saves: never before a first token, and a sidecar that hangs costs a request one look-up ----------------------
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, 3, 9, 40])
+@pytest.mark.parametrize("kept", list(SavedBlocks))
+def test_nothing_is_saved_before_the_first_token(
+    llama: Any, store: EmbeddedStore, kept: SavedBlocks, new_tokens: int
+) -> None:
+    """And all is found by the next request, however short the answer was."""
+    cache, saved = cache_of(llama, store, kept=kept), list[int]()
+
+    def step(count: int) -> None:
+        saved.append(cache.report.saved_blocks)
+        assert count > 1 or cache.report.save_ms == 0 == store.usage().blocks
+
+    cold = ask(cache, prompt_of(1300), new_tokens, stopping_criteria=[Each(step)])
+    assert saved == [min(4 * count, 20) for count in range(new_tokens)], "a cell of 256 tokens between two tokens"
+    assert cold.report.saved_blocks == 20 and not cold.report.put_reasons
+    warm = ask(cache, prompt_of(1300), new_tokens)
+    assert reasons(warm.report.account)["dram"] == 1280 and warm.token_ids == cold.token_ids
+
+
+def test_in_a_batch_what_a_prompt_shares_is_saved_before_it_is_looked_up_and_nothing_else(
+    llama: Any, store: EmbeddedStore
+) -> None:
+    one, other = prompt_of(700), prompt_of(640, seed=2)
+    cache = cache_of(llama, store)
+
+    def step(count: int) -> None:
+        first, second, third = cache.reports
+        assert count > 1 or (first.saved_blocks, second.save_ms) == (10, 0)
+        assert reasons(third.account)["dram"] == 512
+
+    ask_all(cache, [one, other, one[:520]], 2, stopping_criteria=[Each(step)])
+    assert cache.reports[1].saved_blocks == 10
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8-kc64"])
+def test_what_was_decoded_is_not_encoded_again(llama: Any, store: EmbeddedStore, codec: str) -> None:
+    """Blocks are restored, and go meanwhile. With an inexact codec they are not offered, so what is computed behind
+    them cannot be stored; with an exact one all are."""
+    cache, prompt = cache_of(llama, store, codec=codec), prompt_of(700)
+    ask(cache, prompt[:450], 1)
+    leaves = Each(lambda count: store.drop(cache.namespace) if count == 1 else None)  # type: ignore[arg-type]
+    answer = ask(cache, prompt, 2, stopping_criteria=[leaves])
+    assert answer.report.restored_tokens == 448
+    assert answer.report.saved_blocks == (10 if codec == "raw" else 0)
+    assert (MissReason.EVICTED in answer.report.put_reasons) == (codec != "raw")
+
+
+@pytest.mark.slow
+def test_a_sidecar_that_hangs_costs_no_token(llama: Any, tmp_path: Path) -> None:
+    prompt = prompt_of(1300)
+    expected = ask(cache_of(llama), prompt, 6).token_ids
+    with serving(tmp_path, "--nvme", "off") as (_, said), kvstore.open(f"unix:{said['serving'][0]}") as store:
+        cache = cache_of(llama, store)
+        door: Any = store._door  # type: ignore[union-attr]
+        door._limits = CallLimits(fill=LONG)
+        stop(said["pid"])
+        try:
+            started = time.monotonic()
+            answers = [ask(cache, prompt, 6) for _ in range(3)]
+            assert time.monotonic() - started < AT_ONCE
+        finally:
+            os.kill(said["pid"], signal.SIGCONT)
+        for answer in answers:
+            assert answer.token_ids == expected and not answer.report.faults
+            assert answer.report.put_reasons == {MissReason.UNREACHABLE: 2}, "a chunk, and all of it at the end"
+        first, *later = [reasons(answer.report.account) for answer in answers]
+        assert first == {"deadline": 1280, "partial_block": 20}
+        assert later == [{"unreachable": 1280, "partial_block": 20}] * 2
+        wait_until(lambda: not door._run.breaker.is_open)
+        door._limits = CallLimits(match=LONG, lease=LONG)
+        ask(cache, prompt, 1)
+        warm = ask(cache, prompt, 6)
+        assert warm.token_ids == expected and reasons(warm.report.account)["dram"] == 1280
+
+
+@pytest.mark.slow
+def test_a_sidecar_that_hangs_behind_the_first_token_costs_one_deadline(llama: Any, tmp_path: Path) -> None:
+    prompt = prompt_of(1300)
+    expected = ask(cache_of(llama), prompt, 6).token_ids
+    with serving(tmp_path, "--nvme", "off") as (_, said), kvstore.open(f"unix:{said['serving'][0]}") as store:
+        cache = cache_of(llama, store)
+        door: Any = store._door  # type: ignore[union-attr]
+        door._limits = CallLimits(match=LONG, fill=LONG, lease=LONG)
+
+        def stops(count: int) -> None:
+            if count == 1:
+                stop(said["pid"])
+                door._limits = CallLimits(fill=LONG)
+
+        try:
+            started = time.monotonic()
+            answer = ask(cache, prompt, 6, stopping_criteria=[Each(stops)])
+            assert time.monotonic() - started < AT_ONCE
+        finally:
+            os.kill(said["pid"], signal.SIGCONT)
+        assert answer.token_ids == expected and not answer.report.faults
+        assert answer.report.put_reasons == {MissReason.DEADLINE: 1, MissReason.UNREACHABLE: 1}
+
+
+def test_a_model_that_changes_while_the_store_does_not_open_anything_is_answered(
+    llama: Any, store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the store is asked again later, not by each request."""
+    cache = cache_of(llama, store)
+    tokens = prompt_of(600)
+    before = ask(cache, tokens, 2)
+    asked = []
+
+    def away(**_: Any) -> NamespaceHandle:
+        asked.append(1)
+        raise Unreachable("away")
+
+    with llama.model.layers[0].mlp.register_forward_hook(lambda module, given, out: out * 0.5):
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "namespace", away)
+            for _ in range(3):
+                changed = ask(cache, tokens, 2)
+                assert changed.report.account.hit_tokens == 0
+            assert len(asked) == 1 and cache.namespace is None
+        monkeypatch.setattr(cache, "_open_again_at", 0.0)
+        assert ask(cache, tokens, 2).token_ids == changed.token_ids
+        assert ask(cache, tokens, 2).report.account.hit_tokens > 0
+    again = ask(cache, tokens, 2)
+    assert again.token_ids == before.token_ids and again.report.account.hit_tokens > 0

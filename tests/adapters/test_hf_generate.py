@@ -25,8 +25,6 @@ NEW_TOKENS = 24
 
 
 class Shifted(LogitsProcessor):
-    """Scores of the user's own."""
-
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores.roll(1, dims=-1)
 

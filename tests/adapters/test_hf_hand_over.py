@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
-from engine_adapter.handoff import block_wait
+from engine_adapter import handoff
 from engine_adapter.hf_cache import PrefixCache, SavedBlocks
 from hf_models import ask, cache_of, plain_answer, small_model, some_prompt
 from kvstore.block.account import HitTier, MissReason
@@ -71,7 +71,7 @@ def test_one_process_prefills_and_another_one_generates(sidecar: Sidecar) -> Non
 def test_a_prefill_that_dies_between_two_chunks_costs_what_is_missing(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 1.0)
+    monkeypatch.setattr(handoff, "UNLEARNED_SECONDS", 1.0)
     prompt, cache = some_prompt(900), cache_of(small_model(), sidecar.client())
     right = plain_answer(cache.model, prompt, NEW_TOKENS)
     namespace: Any = cache.namespace
@@ -85,7 +85,7 @@ def test_a_prefill_that_dies_between_two_chunks_costs_what_is_missing(
 
 
 def test_tickets_that_are_of_no_use_are_named(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 0.2)
+    monkeypatch.setattr(handoff, "UNLEARNED_SECONDS", 0.2)
     cache = cache_of(small_model(), sidecar.client())
     ticket = cache.prefill(some_prompt(400))
     for tokens, given, reason in ((500, ticket, MissReason.STALE_HINT), (600, "kv1.x", MissReason.KEY_MISMATCH)):

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine_adapter.hf import model as hf_model
-from engine_adapter.hf.model import HASH_WHOLE_BYTES, _pieces, fingerprint, namespace_config
+from engine_adapter.hf import identity
+from engine_adapter.hf.identity import HASH_WHOLE_BYTES, _pieces, fingerprint, namespace_config
 
 T = pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
@@ -78,11 +78,11 @@ def test_of_a_large_model_each_row_of_the_embeddings_counts(
     if told_by == "name":
         monkeypatch.setattr(torch.nn, "Embedding", type("Another", (torch.nn.Embedding,), {}))
     else:
-        monkeypatch.setattr(hf_model, "is_embedding", lambda name: False)
-    monkeypatch.setattr(hf_model, "HASH_WHOLE_BYTES", 0)
-    monkeypatch.setattr(hf_model, "SAMPLES_PER_TENSOR", 2)
-    monkeypatch.setattr(hf_model, "SAMPLE_BYTES", 64)
-    monkeypatch.setattr(hf_model, "PIECE_BYTES", 100)
+        monkeypatch.setattr(identity, "is_embedding", lambda name: False)
+    monkeypatch.setattr(identity, "HASH_WHOLE_BYTES", 0)
+    monkeypatch.setattr(identity, "SAMPLES_PER_TENSOR", 2)
+    monkeypatch.setattr(identity, "SAMPLE_BYTES", 64)
+    monkeypatch.setattr(identity, "PIECE_BYTES", 100)
     before = fingerprint(model)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[30, 5] += 1

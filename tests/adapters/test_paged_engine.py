@@ -21,15 +21,16 @@ import torch
 
 import kvstore
 from engine_adapter.paged import worker as paged_worker
-from engine_adapter.paged.requests import RequestCounts
+from engine_adapter.paged.requests import RequestCounts, RequestSpec
 from engine_adapter.paged.step_plan import NamespaceSpec, StepPlan, StepReports
 from kvstore.block.account import HitTier, MissReason
+from kvstore.block.identity import Prompt
 from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
 from paged_engine import SECONDS, Faults, PagedEngine, Request, Shape, SharedStore, Status, wrong_blocks
 from service.sidecar import Sidecar
 from waiting import wait_until
-from workbench import blank_pages, ids, prompt_values
+from workbench import MODEL, blank_pages, ids, prompt_values, random_pages, small_layout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -413,3 +414,43 @@ def test_pages_that_a_step_waits_for_are_nobody_elses_until_they_are_there(
                 other.run()
         else:
             other.run()
+
+
+# Who wants blocks to be kept has them kept, also where they were stored before: loaded, or held by the engine ---------
+
+BLOCKS = 3
+RENEWED = {"as it is": Shape(), "8 bits": Shape(codec="int8-kc64", error=1 / 250), "two ranks": Shape(ranks=2)}
+
+
+@pytest.mark.parametrize("wish", [RequestSpec(ttl=600.0), RequestSpec(priority=100)])
+@pytest.mark.parametrize("forgets", [True, False])
+@pytest.mark.parametrize("name", RENEWED)
+def test_a_wish_holds_for_what_is_stored_already(name: str, forgets: bool, wish: RequestSpec, tmp_path: Path) -> None:
+    shape = RENEWED[name]
+    with kvstore.embedded(str(tmp_path), dram="64MiB") as store:
+        engine = PagedEngine(shape, lambda session: SharedStore(store), Random(1), session="5e" * 16)
+        with engine:
+            prompt = ids(BLOCKS * engine.layout.block_tokens + 5)
+            for number, facts in enumerate((None, None, wish)):
+                request = engine.ask(f"r{number}", prompt, 1, facts)
+                engine.settle()
+                assert (store.usage().dram_retained_bytes > 0) == (facts is wish)
+                if forgets:
+                    engine.forget()
+            tier = HitTier.DRAM if forgets else HitTier.ENGINE
+            assert request.account["hits"] == {str(tier): BLOCKS * engine.layout.block_tokens}
+            renewed = store.usage().dram_retained_bytes
+            engine.ask("new", ids(len(prompt), start=400), 1, wish)
+            engine.settle()
+            assert store.usage().dram_retained_bytes == 2 * renewed, "as much as of one that is stored with it"
+
+
+def test_a_renewal_stores_nothing_and_says_how_much_there_is(store: EmbeddedStore) -> None:
+    layout = small_layout()
+    handle = store.namespace(model=MODEL, layout=layout)
+    handle.put(ids(128), random_pages(layout, 2))
+    assert handle.renew(handle.hashed(ids(192)), 600.0) == 2
+    assert handle.renew(handle.hashed(ids(64, start=500)), 600.0) == 0
+    assert handle.renew(Prompt(0, []), 600.0) == 0
+    usage = store.usage()
+    assert (usage.blocks, usage.reservations) == (2, 0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine_adapter.audit.audits import AuditResult, AuditVerdict
-from engine_adapter.cost.load_choice import LoadChoice, StepWork
+from engine_adapter.cost import LoadChoice, StepWork
 from engine_adapter.paged.requests import NEVER, Computed, RequestNews, RequestSpec, RequestState
 from engine_adapter.paged.scheduler import PagedScheduler
 from engine_adapter.paged.settings import ConnectorSettings
@@ -101,7 +101,6 @@ class Half:
         return request
 
     def matched(self, request: Request, local: int = 0) -> tuple[int, bool]:
-        """Asked until there is an answer."""
         return wait_until(
             lambda: found if (found := self.half.matched(request.request_id, local))[0] is not None else None
         )
@@ -120,7 +119,6 @@ class Half:
         return list(range(self.next_page - count, self.next_page))
 
     def step(self, *requests: Request, grown: Sequence[int] = (), upto: int | None = None) -> StepPlan:
-        """A step that computes all of these."""
         due = []
         for request in requests:
             stop = upto or request.known

@@ -13,7 +13,7 @@ import torch
 from adapters.test_paged_scheduler import Half
 from engine_adapter.audit.audits import AuditResult, AuditVerdict
 from engine_adapter.audit.blocks import compare_states
-from engine_adapter.cost.load_choice import StepWork
+from engine_adapter.cost import StepWork
 from engine_adapter.paged.pages import RegisteredGroup, layout_of, register
 from engine_adapter.paged.requests import Boundary, Computed
 from engine_adapter.paged.step_plan import LoadOrder, PageRun, SaveOrder, StepPlan
@@ -68,7 +68,6 @@ def half_at(
 
 
 def passing(half: Half, *boundaries: Boundary) -> StepPlan:
-    """A step that computes the states at these."""
     return half.half.step(set(), [], [], StepWork((), 0), boundaries)
 
 
@@ -133,7 +132,7 @@ def test_without_its_state_nothing_is_loaded(store: EmbeddedStore, has_state: bo
             save = SaveOrder(1, "s", 0, prompt.keys[4], 0, (PageRun(0, [3]),), None, 0, is_state=True)
             worker.begin(StepPlan(saves=[save]))
             worker.start_saves()
-            assert worker.settle(30)
+            wait_until(lambda: not (worker._saves or worker._saving))
         of_state = states.handle.lease(states.match_of(prompt.keys[4]))
         with of_state, handle.lease(handle.match(ids(320))) as lease:
             tables = (PageRun(0, [4, 5, 6, 7, 8]),)
@@ -189,7 +188,7 @@ def test_the_first_audited_hit_finds_another_state(store: EmbeddedStore, planted
             assert half.matched(half.add("a", ids(330, 1000 * run))) == (0, False)
             worker.begin(passing(half, Boundary("a", 320, {1: 9})))
             worker.start_saves()
-            assert worker.settle(30)
+            wait_until(lambda: not (worker._saves or worker._saving))
             reports = worker.take_reports()
             assert reports is not None and reports.saves[0].results
             half.half.reported(reports)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from adapters.test_vllm_requests import request
-from engine_adapter.adapter_digests import AdapterDigests
+from engine_adapter.model_files import AdapterDigests
 from engine_adapter.paged.lookup import PrefixLookup
 from engine_adapter.paged.settings import ConnectorSettings
 from engine_adapter.vllm_requests import RequestReader

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from adapters.test_paged_scheduler import state_of
-from engine_adapter.adapter_digests import AdapterDigests
+from engine_adapter.model_files import AdapterDigests
 from engine_adapter.paged.requests import RequestSpec
 from engine_adapter.vllm_requests import HINTS, EngineView, RequestReader, hinted
 from kvstore.block.account import MissReason

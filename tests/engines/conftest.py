@@ -123,7 +123,6 @@ def started(name: str, *options: str) -> Iterator[Sidecar]:
 
 @pytest.fixture
 def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    """A test's own."""
     with started(tmp_path.name) as made:
         yield made
 
@@ -210,7 +209,6 @@ class Nursery:
         return dict(json.loads(done.stdout))
 
     def end(self) -> None:
-        """Whatever still runs ends with it."""
         process, self._process = self._process, None
         if process is not None:
             import psutil  # vLLM brings it: without vLLM every test here is skipped
@@ -222,7 +220,6 @@ class Nursery:
 
 
 def _engine_of(plan: dict[str, Any]) -> str:
-    """Its name in the nursery."""
     if not plan.get("kept"):
         return "-"
     told = [plan["model"], plan.get("transfer"), plan.get("options")]
@@ -235,7 +232,6 @@ def _environment() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """Of all tests."""
     made = Nursery(tmp_path_factory.mktemp("runs"))
     yield made
     made.end()
@@ -243,7 +239,6 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 @pytest.fixture(scope="session")
 def run(nursery: Nursery) -> Run:
-    """What the steps of a plan told that have names."""
     return nursery.run
 
 
@@ -287,7 +282,6 @@ class Pair:
 
 @pytest.fixture(scope="session")
 def pair(saved: Callable[..., str], nursery: Nursery) -> Iterator[Pair]:
-    """Of all tests."""
     with started("pair", "--http", "127.0.0.1:0") as sidecar:
         yield Pair(saved(), sidecar, nursery.run)
         nursery.end()  # its engines hang up before their sidecar ends

@@ -285,7 +285,6 @@ and then preempt only by chance; older ones have no such option."""
 
 
 def start(path: Path, transfer: dict[str, Any] | None = None, **options: Any) -> Any:
-    """An engine in this process."""
     from vllm import LLM, EngineArgs
     from vllm.config import KVTransferConfig
 

@@ -29,7 +29,6 @@ def wanted_version() -> None:
 
 
 def log_to(path: str) -> None:
-    """From here on."""
     logged = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(logged, 1)
     os.dup2(logged, 2)
@@ -59,7 +58,6 @@ class Engine:
         return self.end() or 1
 
     def end(self) -> int:
-        """Exit status."""
         os.close(self._plans)
         os.close(self._done)
         return os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])

@@ -55,5 +55,4 @@ class ScheduledTier(FormulaEngine):
 
 
 def adapter_of(name: str, number: int, path: Path) -> Any:
-    """What a request has of its LoRA."""
     return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=str(path), load_inplace=False)

@@ -68,5 +68,4 @@ class Server:
 
 
 def chunks_of(stream: str) -> list[dict[str, Any]]:
-    """Of a streamed answer."""
     return [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]

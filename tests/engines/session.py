@@ -54,7 +54,6 @@ def apart(count: int, tokens: int) -> list[list[int]]:
 
 
 def tokens(told: list[dict[str, Any]]) -> list[list[int]]:
-    """What was generated for each prompt."""
     return [one["tokens"] for one in told]
 
 
@@ -130,7 +129,6 @@ class Session:
         return told
 
     def _told(self, step: dict[str, Any], ids: list[int], answer: Any) -> dict[str, Any]:
-        """Of one prompt."""
         made = answer.outputs[0]
         told = {
             "tokens": list(made.token_ids),
@@ -300,7 +298,6 @@ class Session:
         return False
 
     def reload(self, step: dict[str, Any]) -> bool:
-        """Other weights, in place."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": step["path"]})
         return True
 
@@ -444,7 +441,6 @@ class Sessions:
 
 
 def main() -> None:
-    """Read the plan, follow it, tell."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to standard output
     out.write(Sessions().outcome_of(sys.stdin.read()))

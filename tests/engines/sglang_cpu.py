@@ -71,7 +71,6 @@ MLA_LAYOUTS = MHA_LAYOUTS[:3]
 
 
 def device_pool(kind: str, pages: int = 4) -> Any:
-    """SGLang's pool of a device, which is the CPU here."""
     more = {
         "page_size": PAGE,
         "dtype": torch.bfloat16,
@@ -164,11 +163,9 @@ class HiCache:
         return SGLANG["runtime_context"].get_parallel().override(**self._ranks, attn_dcp_size=1, attn_dcp_rank=0)
 
     def get_kvcache(self) -> Any:
-        """As SGLang's allocator."""
         return self.device
 
     def opened(self) -> HiCache:
-        """Return once the store's namespace is open."""
         wait_until(lambda: self.backend._spaces["kv"].handle is not None)
         return self
 

@@ -112,7 +112,6 @@ class Walk:
         return re.sub("|".join(map(re.escape, here)), lambda one: here[one[0]], str(found))
 
     def account(self, lines: str) -> dict[str, Any]:
-        """Of what they ask."""
         answer = printed(lines, self._folder, self._environment)
         assert "choices" in answer, answer
         return dict(answer["kv_transfer_params"]["kvstore"])

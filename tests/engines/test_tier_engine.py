@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kvstore
-from engine_adapter.chunks.layout import ChunkRun, chunk_key, chunk_planes
+from engine_adapter.chunks import ChunkRun, chunk_key, chunk_planes
 from engine_adapter.vllm_tier import CHUNKS_METRIC
 from engines.conftest import Sidecar, started
 from engines.models import save_llama

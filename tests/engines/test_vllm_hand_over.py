@@ -35,14 +35,12 @@ LONGEST = 2000 if COUNT <= 40 else 4000
 
 @pytest.fixture(scope="module")
 def sidecar() -> Iterator[Sidecar]:
-    """Of all tests here."""
     with started("handover") as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def engines(sidecar: Sidecar, saved: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    """Of all tests here."""
     urls = dict.fromkeys((PREFILL, DECODE), sidecar.url)
     made = Engines(saved(), urls, tmp_path_factory.mktemp("handover"))
     yield made

@@ -42,7 +42,6 @@ def save_and_ask(name: str, **how: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def told(pair: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One engine's story."""
     print(f"seed {SEED}")
     path = str(tmp_path_factory.mktemp("adapters") / "mine")
     first = {"adapter": FIRST, "path": path}

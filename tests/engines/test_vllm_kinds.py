@@ -118,7 +118,6 @@ KINDS: dict[str, tuple[dict[str, KVCacheSpec], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """For its configuration."""
     models.prepare()
     yield str(models.save_llama(tmp_path_factory.mktemp("model"), layers=1))
 

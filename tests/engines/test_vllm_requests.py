@@ -30,7 +30,6 @@ MISTAKES = {"kvstore": {"stroe": True, "store": "no", "ttl": -1, "priority": 101
 
 @pytest.fixture(scope="module")
 def told(pair: Any) -> dict[str, Any]:
-    """One engine's story."""
     print(f"seed {SEED}")
     steps = [
         {"do": "listen", "endpoint": pair.events},
@@ -78,7 +77,6 @@ def test_a_request_with_a_parent_has_spans_below_it_and_one_without_has_none(tol
 
 
 def one(told: list[dict[str, Any]]) -> dict[str, Any]:
-    """The account of the only answer."""
     (answer,) = told
     return account_of(answer)
 

@@ -104,7 +104,6 @@ def all_is_let_go(node: Node) -> bool:
 
 @pytest.fixture(scope="module")
 def kept(saved: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
-    """Of all tests here."""
     python = sidecar_python()
     with (
         valkey_server(tmp_path_factory.mktemp("valkey"), python=python) as server,
@@ -119,7 +118,6 @@ def kept(saved: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def two(kept: TwoNodes) -> Iterator[TwoNodes]:
-    """Both engines run."""
     kept.start_engines()
     yield kept
     for one in kept.nodes:

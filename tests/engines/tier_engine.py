@@ -22,8 +22,6 @@ SMALL = ("--dram", "32MiB", "--nvme", "64MiB")
 
 
 class Engine:
-    """One `LLM` in this process."""
-
     def __init__(self, model: Path, tiers: Sequence[Mapping[str, Any]] | None) -> None:
         """tiers: secondary tiers; None for an engine without any connector."""
         transfer = offloading(tiers) if tiers is not None else None
@@ -82,7 +80,6 @@ def engine(model: Path, tiers: Sequence[Mapping[str, Any]] | None) -> Iterator[E
 
 
 def tier_of(url: str, **parameters: Any) -> dict[str, Any]:
-    """The JSON of the recorded tier."""
     return {"type": "RecordedTier", "module_path": "engines.cpu_tiering", "url": url, **parameters}
 
 

@@ -18,7 +18,7 @@ from adapters.test_chunk_space import Engine as PageEngine
 from adapters.test_chunk_store import Engine as ChunkEngine
 from adapters.test_chunk_store import name_of
 from engine_adapter.adapter import Report, StoreRequest
-from engine_adapter.chunks.store import ChunkLimits, ChunkState
+from engine_adapter.chunks import ChunkLimits, ChunkState
 from kvstore.block.account import HitTier, MissReason
 from kvstore.client import handle
 from kvstore.client.handle import NamespaceHandle

@@ -1,12 +1,13 @@
 """How long a request waits for blocks that are not here: that are fetched, or that another engine stores.
 
     ticket opened > look > all that was promised, or is of use, is there           over
-                         > more is elsewhere, and worth it: fetched (`fetch`)    > look
+                         > more is elsewhere, and worth it: fetched              > look
                          > wait: the store tells when the next block is there    > look
                          > that would take longer than computing it, or ended short: over
 
 Without a ticket there is one fetch, and no other wait. With one, missing blocks are looked for elsewhere again and
-again during the wait, since the other engine may be on another node.
+again during the wait, since the other engine may be on another node. Located blocks that did not come in the end are
+misses with the reason for that; located blocks that were not wanted are misses as `cheaper_to_compute`.
 
 A request waits for the first block at most a quarter of the time that computing the missing tokens takes; each block
 that arrives extends the wait by the time that computing it would have taken. So a request waits as long as blocks
@@ -14,23 +15,99 @@ arrive sooner than it would compute them, and a wait in vain costs a quarter of 
 compared with the prompt's own keys, and no other keys are ever looked up: a stale or forged ticket can only shorten a
 wait.
 
-`WaitPlan` decides what comes next. `wait_for_blocks` blocks its thread; `BlockWait` is for a scheduler that must not.
-Asking it whether it is over reads no socket, takes no lock and hashes nothing; `ParkedWaits.read` reads the socket once
-for all waits. Must never import an engine.
+`FetchPolicy` decides how far to fetch, `WaitPlan` what comes next. `wait_for_blocks` blocks its thread; `BlockWait` is
+for a scheduler that must not. Asking it whether it is over reads no socket, takes no lock and hashes nothing;
+`ParkedWaits.read` reads the socket once for all waits. Must never import an engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
-from engine_adapter.handoff.fetch import FetchPolicy
+from engine_adapter.cost import LEAST_WAIT_SECONDS, PATIENCE
 from kvstore.block.account import Account, MissReason
 from kvstore.block.identity import Prompt
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.pending import PendingReply
 from kvstore.protocol import messages as m
 from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd
+
+REASON_OF_END: dict[AwaitEnd, MissReason | None] = {
+    AwaitEnd.READABLE: None,
+    AwaitEnd.SHORT: MissReason.STALE_HINT,
+    AwaitEnd.DEADLINE: MissReason.DEADLINE,
+    AwaitEnd.CANCELLED: MissReason.DISABLED,
+    AwaitEnd.GONE: MissReason.UNREACHABLE,
+    AwaitEnd.FULL: MissReason.BUSY,
+}
+"""The reason if the store gives none for a fetch that did not come. Has every `AwaitEnd`."""
+
+
+class FetchPolicy:
+    """The fetches of one prompt. is_over: nothing more is fetched, except while a ticket is waited for. reason: why the
+    last fetch did not bring all, None if it did. This one is of an engine that has not learned what computing takes: it
+    fetches all useful blocks, unless the store expects that to take longer than `seconds`."""
+
+    def __init__(self, usable_blocks: int, seconds: float, block_tokens: int) -> None:
+        self._most, self._seconds, self._block_tokens = usable_blocks, seconds, block_tokens
+        self._located, self._stop, self._where = 0, 0, ""
+        self.is_over = False
+        self.reason: MissReason | None = None
+        self.detail = ""
+
+    def asks(self, blocks: int) -> bool:
+        """Whether blocks behind the first `blocks`, which are here, would be of use: if so, the store is asked."""
+        return self._most > blocks
+
+    def choose(self, located: m.Located, blocks: int) -> tuple[int, float]:
+        """Up to which block to fetch, `blocks` for none; and for how many seconds to wait for that: a few times as long
+        as is expected; if that is unknown, for all of the time."""
+        stop = min(located.blocks, self._most)
+        told = 1e-3 * located.milliseconds * (stop - blocks) / max(1, located.blocks - blocks)
+        if self._seconds < told < inf:
+            return blocks, 0.0
+        return stop, min(self._seconds, max(LEAST_WAIT_SECONDS, PATIENCE * told))
+
+    def learn(self, *, came: bool) -> None:
+        """The fetch that was chosen is over. came: all of it."""
+
+    def looked(self, blocks: int) -> None:
+        """After a fetch, or when it is not waited for any more: `blocks` of them are here."""
+
+    def chosen(self, located: m.Located, blocks: int) -> tuple[int, float]:
+        """As `choose`, of what was located: no more than `blocks` where nothing is."""
+        stop, seconds = blocks, 0.0
+        if located.number and located.blocks > blocks and located.tier is not None:
+            self._located = max(self._located, located.blocks)
+            stop, seconds = self.choose(located, blocks)
+            self._where = f"{located.tier} {located.where}".strip()
+        if stop > blocks:
+            self._stop, self.reason, self.detail = max(self._stop, stop), None, ""
+        else:
+            self.is_over = True
+        return stop, seconds
+
+    def ended(self, awaited: m.Awaited) -> None:
+        self.is_over = True
+        came = awaited.end is AwaitEnd.READABLE
+        self.learn(came=came)
+        self.reason = awaited.reason or REASON_OF_END[awaited.end]
+        if not came:
+            self.detail = awaited.detail or f"block {self._stop} was to come from {self._where}: {awaited.end}"
+
+    def account(self, account: Account) -> Account:
+        """The account, with the reasons why located blocks did not come."""
+        if self._located:
+            account = account.missed_before(self._located * self._block_tokens, MissReason.CHEAPER_TO_COMPUTE)
+        if self._stop and self.reason is not None:
+            account = account.missed_before(self._stop * self._block_tokens, self.reason)
+        return account
+
+
+# Waits ----------------------------------------------------------------------------------------------------------------
+
 
 FIRST_SHARE = 0.25
 """Longest wait for the first block, as a share of the time that computing the missing blocks takes."""

@@ -1,1 +1,0 @@
-"""Opaque chunks of an engine's own offloading, kept in the store."""

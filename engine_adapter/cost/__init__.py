@@ -1,1 +1,0 @@
-"""How far to load and how far to compute, from what was measured."""
