@@ -1,6 +1,7 @@
 """Fetches blocks: a window of slots at a time, from one source after the other, each block once.
 
-    window: single flight > reserve > fill from the source > adopted as frames come > the next window
+    window: reserve > fill from the source > adopted as frames come > the next window
+    reserved by another fetch: look again, until its blocks are here or are given up
     source: it has no more, is busy, or failed > the next one; at most two nodes, then the remote tier
 
 A fetch ends when all blocks are here, when its time is over, no engine waits any more, or no source is left; blocks
@@ -10,7 +11,6 @@ that came by then stay. A node that is still publishing (a ticket's) is asked ag
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +21,6 @@ from kvstore.courier.link import CourierRun, CourierSpace
 from kvstore.courier.locate import Locator, Places, Source
 from kvstore.courier.peer_source import Filled, PeerSource, Stops
 from kvstore.courier.window import ReservedWindow
-from kvstore.pool.flights import Flights
 from kvstore.protocol.courier import FetchQuestion, QuestionAnswered
 from tiering.clock import Clock
 
@@ -40,7 +39,8 @@ _log = logging.getLogger(__name__)
 @dataclass(eq=False)
 class FetchJob:
     """A fetch in progress. reached: blocks that are here. invited: the node that offered it, if no engine waits: then
-    only that node is asked, and the fetch ends as soon as there is no room."""
+    only that node is asked, and the fetch ends as soon as there is no room. pause: before the sidecar is next asked for
+    slots that it did not have."""
 
     run: CourierRun
     question: FetchQuestion
@@ -50,6 +50,7 @@ class FetchJob:
     detail: str = ""
     source: Source | None = None
     invited: PeerSource | None = None
+    pause: float = AGAIN_SECONDS
 
     def misses(self, reason: MissReason | None, detail: str) -> None:
         """Record why there are no more; of several sources' reasons, the most specific."""
@@ -70,7 +71,6 @@ class Fetcher:
         self._locator = locator
         self._figures = figures
         self._clock = clock
-        self._flights = Flights[tuple[bytes, bytes]]()
 
     def job(self, run: CourierRun, question: FetchQuestion) -> FetchJob:
         """A job that begins now, and so does its time."""
@@ -84,7 +84,6 @@ class Fetcher:
         except Unavailable as away:
             job.misses(away.reason, away.detail)
         finally:
-            self._flights.leave(job)
             self._figures.begins(-1)
         return job.answer()
 
@@ -110,37 +109,15 @@ class Fetcher:
     def _left(self, job: FetchJob) -> float:
         return job.stops.ends_at - self._clock.monotonic_seconds()
 
+    def _pause(self, job: FetchJob, seconds: float) -> None:
+        job.stops.over.wait(min(seconds, max(0.0, self._left(job))))
+
     def _window(self, job: FetchJob, space: CourierSpace, sources: list[Source]) -> bool:
-        keys, reached = job.question.keys, job.reached
-        most = max(1, min(WINDOW_BLOCKS, WINDOW_BYTES // space.block_bytes))
-        wanted = [(space.id, key) for key in keys[reached : reached + most]]
-        now = self._clock.monotonic_seconds()
-        mine = self._flights.begin(wanted, job, now, job.stops.ends_at)
-        leading = next((at for at, (a, b) in enumerate(zip(mine, wanted, strict=False)) if a != b), len(mine))
-        self._flights.end(mine[leading:], job)
-        if not leading:
-            self._join(job, wanted[0])
-            job.reached += job.run.match(space, keys[reached:])
-            return True
-        try:
-            return self._led(job, space, sources, leading)
-        finally:
-            self._flights.end(mine[:leading], job)
-
-    def _join(self, job: FetchJob, key: tuple[bytes, bytes]) -> None:
-        landed = threading.Event()
-        job.stops.waits_for(landed.set)
-        if self._flights.join(key, landed.set):
-            landed.wait(max(0.0, self._left(job)))
-        job.stops.waits_for(None)
-
-    def _led(self, job: FetchJob, space: CourierSpace, sources: list[Source], count: int) -> bool:
-        keys, run, first = job.question.keys, job.run, job.reached
-        source = sources[0]
+        keys, run, first, source = job.question.keys, job.run, job.reached, sources[0]
         if isinstance(source, PeerSource) and source.publishes and not self._is_published(job, space, source, sources):
             return True
-        before = keys[first - 1] if first else None
-        reply = run.reserve(space, before, keys[first : first + count], first)
+        most = max(1, min(WINDOW_BLOCKS, WINDOW_BYTES // space.block_bytes))
+        reply = run.reserve(space, keys[first - 1] if first else None, keys[first : first + most], first)
         if reply.present > first:
             job.reached = reply.present
         if not reply.reservation or reply.blocks[0] != job.reached:
@@ -151,8 +128,10 @@ class Fetcher:
             if reply.reason not in PASSING or job.invited is not None:
                 job.misses(reply.reason, reply.detail or "the sidecar has no room for it")
                 return False
-            job.stops.over.wait(min(LONGEST_AGAIN_SECONDS, max(0.0, self._left(job))))
+            self._pause(job, job.pause)
+            job.pause = min(2 * job.pause, LONGEST_AGAIN_SECONDS)
             return True
+        job.pause = AGAIN_SECONDS
         window = ReservedWindow(run, space, reply, keys, source.tier)
         try:
             filled = source.fill(window, job.stops) if window.blocks else Filled(MissReason.UNREACHABLE, "no memory")
@@ -169,11 +148,11 @@ class Fetcher:
     def _ended(self, job: FetchJob, sources: list[Source], filled: Filled) -> None:
         source = sources[0]
         if filled.reason is MissReason.BUSY and len(sources) == 1:
-            job.stops.over.wait(min(LONGEST_AGAIN_SECONDS, max(0.0, self._left(job))))
+            self._pause(job, LONGEST_AGAIN_SECONDS)
             return
         gone = (MissReason.STALE_HINT, MissReason.BUSY)
         if isinstance(source, PeerSource) and source.publishes and filled.reason in gone:
-            job.stops.over.wait(min(AGAIN_SECONDS, max(0.0, self._left(job))))
+            self._pause(job, AGAIN_SECONDS)
             return
         sources.pop(0)
         job.misses(filled.reason, filled.detail)
@@ -192,7 +171,7 @@ class Fetcher:
             if len(sources) > 1:  # another node may have it already
                 sources.append(sources.pop(0))
                 return False
-            job.stops.over.wait(min(pause, max(0.0, self._left(job))))
+            self._pause(job, pause)
             pause = min(2 * pause, LONGEST_AGAIN_SECONDS)
         return False
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,17 @@ def test_a_tail_beyond_the_last_chunk_and_a_prefix_that_is_here_already(three: l
     three[1].put(2, 7)
     got = three[1].get(2, 40)
     assert got.blocks == 40 and got.is_right and got.tiers == {"dram": 7, "peer": 33}, got
+
+
+def test_what_several_engines_wait_for_is_fetched_once(three: list[Node]) -> None:
+    three[0].put(3)
+    before = blocks_in(three[1])
+    with ThreadPoolExecutor(4) as engines:
+        found = list(engines.map(lambda _: three[1].get(3), range(4)))
+    assert all(got.blocks == BLOCKS and got.is_right for got in found), found
+    wait_until(lambda: blocks_in(three[1]) >= before + BLOCKS)
+    wait_until(lambda: all_is_let_go(three[1]))
+    assert blocks_in(three[1]) == before + BLOCKS
 
 
 def test_a_question_for_what_nobody_has_is_answered_at_once(three: list[Node]) -> None:
