@@ -63,9 +63,9 @@ def make_courier(
             host, port = host_and_port(where, "pull")
             beside = written_address(host, port + 1 if port else 0)
             doors[UCX] = ucx[0](beside, clock, new_token, seal=seal)
-            transports[UCX] = ucx[1](clock, seal=seal, checks_beside=True)
+            transports[UCX] = ucx[1](clock, seal=seal)
         doors["sockets"] = SocketFrameDoor(where, clock, new_token, seal=seal)
-        transports["sockets"] = SocketPullTransport(clock, seal=seal, checks_beside=True)
+        transports["sockets"] = SocketPullTransport(clock, seal=seal)
     writing = _remote(remote, figures, told, clock, new_token) if remote.url is not None else None
     peers = network.peers or ()
     return Courier(
