@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count as counted_from
+from typing import TypeAlias
 
 import msgspec
 
@@ -25,11 +26,10 @@ from kvstore.block.identity import NodeIdentity
 from kvstore.client.connection import SidecarConnection, Unavailable
 from kvstore.client.framing import FramedSocket, drained
 from kvstore.courier.announcing import Follower
-from kvstore.courier.asking import VERSION, AskedBy, UsableTransports, has_mac, offer_mac
-from kvstore.courier.dialling import GrpcPeers
+from kvstore.courier.dialling import VERSION, GrpcPeers
 from kvstore.courier.directory import DirectoryAddress, ValkeyDirectory
 from kvstore.courier.fetch import Fetcher, FetchJob, places_answer
-from kvstore.courier.figures import BANNED, DIRECTORY, MOST_SHOWN, PEER, REMOTE, UP, Figures, OncePerKind
+from kvstore.courier.figures import BANNED, DIRECTORY, MOST_SHOWN, PEER, REMOTE, UP, Figures
 from kvstore.courier.link import ANSWER_SECONDS, CONNECT_SECONDS, ENGINE, CourierRun, CourierSpace
 from kvstore.courier.locate import LOOK_SECONDS, Locator
 from kvstore.courier.members import NamedPeers
@@ -37,10 +37,10 @@ from kvstore.courier.peer_source import PeerSource, PeerWays, hand_over
 from kvstore.courier.remote_source import RemoteWays
 from kvstore.peers.reader import PullTransport
 from kvstore.peers.serving import FrameDoor
-from kvstore.peers.tokens import NONCE_BYTES, PullTerms, ask_mac, pull_secret
+from kvstore.peers.tokens import HAS, NONCE_BYTES, OFFER, PULL, PullTerms, ask_mac, pull_secret
 from kvstore.peers.transport import OfferedFrames, PeerFault, PullBusy
 from kvstore.pool.announcer import Announcer
-from kvstore.pool.choice import HolderChoice
+from kvstore.pool.choice import HolderChoice, UsableTransports
 from kvstore.pool.directory import MAX_FINGERPRINTS, NodeEntry
 from kvstore.pool.hottest import LEAVING_SECONDS, MOST_OFFERED_BLOCKS, MOST_OFFERED_BYTES
 from kvstore.pool.members import AliveTable
@@ -94,7 +94,6 @@ class CourierParts:
     clock: Clock
     new_token: Callable[[int], bytes]
     figures: Figures
-    told: OncePerKind
     calls: GrpcPeers | None = None
     peers: Sequence[str] = ()
     doors: dict[str, FrameDoor] = field(default_factory=dict)
@@ -116,15 +115,13 @@ class _NodeSession:
         self.ways: PeerWays | None = None
         if parts.calls is not None:
             usable = UsableTransports(list(parts.transports))
-            self.ways = PeerWays(
-                parts.calls, parts.transports, usable, self.choice, figures, parts.told, clock, parts.new_token
-            )
+            self.ways = PeerWays(parts.calls, parts.transports, usable, self.choice, figures, clock, parts.new_token)
             if parts.directory is not None:
                 self.announcer = Announcer()
                 address, password = parts.directory
                 self.directory = ValkeyDirectory(address, here, entry, self.table, self.announcer, clock, password)
             if parts.peers:
-                self.named = NamedPeers(parts.peers, here, self.table, parts.calls, parts.told, clock)
+                self.named = NamedPeers(parts.peers, here, self.table, parts.calls, figures.faults, clock)
         self.locator = Locator(self.table, self.named, self.directory, self.ways, parts.remote, clock)
         self.fetcher = Fetcher(self.locator, figures, clock)
 
@@ -165,7 +162,7 @@ class _TenantWork:
         it comes."""
         parts = courier.parts
         self.tenant, self._token = tenant, token
-        self._path, self._clock, self._told = parts.socket, parts.clock, parts.told
+        self._path, self._clock, self._faults = parts.socket, parts.clock, parts.figures.faults
         self._run: CourierRun | None = None
         self._answers: deque[tuple[CourierRun, QuestionAnswered]] = deque()
         self._ends = threading.Event()
@@ -231,12 +228,12 @@ class _TenantWork:
             try:
                 run = self._connected()
             except (Unreachable, Unavailable) as error:
-                self._told.say(f"sidecar {self.tenant}", f"tenant {self.tenant}: {error}")
+                self._faults.say(f"sidecar {self.tenant}", f"tenant {self.tenant}: {error}")
                 self._ends.wait(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
                 continue
             pause = FIRST_PAUSE_SECONDS
-            self._told.ended(f"sidecar {self.tenant}", f"tenant {self.tenant}: the sidecar answers")
+            self._faults.ended(f"sidecar {self.tenant}", f"tenant {self.tenant}: the sidecar answers")
             try:
                 self._attend(run)
             finally:
@@ -375,6 +372,11 @@ class _TenantWork:
             self.exchange(run, self._courier.figures())
 
 
+AskedBy: TypeAlias = tuple[bytes, Callable[[], float]]
+"""The asking node's id, by its certificate, empty if it has none (on loopback); and for how many seconds it still
+waits, which raises `TimedOut` once it does not."""
+
+
 def _log_fault(done: Future[None]) -> None:
     fault = None if done.cancelled() else done.exception()
     if fault is not None:
@@ -411,7 +413,7 @@ class PeerHolder:
 
     def Has(self, request: peer_pb2.HasRequest, call: AskedBy) -> peer_pb2.HasResponse:
         """How many of these blocks are here."""
-        found = self._asked(request, call, has_mac)
+        found = self._asked(request, call, HAS)
         if isinstance(found, str):
             return peer_pb2.HasResponse(reason=found)
         run, space, terms = found
@@ -423,7 +425,7 @@ class PeerHolder:
 
     def OpenPull(self, request: peer_pb2.OpenPullRequest, call: AskedBy) -> peer_pb2.OpenPullResponse:
         """Pin blocks, and answer where to pull them from."""
-        found = self._asked(request, call, ask_mac)
+        found = self._asked(request, call, PULL)
         if isinstance(found, str):
             return peer_pb2.OpenPullResponse(reason=found)
         run, space, terms = found
@@ -455,7 +457,7 @@ class PeerHolder:
             raise BadInput(
                 f"an offer that begins late or is too long; offer the first {MOST_OFFERED_BLOCKS} blocks at most"
             )
-        found = self._asked(request, call, offer_mac)
+        found = self._asked(request, call, OFFER)
         if isinstance(found, str):
             return peer_pb2.OfferResponse(reason=found)
         if not self._taking.acquire(blocking=False):
@@ -537,7 +539,7 @@ class PeerHolder:
         self,
         request: peer_pb2.HasRequest | peer_pb2.OpenPullRequest | peer_pb2.OfferRequest,
         call: AskedBy,
-        mac_of: Callable[[bytes, PullTerms], bytes],
+        what: bytes,
     ) -> tuple[CourierRun, CourierSpace, PullTerms] | str:
         joined = request.keys  # read once: each access to a message's field copies it
         if len(joined) % KEY_BYTES:
@@ -550,14 +552,14 @@ class PeerHolder:
             return KEY_MISMATCH
         if self.is_leaving:
             return BUSY
-        space = run.space_of(request.namespace)
+        space = run.by_id.get(request.namespace)
         known = space or next(iter(run.by_id.values()), None)
         if known is None:
             return ABSENT
         keys = [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
         terms = PullTerms(request.nonce, request.node, run.node, request.namespace, request.first_block, keys)
         try:
-            right = mac_of(known.grant.identity_key, terms)
+            right = ask_mac(known.grant.identity_key, terms, what)
         except PeerFault as error:
             raise BadInput(str(error)) from None
         if not hmac.compare_digest(right, request.mac):
@@ -656,7 +658,7 @@ class Courier:
         parts, session, now = self.parts, self._session, self.parts.clock.monotonic_seconds()
         counts = parts.figures
         sources = []
-        reasons = parts.told.reasons()
+        reasons = counts.faults.reasons()
         if session is not None:
             for node, entry in sorted(session.table.alive(now).items())[:MOST_SHOWN]:
                 banned = session.choice.is_banned(node, entry.incarnation, now)

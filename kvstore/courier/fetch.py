@@ -18,8 +18,9 @@ from kvstore.block.account import MissReason
 from kvstore.client.connection import Unavailable
 from kvstore.courier.figures import Figures
 from kvstore.courier.link import CourierRun, CourierSpace
-from kvstore.courier.locate import Locator, Places, Source
-from kvstore.courier.peer_source import Filled, PeerSource, Stops
+from kvstore.courier.locate import Locator, Places
+from kvstore.courier.peer_source import PeerSource
+from kvstore.courier.source import Filled, Source, Stops
 from kvstore.courier.window import ReservedWindow
 from kvstore.protocol.courier import FetchQuestion, QuestionAnswered
 from tiering.clock import Clock
@@ -136,7 +137,7 @@ class Fetcher:
         try:
             filled = source.fill(window, job.stops) if window.blocks else Filled(MissReason.UNREACHABLE, "no memory")
         finally:
-            window.close()
+            window.returned()
         if window.adopted:
             job.reached, job.source = window.first + window.adopted, source
         if isinstance(window.failed, Unavailable):

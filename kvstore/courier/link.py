@@ -25,8 +25,7 @@ MOST_CHAINS, MOST_CHAIN_KEYS = 256, 1024
 class Uses:
     """Of one tenant. Thread-safe. wanted: blocks that have become worth writing."""
 
-    def __init__(self, most: int = MOST_NAMES) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._new: dict[bytes, int] = {}
         self._old: dict[bytes, int] = {}
@@ -34,20 +33,16 @@ class Uses:
         self._chains: OrderedDict[tuple[bytes, bytes], list[bytes]] = OrderedDict()
         self.wanted: deque[tuple[bytes, bytes]] = deque(maxlen=MOST_WANTED)
 
-    def note(self, keys: Iterable[bytes]) -> None:
+    def note_chain(self, space: bytes, keys: Sequence[bytes]) -> None:
+        """A request named this chain of that namespace, from its first block on."""
+        leading = list(keys[:MOST_CHAIN_KEYS])
         with self._lock:
             for key in keys:
                 name = key[:NAME_BYTES]
-                if name not in self._new and len(self._new) >= self._most:
+                if name not in self._new and len(self._new) >= MOST_NAMES:
                     self._old, self._new = self._new, {}
-                self._new[name] = max(self._new.get(name, 0), self._old.get(name, 0)) + 1
-
-    def note_chain(self, space: bytes, keys: Sequence[bytes]) -> None:
-        """A request named this chain of that namespace, from its first block on."""
-        self.note(keys)
-        leading = list(keys[:MOST_CHAIN_KEYS])
-        if leading:
-            with self._lock:
+                self._new[name] = self.of(key) + 1
+            if leading:
                 self._chains[space, leading[-1]] = leading
                 self._chains.move_to_end((space, leading[-1]))
                 while len(self._chains) > MOST_CHAINS:
@@ -105,7 +100,8 @@ class CourierSpace:
 
 @dataclass(eq=False)
 class CourierRun:
-    """One connection, and what was learned on it. node, incarnation: the sidecar's."""
+    """One connection, and what was learned on it. node, incarnation: the sidecar's. by_id: its namespaces by their
+    digests, as far as they are known; listed anew by `list_spaces` alone, since any peer may ask."""
 
     tenant: str
     connection: SidecarConnection
@@ -139,10 +135,6 @@ class CourierRun:
         if found is None:
             raise Unavailable(MissReason.UNREACHABLE, "the sidecar names a namespace that it does not list")
         return found
-
-    def space_of(self, digest: bytes) -> CourierSpace | None:
-        """The namespace of that digest, if it is known. Lists nothing, since any peer may ask."""
-        return self.by_id.get(digest)
 
     def list_spaces(self) -> list[CourierSpace]:
         """Open the namespaces that are new since the last call. Raises `Unavailable`."""

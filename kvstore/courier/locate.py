@@ -30,6 +30,7 @@ from kvstore.courier.link import CourierRun, CourierSpace
 from kvstore.courier.members import NamedPeers
 from kvstore.courier.peer_source import MOST_ASKED_KEYS, PeerSource, PeerWays
 from kvstore.courier.remote_source import RemoteSource, RemoteWays
+from kvstore.courier.source import Source
 from kvstore.pool.choice import MOST_ASKED
 from kvstore.pool.directory import (
     CHUNK_BLOCKS,
@@ -63,7 +64,6 @@ MOST_KEPT = 4096
 RECENT_SECONDS, MOST_RECENT = 1.0, 256
 """How long a finding about a chain, perhaps too late for its own request, serves others; and how many are kept."""
 
-Source = PeerSource | RemoteSource
 _Chain: TypeAlias = tuple[bytes, bytes, int, bytes]
 """Namespace, last key, blocks that are here; and a ticket's node and run of it."""
 
@@ -79,6 +79,12 @@ class Places:
     where: str = ""
     reason: MissReason | None = MissReason.ABSENT
     detail: str = ""
+
+    def add(self, source: Source, blocks: int, milliseconds: float, *, is_best: bool) -> None:
+        """At the end, or as the best one at the beginning."""
+        self.sources.insert(0 if is_best else len(self.sources), source)
+        if is_best:
+            self.blocks, self.milliseconds, self.tier, self.where = blocks, milliseconds, source.tier, source.name
 
 
 @dataclass(eq=False, slots=True)
@@ -246,7 +252,7 @@ class Locator:
     def _proven(
         self, run: CourierRun, namespace: bytes, keys: Sequence[bytes], hinted: Sequence[Holder], ends_at: float
     ) -> tuple[list[Holder], bool]:
-        space, alive = run.space_of(namespace), self._table.alive(self._clock.monotonic_seconds())
+        space, alive = run.by_id.get(namespace), self._table.alive(self._clock.monotonic_seconds())
         asked = [one for one in hinted[:MOST_NAMED] if one.node in alive]
         left = ends_at - self._clock.monotonic_seconds()
         counts: list[int | None] = [None] * len(asked)
@@ -267,17 +273,9 @@ class Locator:
         now, blocks = self._clock.monotonic_seconds(), look.present + found
         size = found * look.space.block_bytes
         milliseconds = remote.figures.speeds.milliseconds(remote.name, size, now, REMOTE_PRIOR)
-        source = RemoteSource(remote)
         is_better = (blocks, -milliseconds) > (places.blocks, -places.milliseconds)
-        if is_better and not any(one.publishes for one in places.sources):
-            places.sources.insert(0, source)
-            self._best(places, blocks, HitTier.REMOTE, milliseconds, remote.name)
-        else:
-            places.sources.append(source)
-
-    @staticmethod
-    def _best(places: Places, blocks: int, tier: HitTier, milliseconds: float, where: str) -> None:
-        places.blocks, places.tier, places.milliseconds, places.where = blocks, tier, milliseconds, where
+        is_best = is_better and not any(one.publishes for one in places.sources)
+        places.add(RemoteSource(remote), blocks, milliseconds, is_best=is_best)
 
     def _find_peers(self, look: _Look, peers: PeerWays) -> None:
         began_at = self._clock.monotonic_seconds()
@@ -297,7 +295,7 @@ class Locator:
                 break
         if self._directory is not None:
             is_late = not hinting.done() or now > look.wanted_by
-            peers.figures.answered(DIRECTORY, "the directory", now - began_at, is_late, peers.told)
+            peers.figures.answered(DIRECTORY, "the directory", now - began_at, is_late)
 
     def _ask_nodes(self, look: _Look, peers: PeerWays, places: Places, hinted: Sequence[Holder]) -> None:
         run, space, keys, present, node = look.run, look.space, look.keys, look.present, look.node
@@ -339,7 +337,7 @@ class Locator:
             peers.figures.count(entry.node, lookups=1, found=bool(count))
             if began_at < look.wanted_by:
                 name = f"node {entry.node.hex()[:12]}"
-                peers.figures.answered(entry.node, name, now - began_at, entry in late, peers.told)
+                peers.figures.answered(entry.node, name, now - began_at, entry in late)
 
     def _placed(
         self,
@@ -353,19 +351,14 @@ class Locator:
         keys, present, size, now = look.keys, look.present, look.space.block_bytes, self._clock.monotonic_seconds()
         head = hint_name(look.space.id, keys[-1])
         best = peers.choice.choose(found, alive, head, size, now, look.run.fingerprint)
+        speeds = peers.figures.speeds
         if promised is not None:
-            source = PeerSource(promised, peers, publishes=True)
-            places.sources.append(source)
-            milliseconds = peers.figures.speeds.milliseconds(promised.node, (len(keys) - present) * size, now)
-            self._best(places, len(keys), HitTier.PEER, milliseconds, source.name)
+            milliseconds = speeds.milliseconds(promised.node, (len(keys) - present) * size, now)
+            places.add(PeerSource(promised, peers, publishes=True), len(keys), milliseconds, is_best=True)
         for one in best:
-            if promised is not None and one.node == promised.node:
-                continue
-            source = PeerSource(alive[one.node], peers)
-            if not places.sources:
-                milliseconds = peers.figures.speeds.milliseconds(one.node, (one.blocks - present) * size, now)
-                self._best(places, one.blocks, HitTier.PEER, milliseconds, source.name)
-            places.sources.append(source)
+            if promised is None or one.node != promised.node:
+                milliseconds = speeds.milliseconds(one.node, (one.blocks - present) * size, now)
+                places.add(PeerSource(alive[one.node], peers), one.blocks, milliseconds, is_best=not places.sources)
         return places
 
     @staticmethod

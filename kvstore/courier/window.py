@@ -52,13 +52,15 @@ class Lending:
             del self._over  # a holder's own: its memory is unmapped now, not when the garbage collector comes
 
 
-class ReservedWindow:
-    """A reservation, as far as its blocks are consecutive. One thread fills it."""
+class ReservedWindow(Lending):
+    """A reservation, as far as its blocks are consecutive. One thread fills it, and has it `returned` in the end; calls
+    of its source may use the slots for longer."""
 
     def __init__(
         self, run: CourierRun, space: CourierSpace, reply: ReserveReply, keys: Sequence[bytes], tier: HitTier
     ) -> None:
         """keys: of the whole chain. reply: of a reservation that begins with the chain's first missing block."""
+        super().__init__(self._abort_rest)
         self.run = run
         self.space = space
         self.tier = tier
@@ -76,7 +78,6 @@ class ReservedWindow:
         self._blocks = len(reply.blocks)
         self._parts = len(columns)
         self._headers: list[bytes] = []  # of checked frames that are not adopted yet
-        self._lending = Lending(self._abort_rest)
         self._checks = FrameChecks(space.grant.stamps, self.keys)
         self.refused = False
         """Whether a frame came that does not belong in its slot."""
@@ -127,18 +128,6 @@ class ReservedWindow:
         if done < self.adopted + whole:  # the reservation is over: dropped, purged or expired
             self.failed = Unavailable(MissReason.DISABLED, "the sidecar gave the slots to another client")
         self.adopted = max(self.adopted, min(done, self.adopted + whole))
-
-    def lend(self) -> None:
-        """A source's call may write slots until `returned`."""
-        self._lending.lend()
-
-    def returned(self) -> None:
-        """A lent call has returned. Any thread."""
-        self._lending.returned()
-
-    def close(self) -> None:
-        """Adopt nothing more. Called once."""
-        self.returned()
 
     def _abort_rest(self) -> None:
         if self.adopted < self._blocks:

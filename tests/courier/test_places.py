@@ -83,7 +83,7 @@ def asked_of(
     entries = [NodeEntry(number_of(node), RUN, "127.0.0.1:1", prints[node]) for node in range(alive)]
     table.saw(entries, here.monotonic_seconds(), 60.0)
     locator = Locator(table, None, directory, nodes, None, here)  # type: ignore[arg-type]
-    run: Any = SimpleNamespace(fingerprint=PRINT, space_of=lambda digest: SimpleNamespace(id=digest))
+    run: Any = SimpleNamespace(fingerprint=PRINT, by_id={bytes(32): SimpleNamespace(id=bytes(32))})
     keys = [index.to_bytes(32, "big") for index in range(blocks)]
     return locator.holders(run, bytes(32), keys, 60.0, are_own=are_own)
 

@@ -16,8 +16,7 @@ grpc = pytest.importorskip("grpc", reason="grpcio is not installed (extra: serve
 from courier.nodes import Asker, Node, make_keys, pool, wait_for_peers  # noqa: E402
 from kv_bench.process import free_port  # noqa: E402
 from kvstore.block.identity import Namespace  # noqa: E402
-from kvstore.courier.asking import Dialled, PeerAway  # noqa: E402
-from kvstore.courier.dialling import GrpcPeers  # noqa: E402
+from kvstore.courier.dialling import Dialled, GrpcPeers, PeerAway  # noqa: E402
 from kvstore.peers.tokens import PullTerms, ask_mac  # noqa: E402
 from kvstore.wire import peer_pb2  # noqa: E402
 from kvstore.wire.peer_pb2_grpc import PeerStub  # noqa: E402

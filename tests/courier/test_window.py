@@ -31,7 +31,7 @@ def test_a_courier_stops_where_the_sidecar_adopted_fewer_than_asked(tmp_path: Pa
         run = CourierRun("default", SidecarConnection(wire, clock))
         (space,) = run.list_spaces()
         abandoned = ReservedWindow(run, space, run.reserve(space, None, keys, 0), keys, HitTier.PEER)
-        abandoned.close()
+        abandoned.returned()
         of_abandoned = weakref.ref(abandoned)
         del abandoned
         assert of_abandoned() is None, "its slots would stay mapped until the garbage collector comes"
@@ -48,5 +48,5 @@ def test_a_courier_stops_where_the_sidecar_adopted_fewer_than_asked(tmp_path: Pa
         assert isinstance(window.failed, Unavailable) and window.failed.reason is MissReason.DISABLED
         assert not window.take(frames[3], is_right=True), "its source is told to stop"
         assert window.adopted <= 1 and not run.match(space, keys), taken
-        window.close()
+        window.returned()
         run.close()
