@@ -10,12 +10,14 @@ from __future__ import annotations
 import hmac
 import logging
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count as counted_from
+from itertools import islice
 from typing import TypeAlias
 
 import msgspec
@@ -164,7 +166,6 @@ class _TenantWork:
         self.tenant, self._token = tenant, token
         self._path, self._clock, self._faults = parts.socket, parts.clock, parts.figures.faults
         self._run: CourierRun | None = None
-        self._answers: deque[tuple[CourierRun, QuestionAnswered]] = deque()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._serve, name=f"kv-courier-{tenant}", daemon=True)
         self._courier = courier
@@ -188,25 +189,20 @@ class _TenantWork:
 
     def answer(self, run: CourierRun, answer: QuestionAnswered) -> None:
         """Send an answer to a question of that connection."""
-        self._answers.append((run, answer))
+        run.answers.append(answer)
         self.exchange(run)
 
     def exchange(self, run: CourierRun, told: CourierFigures | None = None) -> None:
         """Send answers, and pass on the questions that come back. Waits for the sidecar alone."""
         try:
             while not run.is_over:
-                answers = []
-                for of, answer in drained(self._answers):
-                    if of is run:
-                        answers.append(answer)
-                    if len(answers) == MAX_QUESTIONS:
-                        break
+                answers = list(islice(drained(run.answers), MAX_QUESTIONS))
                 wanted = run.connection.ask(m.Questions(answers, told), m.QuestionsReply, ANSWER_SECONDS)
                 told = None
                 self._take(run, wanted)
                 run.connection.unmap(run.connection.wire.retired())
                 run.connection.settle()
-                if not wanted.more and not self._answers:
+                if not wanted.more and not run.answers:
                     return
         except Unavailable as away:
             _log.debug("the sidecar was not asked", extra={"tenant": self.tenant, "reason": away.detail})
@@ -438,18 +434,16 @@ class PeerHolder:
                 self._pulls[terms.asking] += 1
         if is_busy:
             return peer_pb2.OpenPullResponse(reason=BUSY)
-        is_offered = False
+        _, seconds_left = call
         try:
-            _, seconds_left = call
-            wait = min(request.wait_ms / 1000, seconds_left(), LONGEST_WAIT_SECONDS)
-            answer = self._opened(run, space, terms, door, wait)
-            is_offered = bool(answer.token)
-            return answer
-        except (Unavailable, PullBusy) as away:
-            return peer_pb2.OpenPullResponse(reason=str(away.reason) if isinstance(away, Unavailable) else BUSY)
-        finally:
-            if not is_offered:
-                self._ended(terms.asking)
+            with ExitStack() as undo:
+                undo.callback(self._ended, terms.asking)
+                wait = min(request.wait_ms / 1000, seconds_left(), LONGEST_WAIT_SECONDS)
+                return self._opened(run, space, terms, door, wait, undo)
+        except Unavailable as away:
+            return peer_pb2.OpenPullResponse(reason=str(away.reason))
+        except PullBusy:
+            return peer_pb2.OpenPullResponse(reason=BUSY)
 
     def Offer(self, request: peer_pb2.OfferRequest, call: AskedBy) -> peer_pb2.OfferResponse:
         """Pull what a leaving node has, one offer at a time, as far as there is room without waiting for it."""
@@ -472,44 +466,43 @@ class PeerHolder:
         return peer_pb2.OfferResponse(blocks=blocks, reason=str(reason or ""))
 
     def _opened(
-        self, run: CourierRun, space: CourierSpace, terms: PullTerms, door: FrameDoor, wait: float
+        self,
+        run: CourierRun,
+        space: CourierSpace,
+        terms: PullTerms,
+        door: FrameDoor,
+        wait: float,
+        undo: ExitStack,
     ) -> peer_pb2.OpenPullResponse:
+        """undo: what is to be done when the pull is over, or now if there is none."""
         most = max(1, min(len(terms.keys), MOST_PULL_BLOCKS, MOST_PULL_BYTES // space.block_bytes))
         reply = run.lease(space, terms.keys[:most], max(0.0, wait))
         if not reply.lease:
             return peer_pb2.OpenPullResponse(reason=str(reply.reason or MissReason.ABSENT))
-        is_offered = False
+        undo.callback(run.release, reply.lease)
+        columns = run.frames(reply.places, writable=False)
+        blocks = min(map(len, columns))
+        if not blocks:
+            return peer_pb2.OpenPullResponse(reason=str(MissReason.UNREACHABLE))
+        spans = [column[block] for block in range(blocks) for column in columns]
+        size = sum(span.nbytes for span in spans)
+        if not self._pins(size):
+            return peer_pb2.OpenPullResponse(reason=BUSY)
+        undo.callback(self._pins, -size)
+        frames_sent = counted_from(1)
+
+        def sent(frame_bytes: int) -> None:
+            is_whole = next(frames_sent) % len(columns) == 0  # a block's parts are sent in turn
+            self._courier.parts.figures.count(terms.asking, blocks_out=is_whole, bytes_out=frame_bytes)
+
+        nonce = self._courier.parts.new_token(NONCE_BYTES)
+        secret = pull_secret(space.grant.identity_key, terms, nonce)
+        pulled = undo.pop_all()
         try:
-            columns = run.frames(reply.places, writable=False)
-            blocks = min(map(len, columns))
-            if not blocks:
-                return peer_pb2.OpenPullResponse(reason=str(MissReason.UNREACHABLE))
-            spans = [column[block] for block in range(blocks) for column in columns]
-            size = sum(span.nbytes for span in spans)
-            if not self._pins(size):
-                return peer_pb2.OpenPullResponse(reason=BUSY)
-
-            def release() -> None:
-                run.release(reply.lease)
-                self._ended(terms.asking, size)
-
-            frames_sent = counted_from(1)
-
-            def sent(frame_bytes: int) -> None:
-                is_whole = next(frames_sent) % len(columns) == 0  # a block's parts are sent in turn
-                self._courier.parts.figures.count(terms.asking, blocks_out=is_whole, bytes_out=frame_bytes)
-
-            nonce = self._courier.parts.new_token(NONCE_BYTES)
-            secret = pull_secret(space.grant.identity_key, terms, nonce)
-            try:
-                offer = door.offer(OfferedFrames(spans, space.frames, release, sent), secret)
-            except BaseException:
-                self._pins(-size)
-                raise
-            is_offered = True
-        finally:
-            if not is_offered:
-                run.release(reply.lease)
+            offer = door.offer(OfferedFrames(spans, space.frames, pulled.close, sent), secret)
+        except BaseException:
+            pulled.close()
+            raise
         return peer_pb2.OpenPullResponse(
             token=offer.token,
             address=offer.address,
@@ -528,9 +521,8 @@ class PeerHolder:
             self._pinned_bytes += size
             return True
 
-    def _ended(self, node: bytes, size: int = 0) -> None:
+    def _ended(self, node: bytes) -> None:
         with self._lock:
-            self._pinned_bytes -= size
             self._pulls[node] -= 1
             if self._pulls[node] <= 0:
                 del self._pulls[node]

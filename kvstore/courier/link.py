@@ -11,6 +11,7 @@ from kvstore.block.account import MissReason
 from kvstore.block.identity import Namespace
 from kvstore.client.connection import REASON_OF_FAULT, SidecarConnection, Unavailable, spans
 from kvstore.protocol import messages as m
+from kvstore.protocol.courier import QuestionAnswered
 from kvstore.protocol.messages import Grant, LeaseReply, ReserveReply
 from tiering.frame import frame_bytes
 
@@ -108,6 +109,8 @@ class CourierRun:
     by_number: dict[int, CourierSpace] = field(default_factory=dict)
     by_id: dict[bytes, CourierSpace] = field(default_factory=dict)
     uses: Uses = field(default_factory=Uses)
+    answers: deque[QuestionAnswered] = field(default_factory=deque)
+    """To the sidecar's questions, not sent yet."""
     _listing: threading.Lock = field(default_factory=threading.Lock)
 
     @property
