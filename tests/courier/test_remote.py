@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -36,18 +35,9 @@ def two(tmp_path_factory: pytest.TempPathFactory, engine: ValkeyServer) -> Itera
         yield nodes
 
 
-def say(engine: ValkeyServer, *words: bytes) -> bytes:
-    """A command, and its first answer as bytes."""
-    with socket.create_connection(("127.0.0.1", engine.port)) as wire:
-        wire.settimeout(10.0)
-        wire.sendall(b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(one), one) for one in words))
-        wire.shutdown(socket.SHUT_WR)
-        return b"".join(iter(lambda: wire.recv(1 << 20), b""))
-
-
 def frames(engine: ValkeyServer) -> set[bytes]:
     """Names of all that are there."""
-    return {line for line in say(engine, b"KEYS", b"kvf:f:*").split(b"\r\n") if line.startswith(b"kvf:f:")}
+    return {line for line in engine.say(b"KEYS", b"kvf:f:*").split(b"\r\n") if line.startswith(b"kvf:f:")}
 
 
 def stored(two: Sequence[Node], engine: ValkeyServer, number: int) -> set[bytes]:
@@ -64,7 +54,7 @@ def test_what_one_wrote_another_reads(two: list[Node], engine: ValkeyServer) -> 
     assert got.is_right and got.tiers == {"remote": BLOCKS} and got.located.tier == "remote", got
     assert two[1].get(1).tiers == {"dram": BLOCKS}
     name = next(iter(frames(engine)))
-    assert 0 < int(say(engine, b"TTL", name).strip(b":\r\n")) <= 3600
+    assert 0 < int(engine.say(b"TTL", name).strip(b":\r\n")) <= 3600
 
     def is_told() -> bool:
         (source,) = two[1].stat()["elsewhere"]["sources"]
@@ -78,10 +68,10 @@ def altered(two: list[Node], engine: ValkeyServer, blocks: int, at: int) -> set[
     """Frames of which one bit is another one."""
     names = stored(two, engine, blocks)
     for name in names:
-        _, _, value = say(engine, b"GET", name).partition(b"\r\n")
+        _, _, value = engine.say(b"GET", name).partition(b"\r\n")
         frame = bytearray(value[:-2])
         frame[at] ^= 1
-        assert say(engine, b"SET", name, bytes(frame)).startswith(b"+OK")
+        assert engine.say(b"SET", name, bytes(frame)).startswith(b"+OK")
     return names
 
 
