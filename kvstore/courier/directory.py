@@ -9,8 +9,8 @@ its end, by the server's clock. No two hosts' clocks are ever compared.
 
 A look-up never connects, never retries and never waits for an announcement. If the server is slow or gone, three
 failures open the breaker: look-ups then fail at once, until the thread's own refresh is quick again. Replies are
-bounded before anything is built from them: 64 hints of a chunk, 64 KiB of a value, and a limit for each call. Values
-that are no hint or entry are skipped.
+bounded before anything is built from them: 64 hints of a chunk, and the bytes of all that a call may be answered.
+Values that are no hint or entry are skipped.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import logging
 import re
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ NODES_PER_REFRESH = 256
 """A larger pool's table is read less often, in proportion: otherwise the reads grow with the square of the nodes."""
 LOOKUP_CONNECTIONS = 8  # twice as many as one tenant's threads use at once
 FAILURES_TO_OPEN = 3
-MAX_VALUE_BYTES, MAX_LINE_BYTES, MAX_ELEMENTS = 1 << 16, 4096, 2 * MAX_NODES
+MAX_LINE_BYTES, MAX_ELEMENTS = 4096, 2 * MAX_NODES
 ROOM_BYTES, ROOM_PER_COMMAND_BYTES = 1 << 20, 8 << 10
 MAX_TIME_MS = 1 << 48
 DEFAULT_PORT = 6379
@@ -140,7 +141,7 @@ class ValkeyDirectory:
         self._table_due = self._quiet_until = float("-inf")
         self._server_ahead_ms: int | None = None
         self._fields_age = True
-        self._counts = {"lookups": 0, "found": 0, "failures": 0}
+        self._counts = Counter[str]()
 
     def start(self) -> None:
         """Enter this node, and keep it there."""
@@ -171,14 +172,12 @@ class ValkeyDirectory:
         return "" if refused is None else f"the directory {self._address} refuses what this node tells it: {refused}"
 
     def figures(self) -> SourceFigures:
-        state = UP if self._down is None else OPEN if self._is_slow else DOWN
+        state, counts = UP if self._down is None else OPEN if self._is_slow else DOWN, dict[str, Any](self._counts)
         return SourceFigures(
-            kind=DIRECTORY,
-            name=str(self._address)[-MAX_WHERE_CHARACTERS:],
-            state=state,
-            lookups=self._counts["lookups"],
-            found=self._counts["found"],
-            failures=self._counts["failures"],
+            DIRECTORY,
+            str(self._address)[-MAX_WHERE_CHARACTERS:],
+            state,
+            **counts,
             hints=self._announcer.held,
             detail=self.reason[:MAX_WHERE_CHARACTERS],
         )
@@ -212,8 +211,7 @@ class ValkeyDirectory:
         found = leading_holders(heads, said, alive, self._server_ms())
         with self._lock:
             self._failed_lookups = 0
-            self._counts["lookups"] += 1
-            self._counts["found"] += bool(found)
+            self._counts.update(lookups=1, found=bool(found))
         return found
 
     def announce(self, hints: Sequence[tuple[bytes, HitTier]], seconds: float = CALL_SECONDS) -> None:
@@ -291,14 +289,15 @@ class ValkeyDirectory:
             _log.error("%s", self.reason)
 
     def _read_table(self, listed: object, now: float) -> None:
-        names = listed if isinstance(listed, list) else []
-        if names is not listed or None in names:  # of another type, or with members that are no node ids
+        if not isinstance(listed, list):  # it is of another type
             self._ask([_LIST_ANEW])
-        nodes = [one for one in names if isinstance(one, bytes) and len(one) == NODE_BYTES]
+            listed = []
+        names = [one for one in listed if isinstance(one, bytes)]
+        nodes = [one for one in names if len(one) == NODE_BYTES]
         if now < self._table_due:
             return
         found: list[NodeEntry] = []
-        left_out = [one for one in names if isinstance(one, bytes) and len(one) != NODE_BYTES]
+        left_out = [one for one in names if len(one) != NODE_BYTES]
         for at in range(0, len(nodes), NODES_PER_REFRESH):
             asked = nodes[at : at + NODES_PER_REFRESH]
             replies = self._ask([(b"GETRANGE", _NODE + node, 0, MAX_ENTRY_BYTES) for node in asked])
@@ -368,8 +367,7 @@ class ValkeyDirectory:
 
     def _lookup_failed(self, why: str) -> None:
         with self._lock:
-            self._counts["lookups"] += 1
-            self._counts["failures"] += 1
+            self._counts.update(lookups=1, failures=1)
             self._failed_lookups += 1
             opens = self._failed_lookups >= FAILURES_TO_OPEN
         if opens:
@@ -430,8 +428,7 @@ def _milliseconds(reply: Any) -> int:
 
 class _ValkeyWire:
     """One connection that speaks RESP 2, for one thread at a time: each call within a deadline and a number of bytes.
-    Sizes that a server announces are checked before anything is built from them; longer values are skipped, and read
-    as None."""
+    Sizes that a server announces are checked before anything is built from them."""
 
     def __init__(self, address: DirectoryAddress, password: Callable[[], str], clock: Clock) -> None:
         self._address = address
@@ -524,14 +521,6 @@ class _ValkeyWire:
             return None
         if size > self._room + len(self._seen) - self._at:
             raise _Oversized(f"a value of {size} bytes")
-        if size > MAX_VALUE_BYTES:
-            left = size + 2 - (len(self._seen) - self._at)
-            while left > 0:
-                self._seen, self._at = b"", 0
-                self._more()
-                left -= len(self._seen)
-            self._at = len(self._seen) + left
-            return None
         while len(self._seen) - self._at < size + 2:
             self._more()
         begin, self._at = self._at, self._at + size + 2
