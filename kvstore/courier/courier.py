@@ -316,8 +316,7 @@ class _TenantWork:
             space = run.space(question.namespace)
             if self.follower is not None:
                 self.follower.used(space, question.keys)
-            ticket = (question.node, question.incarnation)
-            places = session.locator.find(run, space, question.keys, present, *ticket, seconds=left)
+            places = session.locator.find(run, space, question, left)
         except Unavailable as away:
             return QuestionAnswered(number, present, reason=away.reason, detail=away.detail)
         session.locator.keep(run.tenant, number, places)

@@ -93,8 +93,7 @@ class Fetcher:
         space = run.space(question.namespace)
         places = Places([job.invited]) if job.invited else self._locator.kept(run.tenant, question.located)
         if places is None:
-            ticket = (question.node, question.incarnation)
-            places = self._locator.find(run, space, question.keys, job.reached, *ticket, seconds=self._left(job) / 4)
+            places = self._locator.find(run, space, question, self._left(job) / 4)
         sources = list(places.sources)
         if not sources:
             job.misses(places.reason, places.detail)

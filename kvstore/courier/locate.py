@@ -43,6 +43,7 @@ from kvstore.pool.directory import (
 )
 from kvstore.pool.members import AliveTable
 from kvstore.pool.speeds import REMOTE_PRIOR
+from kvstore.protocol.courier import FetchQuestion, LocateQuestion
 from tiering.clock import Clock
 from tiering.remote.driver import RemoteFault
 from tiering.remote.workers import RemoteCall
@@ -89,16 +90,13 @@ class Places:
 
 @dataclass(eq=False, slots=True)
 class _Look:
-    """A look-up in progress, of the blocks behind the first `present`. node, incarnation: of a ticket. wanted_by: then
-    no engine waits any more; ends_at: its own limit. nearer: what the nodes say, as far as is known. remote: the call,
-    if there is a tier."""
+    """A look-up in progress, of the blocks behind a question's first `present`. wanted_by: then no engine waits any
+    more; ends_at: its own limit. nearer: what the nodes say, as far as is known. remote: the call, if there is a
+    tier."""
 
     run: CourierRun
     space: CourierSpace
-    keys: Sequence[bytes]
-    present: int
-    node: bytes
-    incarnation: bytes
+    question: LocateQuestion | FetchQuestion
     wanted_by: float
     ends_at: float
     nearer: Places = field(
@@ -111,7 +109,8 @@ class _Look:
 
     @property
     def chain(self) -> _Chain:
-        return self.space.id, self.keys[-1], self.present, self.node + self.incarnation
+        asked = self.question
+        return self.space.id, asked.keys[-1], asked.present, asked.node + asked.incarnation
 
 
 class Locator:
@@ -156,19 +155,11 @@ class Locator:
             return self._kept.pop((tenant, number), None)
 
     def find(
-        self,
-        run: CourierRun,
-        space: CourierSpace,
-        keys: Sequence[bytes],
-        present: int,
-        node: bytes = b"",
-        incarnation: bytes = b"",
-        seconds: float = LOOK_SECONDS,
+        self, run: CourierRun, space: CourierSpace, question: LocateQuestion | FetchQuestion, seconds: float
     ) -> Places:
-        """The places of the blocks behind the first `present`, as far as they are known after `seconds`. node,
-        incarnation: of a ticket."""
+        """The places of the blocks behind the first `present`, as far as they are known after `seconds`."""
         now = self._clock.monotonic_seconds()
-        mine = _Look(run, space, keys, present, node, incarnation, now + seconds, now + seconds)
+        mine = _Look(run, space, question, now + seconds, now + seconds)
         with self._lock:
             found_at, recent = self._recent.get(mine.chain, (-inf, Places()))
             if now - found_at < RECENT_SECONDS:
@@ -190,7 +181,7 @@ class Locator:
         try:
             if self._remote is not None:
                 limit_at = max(look.ends_at, self._clock.monotonic_seconds() + LIMIT_SECONDS)
-                keys = look.keys[look.present :]
+                keys = look.question.keys[look.question.present :]
                 look.remote = self._remote.has(look.run, look.space, keys, look.wanted_by, limit_at)
             if self._peers is not None:
                 self._find_peers(look, self._peers)
@@ -199,7 +190,7 @@ class Locator:
             if look.remote is not None:
                 look.remote.is_settled(look.ends_at - self._clock.monotonic_seconds())
             places = self._composed(look)
-            if places.sources and not look.node:  # a ticket's promise is for its own request only
+            if places.sources and not look.question.node:  # a ticket's promise is for its own request only
                 with self._lock:
                     self._recent[look.chain] = self._clock.monotonic_seconds(), places
                     while len(self._recent) > MOST_RECENT:
@@ -270,7 +261,7 @@ class Locator:
             return
         if not found:
             return
-        now, blocks = self._clock.monotonic_seconds(), look.present + found
+        now, blocks = self._clock.monotonic_seconds(), look.question.present + found
         size = found * look.space.block_bytes
         milliseconds = remote.figures.speeds.milliseconds(remote.name, size, now, REMOTE_PRIOR)
         is_better = (blocks, -milliseconds) > (places.blocks, -places.milliseconds)
@@ -298,7 +289,8 @@ class Locator:
             peers.figures.answered(DIRECTORY, "the directory", now - began_at, is_late)
 
     def _ask_nodes(self, look: _Look, peers: PeerWays, places: Places, hinted: Sequence[Holder]) -> None:
-        run, space, keys, present, node = look.run, look.space, look.keys, look.present, look.node
+        run, space, question = look.run, look.space, look.question
+        keys, present, node = question.keys, question.present, question.node
         began_at, alive = self._clock.monotonic_seconds(), self._table.alive(self._clock.monotonic_seconds())
         chosen = peers.choice.choose(
             hinted, alive, hint_name(space.id, keys[-1]), space.block_bytes, began_at, run.fingerprint
@@ -306,14 +298,19 @@ class Locator:
         asked = {one.node: alive[one.node] for one in chosen}
         for other in self._named.nodes() if self._named is not None else ():
             entry = alive.get(other)
-            if entry is not None and other not in asked and len(asked) < MOST_ASKED + MOST_NAMED:
-                self._ask_too(asked, entry, run, peers, began_at)
+            if entry is None or other in asked or len(asked) >= MOST_ASKED + MOST_NAMED:
+                continue
+            if run.fingerprint not in entry.fingerprints:
+                peers.mismatch(entry, run)
+            elif not peers.choice.is_banned(entry.node, entry.incarnation, began_at):
+                asked[other] = entry
         promised = alive.get(node) if node and node != run.node else None
-        if promised is not None and promised.incarnation == look.incarnation:
+        if promised is not None and promised.incarnation == question.incarnation:
             asked.setdefault(node, promised)
         elif node and node != run.node:
             places.reason, places.detail, promised = MissReason.STALE_HINT, "the ticket's node is not in the pool", None
-        said = {one.node: _with_tail(one.blocks, len(keys)) for one in chosen}
+        # A hint of the last chunk says nothing of the tail, which the node may have as well.
+        said = {one.node: len(keys) if len(keys) - one.blocks < CHUNK_BLOCKS else one.blocks for one in chosen}
         entries = list(asked.values())
         answers = peers.ask(run, space, entries, keys[present:], present, max(0.0, look.ends_at - began_at))
         late: list[NodeEntry] = []
@@ -348,7 +345,8 @@ class Locator:
         promised: NodeEntry | None,
         alive: Mapping[bytes, NodeEntry],
     ) -> Places:
-        keys, present, size, now = look.keys, look.present, look.space.block_bytes, self._clock.monotonic_seconds()
+        keys, present = look.question.keys, look.question.present
+        size, now = look.space.block_bytes, self._clock.monotonic_seconds()
         head = hint_name(look.space.id, keys[-1])
         best = peers.choice.choose(found, alive, head, size, now, look.run.fingerprint)
         speeds = peers.figures.speeds
@@ -361,17 +359,6 @@ class Locator:
                 places.add(PeerSource(alive[one.node], peers), one.blocks, milliseconds, is_best=not places.sources)
         return places
 
-    @staticmethod
-    def _ask_too(asked: dict[bytes, NodeEntry], entry: NodeEntry, run: CourierRun, peers: PeerWays, now: float) -> None:
-        if run.fingerprint not in entry.fingerprints:
-            peers.mismatch(entry, run)
-        elif not peers.choice.is_banned(entry.node, entry.incarnation, now):
-            asked[entry.node] = entry
-
     def _hinted(self, look: _Look, seconds: float) -> list[Holder]:
-        heads = leading_places(chunk_heads(look.space.id, look.keys, look.present), MOST_PLACES)
+        heads = leading_places(chunk_heads(look.space.id, look.question.keys, look.question.present), MOST_PLACES)
         return self._directory.holders(heads, seconds) if self._directory is not None and heads else []
-
-
-def _with_tail(hinted: int, asked: int) -> int:
-    return asked if asked - hinted < CHUNK_BLOCKS else hinted

@@ -130,7 +130,8 @@ def test_a_fetch_of_a_long_prompt_looks_at_no_more_places(present: int) -> None:
     directory = HintingDirectory([])
     locator = Locator(AliveTable(NodeIdentity()), None, directory, None, None, SystemClock())  # type: ignore[arg-type]
     keys = [index.to_bytes(32, "big") for index in range(1 << 16)]
-    look = SimpleNamespace(space=SimpleNamespace(id=bytes(32)), keys=keys, present=present)
+    question = SimpleNamespace(keys=keys, present=present)
+    look = SimpleNamespace(space=SimpleNamespace(id=bytes(32)), question=question)
     assert locator._hinted(look, 1.0) == []  # type: ignore[arg-type]
     ((places, _),) = directory.asked
     first = present // CHUNK_BLOCKS * CHUNK_BLOCKS
