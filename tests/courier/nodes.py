@@ -271,11 +271,7 @@ class Asker:
         self.handle = self.store.namespace(model=MODEL, layout=LAYOUT)
         self.wire = FramedSocket(str(node.socket), "test", os.urandom(16), SystemClock(), SOON)
         listed = self._ask(m.Namespaces(0), m.NamespacesReply).namespaces
-        (mine,) = (
-            [one for one in listed if one.id == self.handle.namespace.digest().hex()]
-            if hasattr(self.handle, "namespace")
-            else listed[:1]
-        )
+        (mine,) = (one for one in listed if one.id == self.handle.namespace.digest().hex())
         grant = self._ask(m.OpenNamespace(mine.packed, mine.payload_bytes), m.Granted).grant
         self.number = grant.number
 
@@ -298,6 +294,16 @@ class Asker:
         found: m.Located = self._ask(m.Locate(self.number, keys, ticket), m.Located)
         return found
 
+    def awaits(self, keys: list[bytes], located: m.Located, seconds: float) -> m.Awaited:
+        """Waits for all that was located."""
+        last = keys[located.blocks - 1 : located.blocks]
+        awaited: m.Awaited = self._ask(m.Await(self.number, last, seconds, located.number), m.Awaited, seconds + SOON)
+        return awaited
+
+    def ticket(self, keys: list[bytes]) -> str:
+        """As an engine seals one before it stores these."""
+        return str(self._ask(m.SealTicket(self.number, keys, 60.0), m.Sealed).ticket)
+
     def find(self, keys: list[bytes]) -> m.Located:
         """Looks again until something is elsewhere: a look-up of 5 ms may come to nothing on a busy machine."""
         found: list[m.Located] = []
@@ -319,8 +325,7 @@ class Asker:
             time.sleep(0.05)  # as an engine's next request would come
         awaited, began_at = None, time.monotonic()
         if located.number:
-            verb = m.Await(self.number, keys[located.blocks - 1 : located.blocks], seconds, located.number)
-            awaited = self._ask(verb, m.Awaited, seconds + SOON)
+            awaited = self.awaits(keys, located, seconds)
         took = time.monotonic() - began_at
         tokens = prompt(number, blocks)
         blank = blank_pages(LAYOUT, blocks)

@@ -167,7 +167,7 @@ def test_nodes_of_two_versions_serve_each_other(old_and_new: tuple[Node, Node, s
         wait_until(lambda: nothing_is_left(taker) and nothing_is_left(giver))  # noqa: B023
         with Asker(giver) as asker:
             keys = asker.hashed(number + 10, BLOCKS).keys
-            ticket = asker._ask(m.SealTicket(asker.number, keys, 60.0), m.Sealed).ticket
+            ticket = asker.ticket(keys)
         giver.put(number + 10, BLOCKS)
         with Asker(taker) as asker:
             got = asker.get(number + 10, BLOCKS, 10.0, 10.0, ticket)
@@ -194,11 +194,7 @@ def _a_fetch_is_cut(giver: Node, taker: Node, number: int) -> None:
         os.kill(giver.network.pid, signal.SIGSTOP)
         told: list[m.Awaited] = []
 
-        def wait() -> None:
-            verb = m.Await(asker.number, [keys[located.blocks - 1]], WAIT_SECONDS, located.number)
-            told.append(asker._ask(verb, m.Awaited))
-
-        waiter = threading.Thread(target=wait)
+        waiter = threading.Thread(target=lambda: told.append(asker.awaits(keys, located, WAIT_SECONDS)))
         waiter.start()
         waiter.join(60.0)
         giver.kill_network()

@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -171,7 +168,7 @@ def test_a_holder_that_stops_costs_its_waiters_no_more_than_their_time(healed: l
         assert healed[0].network is not None
         os.kill(healed[0].network.pid, signal.SIGSTOP)
         began_at = time.monotonic()
-        awaited = asker._ask(m.Await(asker.number, [keys[located.blocks - 1]], 0.7, located.number), m.Awaited)
+        awaited = asker.awaits(keys, located, 0.7)
         took = time.monotonic() - began_at
         assert awaited.blocks == 0 and awaited.reason in (MissReason.DEADLINE, MissReason.UNREACHABLE), awaited
         assert took < 0.7 + LATE_SECONDS
@@ -226,21 +223,3 @@ def test_a_courier_that_is_upgraded_before_and_after_its_sidecar(healed: list[No
         starts(healed[0])
         healed[0].put(number + 50)
         wait_until(lambda: healed[1].get(number + 50, locates=1.0).blocks == BLOCKS)  # noqa: B023
-
-
-def test_nothing_is_imported_that_is_not_configured(tmp_path: Path) -> None:
-    text = (
-        "import sys, kvstore.network.part, kvstore.cli.main, kvstore.service.serve, kvstore.edge.pages\n"
-        "rooms = ('kvstore.courier', 'kvstore.peers', 'kvstore.pool', 'kvstore.elsewhere', 'tiering.remote',"
-        " 'valkey')\n"
-        "print([one for one in sys.modules if one.startswith(rooms)])"
-    )
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.strip() == "[]", done.stdout + done.stderr
-    alone = Node(tmp_path / "alone", None, {}, {})
-    alone.start_sidecar()
-    try:
-        assert not (alone.folder / "kv" / "courier.sock").exists()
-        assert alone.stat()["elsewhere"] is None
-    finally:
-        alone.close()

@@ -18,7 +18,6 @@ pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
 from courier.nodes import Asker, Node, pool
 from edge.children import children_of
 from kvstore.block.account import MissReason
-from kvstore.protocol import messages as m
 from network.running import ENVIRONMENT
 from valkey_server import ValkeyServer, server_of_module
 from waiting import wait_until
@@ -99,30 +98,12 @@ def test_a_server_that_hangs_costs_no_more_than_the_time_of_who_waits(two: list[
         engine.stop()
         try:
             began_at = time.monotonic()
-            verb = m.Await(asker.number, [keys[located.blocks - 1]], 0.7, located.number)
-            awaited = asker._ask(verb, m.Awaited)
+            awaited = asker.awaits(keys, located, 0.7)
             assert awaited.blocks == 0 and time.monotonic() - began_at < 0.7 + 1.0
             assert awaited.reason in (MissReason.DEADLINE, MissReason.UNREACHABLE), awaited
         finally:
             engine.go_on()
     wait_until(lambda: two[1].get(4, locates=1.0).blocks == BLOCKS)
-
-
-def test_a_courier_that_is_killed_leaves_no_slot(two: list[Node], engine: ValkeyServer) -> None:
-    stored(two, engine, 5)
-    with Asker(two[1]) as asker:
-        keys = asker.hashed(5, BLOCKS).keys
-        located = asker.find(keys)
-        engine.stop()
-        number = asker.wire.submit(m.Await(asker.number, [keys[located.blocks - 1]], 20.0, located.number))
-        wait_until(lambda: two[1].stat()["elsewhere"]["fetching"] > 0)
-        two[1].kill_network(signal.SIGKILL)
-        awaited = asker.wire.wait(number, 30.0).answer
-        assert isinstance(awaited, m.Awaited) and awaited.reason is MissReason.UNREACHABLE, awaited
-        engine.go_on()
-        two[1].start_network()
-    two[1].put(5)
-    assert two[1].get(5).is_right
 
 
 def test_what_was_dropped_is_not_served(two: list[Node], engine: ValkeyServer) -> None:

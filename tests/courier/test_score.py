@@ -245,6 +245,7 @@ def test_where_other_nodes_are_not_known_only_a_question_that_names_some_is_part
             of_own = (alone.stat()["node"], {"dram": BLOCKS * BLOCK_TOKENS})
             answer = ask(alone, token_ids=prompt(1, BLOCKS))
             assert told(answer) == [of_own] and not answer.is_partial and not answer.partial_detail
+            assert alone.stat()["elsewhere"] is None
             answer = ask(alone, token_ids=prompt(1, BLOCKS), nodes=["0" * 32, of_own[0]])
             assert told(answer) == [("0" * 32, {}), of_own] and answer.is_partial and answer.partial_detail
     finally:

@@ -48,7 +48,7 @@ def test_a_ticket_s_node_is_asked_while_it_publishes(two: list[Node]) -> None:
 
     with Asker(two[0]) as giver, Asker(two[1]) as taker:
         keys = giver.hashed(3, BLOCKS).keys
-        ticket = giver._ask(m.SealTicket(giver.number, keys, 60.0), m.Sealed).ticket
+        ticket = giver.ticket(keys)
         located = taker.locate(keys, ticket)
         for _ in range(50):
             if located.number:
@@ -56,8 +56,7 @@ def test_a_ticket_s_node_is_asked_while_it_publishes(two: list[Node]) -> None:
             located = taker.locate(keys, ticket)
         assert located.number and located.blocks == BLOCKS, located
         got: list[m.Awaited] = []
-        verb = m.Await(taker.number, [keys[-1]], 20.0, located.number)
-        waiter = threading.Thread(target=lambda: got.append(taker._ask(verb, m.Awaited)))
+        waiter = threading.Thread(target=lambda: got.append(taker.awaits(keys, located, 20.0)))
         waiter.start()
         two[0].put(3, 12)
         two[0].put(3, BLOCKS)

@@ -130,14 +130,9 @@ def _systemd_analyze() -> str:
 PAGE = (ROOT / "docs" / "deploy.md").read_text()
 
 
-def test_its_files_and_headings_are_there() -> None:
+def test_its_files_are_there() -> None:
     files = set(re.findall(r"deploy/[\w./-]*\w", PAGE))
     assert files and all((ROOT / one).exists() for one in files), files
-    assert all((ROOT / "docs" / one).exists() for one in re.findall(r"\]\((\w+\.md)\)", PAGE))
-    headings = {
-        re.sub(r"[^\w -]", "", one).strip().lower().replace(" ", "-") for one in re.findall(r"^#+ (.*)$", PAGE, re.M)
-    }
-    assert set(re.findall(r"\]\(#([\w-]+)\)", PAGE)) <= headings
 
 
 def test_its_settings_are_settings() -> None:
