@@ -30,7 +30,7 @@ from kvstore.client.framing import FramedSocket, drained
 from kvstore.courier.announcing import Follower
 from kvstore.courier.dialling import VERSION, GrpcPeers
 from kvstore.courier.directory import DirectoryAddress, ValkeyDirectory
-from kvstore.courier.fetch import Fetcher, FetchJob, places_answer
+from kvstore.courier.fetch import Fetcher, FetchJob
 from kvstore.courier.figures import BANNED, DIRECTORY, MOST_SHOWN, PEER, REMOTE, UP, Figures
 from kvstore.courier.link import ANSWER_SECONDS, CONNECT_SECONDS, ENGINE, CourierRun, CourierSpace
 from kvstore.courier.locate import LOOK_SECONDS, Locator
@@ -320,7 +320,7 @@ class _TenantWork:
         except Unavailable as away:
             return QuestionAnswered(number, present, reason=away.reason, detail=away.detail)
         session.locator.keep(run.tenant, number, places)
-        return places_answer(number, places, present)
+        return places.answer(number, present)
 
     def _begin_fetch(self, run: CourierRun, question: FetchQuestion) -> None:
         session = self._session

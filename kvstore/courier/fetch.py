@@ -174,16 +174,3 @@ class Fetcher:
             self._pause(job, pause)
             pause = min(2 * pause, LONGEST_AGAIN_SECONDS)
         return False
-
-
-def places_answer(number: int, places: Places, present: int) -> QuestionAnswered:
-    blocks = places.blocks if places.sources else present
-    return QuestionAnswered(
-        number,
-        max(present, blocks),
-        places.tier,
-        places.milliseconds,
-        places.where,
-        places.reason,
-        places.detail[:1000],
-    )

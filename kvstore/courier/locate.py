@@ -43,7 +43,7 @@ from kvstore.pool.directory import (
 )
 from kvstore.pool.members import AliveTable
 from kvstore.pool.speeds import REMOTE_PRIOR
-from kvstore.protocol.courier import FetchQuestion, LocateQuestion
+from kvstore.protocol.courier import FetchQuestion, LocateQuestion, QuestionAnswered
 from tiering.clock import Clock
 from tiering.remote.driver import RemoteFault
 from tiering.remote.workers import RemoteCall
@@ -80,6 +80,12 @@ class Places:
     where: str = ""
     reason: MissReason | None = MissReason.ABSENT
     detail: str = ""
+
+    def answer(self, number: int, present: int) -> QuestionAnswered:
+        """To a question of that number. present: blocks that are here."""
+        blocks = max(present, self.blocks) if self.sources else present
+        told = self.where, self.reason, self.detail[:1000]
+        return QuestionAnswered(number, blocks, self.tier, self.milliseconds, *told)
 
     def add(self, source: Source, blocks: int, milliseconds: float, *, is_best: bool) -> None:
         """At the end, or as the best one at the beginning."""
