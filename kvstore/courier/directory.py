@@ -211,7 +211,7 @@ class ValkeyDirectory:
         found = leading_holders(heads, said, alive, self._server_ms())
         with self._lock:
             self._failed_lookups = 0
-            self._counts.update(lookups=1, found=bool(found))
+            self._counts.update(lookups=1, found=int(bool(found)))
         return found
 
     def announce(self, hints: Sequence[tuple[bytes, HitTier]], seconds: float = CALL_SECONDS) -> None:
