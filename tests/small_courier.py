@@ -105,7 +105,7 @@ class SmallCourier:
         keys = one.keys[: first + self.may_bring(len(one.keys) - first)]
         done = first
         self.brought["fetches"] += 1
-        reply = self._run.reserve(space, keys[first - 1] if first else None, keys[first:], first)
+        reply = space.reserve(keys[first - 1] if first else None, keys[first:], first)
         if reply.reservation:
             lease = self._far.call(m.LeasePrefix(self._there(space), keys, 0, LEASE_MS), NamedLease).reply
             try:

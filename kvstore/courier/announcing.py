@@ -213,10 +213,10 @@ class Follower:
     def _write(self, ways: RemoteWays, space_id: bytes, key: bytes) -> bool:
         run, space = self._run, self._followed[space_id].space
         ends_at = self._clock.monotonic_seconds() + WRITE_SECONDS
-        names = ways.names(run, space, [key], ends_at)
+        names = ways.names(space, [key], ends_at)
         if all(ways.workers.exists(names, ends_at).result()):
             return True  # another node wrote it, or an earlier run of this one
-        reply = run.lease(space, [key], WRITE_LEASE_SECONDS)
+        reply = space.lease([key], WRITE_LEASE_SECONDS)
         if not reply.lease:
             return True  # evicted, or DRAM is all pinned: its next use queues it again
         pin = Lending(lambda: run.release(reply.lease))

@@ -316,7 +316,7 @@ class _TenantWork:
             space = run.space(question.namespace)
             if self.follower is not None:
                 self.follower.used(space, question.keys)
-            places = session.locator.find(run, space, question, left)
+            places = session.locator.find(space, question, left)
         except Unavailable as away:
             return QuestionAnswered(number, present, reason=away.reason, detail=away.detail)
         session.locator.keep(run.tenant, number, places)
@@ -411,9 +411,9 @@ class PeerHolder:
         found = self._asked(request, call, HAS)
         if isinstance(found, str):
             return peer_pb2.HasResponse(reason=found)
-        run, space, terms = found
+        space, terms = found
         try:
-            blocks = run.match(space, terms.keys)
+            blocks = space.match(terms.keys)
         except Unavailable as away:
             return peer_pb2.HasResponse(reason=str(away.reason))
         return peer_pb2.HasResponse(blocks=blocks, reason="" if blocks else ABSENT)
@@ -423,7 +423,7 @@ class PeerHolder:
         found = self._asked(request, call, PULL)
         if isinstance(found, str):
             return peer_pb2.OpenPullResponse(reason=found)
-        run, space, terms = found
+        space, terms = found
         door = next((self._doors[one] for one in request.transports if one in self._doors), None)
         if door is None:
             return peer_pb2.OpenPullResponse(reason=str(MissReason.UNSUPPORTED))
@@ -438,7 +438,7 @@ class PeerHolder:
             with ExitStack() as undo:
                 undo.callback(self._ended, terms.asking)
                 wait = min(request.wait_ms / 1000, seconds_left(), LONGEST_WAIT_SECONDS)
-                return self._opened(run, space, terms, door, wait, undo)
+                return self._opened(space, terms, door, wait, undo)
         except Unavailable as away:
             return peer_pb2.OpenPullResponse(reason=str(away.reason))
         except PullBusy:
@@ -465,21 +465,15 @@ class PeerHolder:
         return peer_pb2.OfferResponse(blocks=blocks, reason=str(reason or ""))
 
     def _opened(
-        self,
-        run: CourierRun,
-        space: CourierSpace,
-        terms: PullTerms,
-        door: FrameDoor,
-        wait: float,
-        undo: ExitStack,
+        self, space: CourierSpace, terms: PullTerms, door: FrameDoor, wait: float, undo: ExitStack
     ) -> peer_pb2.OpenPullResponse:
         """undo: what is to be done when the pull is over, or now if there is none."""
         most = max(1, min(len(terms.keys), MOST_PULL_BLOCKS, MOST_PULL_BYTES // space.block_bytes))
-        reply = run.lease(space, terms.keys[:most], max(0.0, wait))
+        reply = space.lease(terms.keys[:most], max(0.0, wait))
         if not reply.lease:
             return peer_pb2.OpenPullResponse(reason=str(reply.reason or MissReason.ABSENT))
-        undo.callback(run.release, reply.lease)
-        columns = run.frames(reply.places, writable=False)
+        undo.callback(space.run.release, reply.lease)
+        columns = space.run.frames(reply.places, writable=False)
         blocks = min(map(len, columns))
         if not blocks:
             return peer_pb2.OpenPullResponse(reason=str(MissReason.UNREACHABLE))
@@ -531,7 +525,7 @@ class PeerHolder:
         request: peer_pb2.HasRequest | peer_pb2.OpenPullRequest | peer_pb2.OfferRequest,
         call: AskedBy,
         what: bytes,
-    ) -> tuple[CourierRun, CourierSpace, PullTerms] | str:
+    ) -> tuple[CourierSpace, PullTerms] | str:
         joined = request.keys  # read once: each access to a message's field copies it
         if len(joined) % KEY_BYTES:
             raise BadInput(f"keys of {len(joined)} bytes; give {KEY_BYTES} for each block")
@@ -556,7 +550,7 @@ class PeerHolder:
         if not hmac.compare_digest(right, request.mac):
             self._courier.parts.figures.refused("a caller", "mac")
             return KEY_MISMATCH
-        return (run, space, terms) if space is not None else ABSENT
+        return (space, terms) if space is not None else ABSENT
 
 
 class Courier:
@@ -625,9 +619,7 @@ class Courier:
             return HeldElsewhere(left_out="the courier has no connection to the sidecar")
         return session.locator.holders(run, bytes.fromhex(namespace), keys, seconds, are_own=are_own)
 
-    def take_offer(
-        self, run: CourierRun, space: CourierSpace, terms: PullTerms, seconds: float
-    ) -> tuple[int, MissReason | None]:
+    def take_offer(self, space: CourierSpace, terms: PullTerms, seconds: float) -> tuple[int, MissReason | None]:
         """Pull what a leaving node offers; how many blocks are here afterwards, and why not all. Raises
         `Unavailable`."""
         session, now = self._session, self.parts.clock.monotonic_seconds()
@@ -635,8 +627,8 @@ class Courier:
         if session is None or session.ways is None or entry is None:
             return 0, MissReason.UNREACHABLE  # this node does not know that one
         keys = list(terms.keys[: max(1, MOST_OFFERED_BYTES // space.block_bytes)])
-        question = FetchQuestion(0, 0, space.number, keys, run.match(space, keys), seconds)
-        job = session.fetcher.job(run, question)
+        question = FetchQuestion(0, 0, space.number, keys, space.match(keys), seconds)
+        job = session.fetcher.job(space.run, question)
         job.invited = PeerSource(entry, session.ways)
         answer = session.fetcher.fetch(job)
         return answer.blocks, answer.reason

@@ -93,7 +93,7 @@ class Fetcher:
         space = run.space(question.namespace)
         places = Places([job.invited]) if job.invited else self._locator.kept(run.tenant, question.located)
         if places is None:
-            places = self._locator.find(run, space, question, self._left(job) / 4)
+            places = self._locator.find(space, question, self._left(job) / 4)
         sources = list(places.sources)
         if not sources:
             job.misses(places.reason, places.detail)
@@ -113,16 +113,16 @@ class Fetcher:
         job.stops.over.wait(min(seconds, max(0.0, self._left(job))))
 
     def _window(self, job: FetchJob, space: CourierSpace, sources: list[Source]) -> bool:
-        keys, run, first, source = job.question.keys, job.run, job.reached, sources[0]
+        keys, first, source = job.question.keys, job.reached, sources[0]
         if isinstance(source, PeerSource) and source.publishes and not self._is_published(job, space, source, sources):
             return True
         most = max(1, min(WINDOW_BLOCKS, WINDOW_BYTES // space.block_bytes))
-        reply = run.reserve(space, keys[first - 1] if first else None, keys[first : first + most], first)
+        reply = space.reserve(keys[first - 1] if first else None, keys[first : first + most], first)
         if reply.present > first:
             job.reached = reply.present
         if not reply.reservation or reply.blocks[0] != job.reached:
             if reply.reservation:
-                run.abort(reply.reservation)
+                space.run.abort(reply.reservation)
             if job.reached > first:
                 return True
             if reply.reason not in PASSING or job.invited is not None:
@@ -132,7 +132,7 @@ class Fetcher:
             job.pause = min(2 * job.pause, LONGEST_AGAIN_SECONDS)
             return True
         job.pause = AGAIN_SECONDS
-        window = ReservedWindow(run, space, reply, keys, source.tier)
+        window = ReservedWindow(space, reply, keys, source.tier)
         try:
             filled = source.fill(window, job.stops) if window.blocks else Filled(MissReason.UNREACHABLE, "no memory")
         finally:
@@ -161,7 +161,7 @@ class Fetcher:
         pause = AGAIN_SECONDS
         following: Sequence[bytes] = job.question.keys[job.reached :]
         while not job.stops.over.is_set() and self._left(job) > 0:
-            found = source.has(job.run, space, following, job.reached, min(0.5, self._left(job)))
+            found = source.has(space, following, job.reached, min(0.5, self._left(job)))
             if found:
                 return True
             if found is None:

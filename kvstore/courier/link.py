@@ -85,10 +85,11 @@ CONNECT_SECONDS = 2.0
 MOST_PAGES = 1024
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class CourierSpace:
     """A tenant's namespace on a connection. id: its digest. frames: bytes of a frame of each part."""
 
+    run: CourierRun
     number: int
     id: bytes
     grant: Grant
@@ -97,6 +98,40 @@ class CourierSpace:
     @property
     def block_bytes(self) -> int:
         return sum(self.frames)
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        """How many of these blocks are readable. Raises `Unavailable`."""
+        connection = self.run.connection
+        verb = m.MatchPrefix(self.number, list(keys[: connection.max_keys]), counts=False)
+        return connection.ask(verb, m.Matched, ANSWER_SECONDS).reply.blocks
+
+    def lease(self, keys: Sequence[bytes], seconds: float) -> LeaseReply:
+        """Pin the readable prefix, promoted to DRAM within that time, and map it. Raises `Unavailable`."""
+        connection = self.run.connection
+        verb = m.LeasePrefix(self.number, list(keys), 0, 1000 * seconds, counts=False)
+        steps = connection.leasing(verb)
+        return connection.walk(steps, seconds + ANSWER_SECONDS, lambda: ANSWER_SECONDS)
+
+    def reserve(self, before: bytes | None, keys: Sequence[bytes], first: int) -> ReserveReply:
+        """Reserve and map slots for blocks of a chain from its block `first` on. before: the key of the preceding
+        block, which is readable; None without one. Raises `Unavailable`."""
+        connection = self.run.connection
+        known = [before] if before is not None else []
+        verb = m.Reserve(self.number, [*known, *keys], first, skipped=first - len(known))
+        answered = connection.answer(verb, ANSWER_SECONDS)
+        if isinstance(answered.answer, m.Failed):
+            raise Unavailable(REASON_OF_FAULT[answered.answer.fault], answered.answer.text)
+        if not isinstance(answered.answer, m.Reserved):
+            raise Unavailable(MissReason.UNREACHABLE, "an answer of another kind")
+        reply = answered.answer.reply
+        if reply.reservation:
+            try:
+                mapping = connection.mapping(reply.places, writable=True, namespace=self.number)
+                connection.walk(mapping, ANSWER_SECONDS, lambda: ANSWER_SECONDS)
+            except BaseException:
+                self.run.abort(reply.reservation)
+                raise
+        return reply
 
 
 @dataclass(eq=False)
@@ -163,19 +198,8 @@ class CourierRun:
         verb = m.OpenNamespace(listed.packed, listed.payload_bytes)
         grant = self.connection.ask(verb, m.Granted, ANSWER_SECONDS).grant
         sizes = tuple(frame_bytes(max(0, size)) for size in grant.payload_bytes)
-        opened = CourierSpace(grant.number, digest, grant, sizes)
+        opened = CourierSpace(self, grant.number, digest, grant, sizes)
         self.by_number[grant.number] = self.by_id[digest] = opened
-
-    def match(self, space: CourierSpace, keys: Sequence[bytes]) -> int:
-        """How many of these blocks are readable. Raises `Unavailable`."""
-        verb = m.MatchPrefix(space.number, list(keys[: self.connection.max_keys]), counts=False)
-        return self.connection.ask(verb, m.Matched, ANSWER_SECONDS).reply.blocks
-
-    def lease(self, space: CourierSpace, keys: Sequence[bytes], seconds: float) -> LeaseReply:
-        """Pin the readable prefix, promoted to DRAM within that time, and map it. Raises `Unavailable`."""
-        verb = m.LeasePrefix(space.number, list(keys), 0, 1000 * seconds, counts=False)
-        steps = self.connection.leasing(verb)
-        return self.connection.walk(steps, seconds + ANSWER_SECONDS, lambda: ANSWER_SECONDS)
 
     def release(self, lease: int) -> None:
         """Does not block."""
@@ -186,28 +210,9 @@ class CourierRun:
         table = self.connection.writable if writable else self.connection.readable
         return [[span.view for span in spans(table, column)] for column in places]
 
-    def reserve(self, space: CourierSpace, before: bytes | None, keys: Sequence[bytes], first: int) -> ReserveReply:
-        """Reserve and map slots for blocks of a chain from its block `first` on. before: the key of the preceding
-        block, which is readable; None without one. Raises `Unavailable`."""
-        known = [before] if before is not None else []
-        verb = m.Reserve(space.number, [*known, *keys], first, skipped=first - len(known))
-        answered = self.connection.answer(verb, ANSWER_SECONDS)
-        if isinstance(answered.answer, m.Failed):
-            raise Unavailable(REASON_OF_FAULT[answered.answer.fault], answered.answer.text)
-        if not isinstance(answered.answer, m.Reserved):
-            raise Unavailable(MissReason.UNREACHABLE, "an answer of another kind")
-        reply = answered.answer.reply
-        if reply.reservation:
-            try:
-                mapping = self.connection.mapping(reply.places, writable=True, namespace=space.number)
-                self.connection.walk(mapping, ANSWER_SECONDS, lambda: ANSWER_SECONDS)
-            except BaseException:
-                self.abort(reply.reservation)
-                raise
-        return reply
-
     def abort(self, reservation: int) -> None:
         self.connection.post(m.Abort(reservation))
 
     def close(self) -> None:
+        self.by_number, self.by_id = {}, {}  # they know this connection, which is unmapped with the last use of it
         self.connection.close()

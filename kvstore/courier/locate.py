@@ -100,7 +100,6 @@ class _Look:
     more; ends_at: its own limit. nearer: what the nodes say, as far as is known. remote: the call, if there is a
     tier."""
 
-    run: CourierRun
     space: CourierSpace
     question: LocateQuestion | FetchQuestion
     wanted_by: float
@@ -160,12 +159,10 @@ class Locator:
         with self._lock:
             return self._kept.pop((tenant, number), None)
 
-    def find(
-        self, run: CourierRun, space: CourierSpace, question: LocateQuestion | FetchQuestion, seconds: float
-    ) -> Places:
+    def find(self, space: CourierSpace, question: LocateQuestion | FetchQuestion, seconds: float) -> Places:
         """The places of the blocks behind the first `present`, as far as they are known after `seconds`."""
         now = self._clock.monotonic_seconds()
-        mine = _Look(run, space, question, now + seconds, now + seconds)
+        mine = _Look(space, question, now + seconds, now + seconds)
         with self._lock:
             found_at, recent = self._recent.get(mine.chain, (-inf, Places()))
             if now - found_at < RECENT_SECONDS:
@@ -188,7 +185,7 @@ class Locator:
             if self._remote is not None:
                 limit_at = max(look.ends_at, self._clock.monotonic_seconds() + LIMIT_SECONDS)
                 keys = look.question.keys[look.question.present :]
-                look.remote = self._remote.has(look.run, look.space, keys, look.wanted_by, limit_at)
+                look.remote = self._remote.has(look.space, keys, look.wanted_by, limit_at)
             if self._peers is not None:
                 self._find_peers(look, self._peers)
             else:
@@ -254,7 +251,7 @@ class Locator:
         left = ends_at - self._clock.monotonic_seconds()
         counts: list[int | None] = [None] * len(asked)
         if asked and space is not None and self._peers is not None and left > 0:
-            counts = self._peers.has(run, space, [alive[one.node] for one in asked], keys, 0, left)
+            counts = self._peers.has(space, [alive[one.node] for one in asked], keys, 0, left)
         proven = [one._replace(blocks=min(one.blocks, of)) for one, of in zip(asked, counts, strict=True) if of]
         return proven, len(asked) == len(hinted) and None not in counts
 
@@ -295,7 +292,7 @@ class Locator:
             peers.figures.answered(DIRECTORY, "the directory", now - began_at, is_late)
 
     def _ask_nodes(self, look: _Look, peers: PeerWays, places: Places, hinted: Sequence[Holder]) -> None:
-        run, space, question = look.run, look.space, look.question
+        run, space, question = look.space.run, look.space, look.question
         keys, present, node = question.keys, question.present, question.node
         began_at, alive = self._clock.monotonic_seconds(), self._table.alive(self._clock.monotonic_seconds())
         chosen = peers.choice.choose(
@@ -318,7 +315,7 @@ class Locator:
         # A hint of the last chunk says nothing of the tail, which the node may have as well.
         said = {one.node: len(keys) if len(keys) - one.blocks < CHUNK_BLOCKS else one.blocks for one in chosen}
         entries = list(asked.values())
-        answers = peers.ask(run, space, entries, keys[present:], present, max(0.0, look.ends_at - began_at))
+        answers = peers.ask(space, entries, keys[present:], present, max(0.0, look.ends_at - began_at))
         late: list[NodeEntry] = []
         for until in (min(began_at + HAS_SECONDS, look.wanted_by), look.wanted_by, look.ends_at):
             counts = answers(max(0.0, until - self._clock.monotonic_seconds()))
@@ -354,7 +351,7 @@ class Locator:
         keys, present = look.question.keys, look.question.present
         size, now = look.space.block_bytes, self._clock.monotonic_seconds()
         head = hint_name(look.space.id, keys[-1])
-        best = peers.choice.choose(found, alive, head, size, now, look.run.fingerprint)
+        best = peers.choice.choose(found, alive, head, size, now, look.space.run.fingerprint)
         speeds = peers.figures.speeds
         if promised is not None:
             milliseconds = speeds.milliseconds(promised.node, (len(keys) - present) * size, now)

@@ -53,34 +53,22 @@ class PeerWays:
     new_token: Callable[[int], bytes]
 
     def has(
-        self,
-        run: CourierRun,
-        space: CourierSpace,
-        nodes: Sequence[NodeEntry],
-        keys: Sequence[bytes],
-        first: int,
-        seconds: float,
+        self, space: CourierSpace, nodes: Sequence[NodeEntry], keys: Sequence[bytes], first: int, seconds: float
     ) -> list[int | None]:
         """How many of these blocks each of the nodes has, all asked at once; None for those that do not answer."""
-        counts = self.ask(run, space, nodes, keys, first, seconds)(seconds)
+        counts = self.ask(space, nodes, keys, first, seconds)(seconds)
         for entry, blocks in zip(nodes, counts, strict=True):
             self.figures.count(entry.node, lookups=1, found=bool(blocks))
         return counts
 
     def ask(
-        self,
-        run: CourierRun,
-        space: CourierSpace,
-        nodes: Sequence[NodeEntry],
-        keys: Sequence[bytes],
-        first: int,
-        seconds: float,
+        self, space: CourierSpace, nodes: Sequence[NodeEntry], keys: Sequence[bytes], first: int, seconds: float
     ) -> Callable[[float], list[int | None]]:
         """As `has`. The returned function gives the answers that are there after so many seconds at most, also when it
         is called again."""
         asked = []
         for one in nodes:
-            _, fields = self.signed(HAS, run, space, one, keys[:MOST_ASKED_KEYS], first)
+            _, fields = self.signed(HAS, space, one, keys[:MOST_ASKED_KEYS], first)
             asked.append((Dialled(one.address, one.node), peer_pb2.HasRequest(**fields)))
         answers = self.calls.has(asked, seconds)
 
@@ -89,16 +77,17 @@ class PeerWays:
             for entry, answer in zip(nodes, answers(within), strict=True):
                 is_told = answer is not None and not (answer.reason and answer.reason != "absent")
                 if answer is not None and answer.reason == MissReason.KEY_MISMATCH:
-                    self.mismatch(entry, run)
+                    self.mismatch(entry, space.run)
                 found.append(min(answer.blocks, len(keys)) if answer is not None and is_told else None)
             return found
 
         return counts
 
     def signed(
-        self, what: bytes, run: CourierRun, space: CourierSpace, entry: NodeEntry, keys: Sequence[bytes], first: int = 0
+        self, what: bytes, space: CourierSpace, entry: NodeEntry, keys: Sequence[bytes], first: int = 0
     ) -> tuple[PullTerms, dict[str, Any]]:
         """The terms of a question about blocks, and its message's fields, with their MAC. what: as in `ask_mac`."""
+        run = space.run
         terms = PullTerms(self.new_token(NONCE_BYTES), run.node, entry.node, space.id, first, keys)
         return terms, {
             "fingerprint": run.fingerprint,
@@ -130,11 +119,9 @@ class PeerSource(Source):
         self.entry = entry
         self._ways = ways
 
-    def has(
-        self, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], first: int, seconds: float
-    ) -> int | None:
+    def has(self, space: CourierSpace, keys: Sequence[bytes], first: int, seconds: float) -> int | None:
         """How many of these blocks it has now; None if it does not answer."""
-        (found,) = self._ways.has(run, space, [self.entry], keys, first, seconds)
+        (found,) = self._ways.has(space, [self.entry], keys, first, seconds)
         return found
 
     def _read(self, window: ReservedWindow, stops: Stops) -> Filled:
@@ -195,15 +182,15 @@ class PeerSource(Source):
         return Filled(MissReason.STALE_HINT, f"{self.name} has no more of it")
 
     def _opened(self, window: ReservedWindow, stops: Stops) -> tuple[PullOffer, bytes] | Filled:
-        ways, entry, run, space = self._ways, self.entry, window.run, window.space
-        terms, fields = ways.signed(PULL, run, space, entry, window.keys, window.first)
+        ways, entry, space = self._ways, self.entry, window.space
+        terms, fields = ways.signed(PULL, space, entry, window.keys, window.first)
         now = ways.clock.monotonic_seconds()
         left, names = stops.ends_at - now, ways.usable.names(entry.node, now)
         wait = max(0.0, min(left / 2, BRING_UP_SECONDS))
         request = peer_pb2.OpenPullRequest(**fields, wait_ms=int(1000 * wait), transports=names)
         answer = ways.calls.open_pull(Dialled(entry.address, entry.node), request, min(left, wait + OPEN_SECONDS))
         if not answer.token:
-            return self._not_offered(answer.reason, run)
+            return self._not_offered(answer.reason, space.run)
         offer = PullOffer(
             answer.token, answer.address, answer.transport, answer.blocks, tuple(answer.frame_bytes), answer.is_sealed
         )
@@ -256,15 +243,14 @@ def hand_over(runs: Sequence[CourierRun], table: AliveTable, ways: PeerWays) -> 
             if space is None or run.is_over or room < space.block_bytes or ways.clock.monotonic_seconds() >= ends_at:
                 continue
             with suppress(Unavailable):
-                here = keys[: min(run.match(space, keys), room // space.block_bytes)]
-                blocks = _offered(run, space, here, nodes, ways, ends_at) if here else 0
+                here = keys[: min(space.match(keys), room // space.block_bytes)]
+                blocks = _offered(space, here, nodes, ways, ends_at) if here else 0
                 taken, room = taken + blocks, room - blocks * space.block_bytes
     if taken:
         _log.info("other nodes have what was hot here", extra={"blocks": taken})
 
 
 def _offered(
-    run: CourierRun,
     space: CourierSpace,
     keys: Sequence[bytes],
     nodes: Sequence[NodeEntry],
@@ -272,12 +258,12 @@ def _offered(
     ends_at: float,
 ) -> int:
     head = keys[:CHUNK_BLOCKS][-1]
-    fit = [one for one in nodes if run.fingerprint in one.fingerprints]
+    fit = [one for one in nodes if space.run.fingerprint in one.fingerprints]
     for entry in sorted(fit, key=lambda one: blake2b(head + one.node, digest_size=8).digest())[:MOST_ASKED]:
         left = ends_at - ways.clock.monotonic_seconds()
         if left <= 0:
             break
-        _, fields = ways.signed(OFFER, run, space, entry, keys)
+        _, fields = ways.signed(OFFER, space, entry, keys)
         with suppress(PeerAway):  # an earlier version knows no offers
             request = peer_pb2.OfferRequest(**fields)
             answer = ways.calls.offer(Dialled(entry.address, entry.node), request, left)

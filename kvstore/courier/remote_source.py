@@ -9,7 +9,7 @@ from math import inf
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.courier.figures import Figures
-from kvstore.courier.link import CourierRun, CourierSpace
+from kvstore.courier.link import CourierSpace
 from kvstore.courier.source import NOT_WANTED, Filled, Source, Stops
 from kvstore.courier.window import ReservedWindow
 from kvstore.peers.checks import FrameCheck
@@ -47,9 +47,7 @@ class RemoteWays:
         """In the speeds, and for people."""
         return self.engine.name
 
-    def has(
-        self, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], wanted_by: float, ends_at: float
-    ) -> RemoteCall[int]:
+    def has(self, space: CourierSpace, keys: Sequence[bytes], wanted_by: float, ends_at: float) -> RemoteCall[int]:
         """Ask how many leading blocks there are. wanted_by: then it is late. ends_at: the call's own limit."""
         began_at = self.clock.monotonic_seconds()
         stamps, step = space.grant.stamps, max(1, -(-len(keys) // MOST_PROBED))
@@ -57,7 +55,7 @@ class RemoteWays:
 
         def work() -> int:
             try:
-                salt = self.salts.of(run.fingerprint, space.id, ends_at)
+                salt = self.salts.of(space.run.fingerprint, space.id, ends_at)
                 names = [remote_key(salt, stamps[last], keys[at], last) for at in range(step - 1, len(keys), step)]
                 found = self.engine.exists(names, ends_at)
             finally:
@@ -78,9 +76,9 @@ class RemoteWays:
             self._warmed_at = now
             self._warming = self.workers.submit(lambda: self.salts.warm(now + WARM_SECONDS), now + WARM_SECONDS)
 
-    def names(self, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], ends_at: float) -> list[bytes]:
+    def names(self, space: CourierSpace, keys: Sequence[bytes], ends_at: float) -> list[bytes]:
         """Names of all frames of these blocks, the parts of each in order. Raises `RemoteFault`."""
-        salt = self.workers.submit(lambda: self.salts.of(run.fingerprint, space.id, ends_at), ends_at).result()
+        salt = self.workers.submit(lambda: self.salts.of(space.run.fingerprint, space.id, ends_at), ends_at).result()
         stamps = space.grant.stamps
         return [remote_key(salt, stamp, key, part) for key in keys for part, stamp in enumerate(stamps)]
 
@@ -106,7 +104,7 @@ class RemoteSource(Source):
 
     def fill(self, window: ReservedWindow, stops: Stops) -> Filled:
         """The same; and note what the tier has, so that it is not written there."""
-        uses = window.run.uses
+        uses = window.space.run.uses
         uses.came(window.keys)
         filled = super().fill(window, stops)
         uses.did_not_come(window.keys[window.adopted :])
@@ -125,7 +123,7 @@ class RemoteSource(Source):
 
     def _read_frames(self, window: ReservedWindow, stops: Stops) -> Filled:
         ways, workers = self._ways, self._ways.workers
-        names = ways.names(window.run, window.space, window.keys, stops.ends_at)
+        names = ways.names(window.space, window.keys, stops.ends_at)
         calls: deque[tuple[RemoteCall[bool], FrameCheck]] = deque()
         sent = 0
         for at, slot in enumerate(window.slots):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.client.connection import Unavailable
-from kvstore.courier.link import ANSWER_SECONDS, CourierRun, CourierSpace
+from kvstore.courier.link import ANSWER_SECONDS, CourierSpace
 from kvstore.peers.checks import FrameCheck, FrameChecks
 from kvstore.protocol import messages as m
 from kvstore.protocol.courier import MAX_ADOPTED
@@ -56,17 +56,14 @@ class ReservedWindow(Lending):
     """A reservation, as far as its blocks are consecutive. One thread fills it, and has it `returned` in the end; calls
     of its source may use the slots for longer."""
 
-    def __init__(
-        self, run: CourierRun, space: CourierSpace, reply: ReserveReply, keys: Sequence[bytes], tier: HitTier
-    ) -> None:
+    def __init__(self, space: CourierSpace, reply: ReserveReply, keys: Sequence[bytes], tier: HitTier) -> None:
         """keys: of the whole chain. reply: of a reservation that begins with the chain's first missing block."""
         super().__init__(self._abort_rest)
-        self.run = run
         self.space = space
         self.tier = tier
         self.first = reply.blocks[0]
         count = next((at for at, one in enumerate(reply.blocks) if one != self.first + at), len(reply.blocks))
-        columns = [column[:count] for column in run.frames(reply.places, writable=True)]
+        columns = [column[:count] for column in space.run.frames(reply.places, writable=True)]
         count = min(map(len, columns), default=0)
         self.keys = list(keys[self.first : self.first + count])
         self.slots = [column[block] for block in range(count) for column in columns]
@@ -115,7 +112,7 @@ class ReservedWindow(Lending):
         try:
             for part in range(self._parts):
                 verb = m.Adopt(self._reservation, part, self.adopted, headers[part :: self._parts], self.tier)
-                answer = self.run.connection.answer(verb, ANSWER_SECONDS).answer
+                answer = self.space.run.connection.answer(verb, ANSWER_SECONDS).answer
                 if isinstance(answer, m.Failed) and answer.fault is m.RequestFault.BAD_INPUT:
                     raise Forged(answer.text)
                 if not isinstance(answer, m.Counted):
@@ -131,4 +128,4 @@ class ReservedWindow(Lending):
 
     def _abort_rest(self) -> None:
         if self.adopted < self._blocks:
-            self.run.abort(self._reservation)
+            self.space.run.abort(self._reservation)

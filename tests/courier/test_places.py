@@ -65,7 +65,7 @@ class SayingNodes:
         self.asked: list[int] = []
 
     def has(
-        self, run: Any, space: Any, nodes: Sequence[NodeEntry], keys: Sequence[bytes], first: int, seconds: float
+        self, space: Any, nodes: Sequence[NodeEntry], keys: Sequence[bytes], first: int, seconds: float
     ) -> list[int | None]:
         self.asked.append(len(nodes))
         return [self.blocks.get(one.node) for one in nodes]

@@ -27,12 +27,12 @@ def test_a_courier_stops_where_the_sidecar_adopted_fewer_than_asked(tmp_path: Pa
         wire = FramedSocket(str(sidecar.courier_path), ENGINE, b"", clock, CONNECT_SECONDS, tenant="default")
         run = CourierRun("default", SidecarConnection(wire, clock))
         (space,) = run.list_spaces()
-        abandoned = ReservedWindow(run, space, run.reserve(space, None, keys, 0), keys, HitTier.PEER)
+        abandoned = ReservedWindow(space, space.reserve(None, keys, 0), keys, HitTier.PEER)
         abandoned.returned()
         of_abandoned = weakref.ref(abandoned)
         del abandoned
         assert of_abandoned() is None, "its slots would stay mapped until the garbage collector comes"
-        window = ReservedWindow(run, space, run.reserve(space, None, keys, 0), keys, HitTier.PEER)
+        window = ReservedWindow(space, space.reserve(None, keys, 0), keys, HitTier.PEER)
         other, payload = OtherNode(sidecar.store.tenant_keys("default"), SPACE, PAYLOAD), bytes(PAYLOAD[0])
         frames = [memoryview(other.header(0, keys, at, payload) + payload) for at in range(window.blocks)]
         assert window.blocks == 4 and len(frames[0]) == HEADER_BYTES + PAYLOAD[0]
@@ -44,6 +44,6 @@ def test_a_courier_stops_where_the_sidecar_adopted_fewer_than_asked(tmp_path: Pa
         window.adopt()
         assert isinstance(window.failed, Unavailable) and window.failed.reason is MissReason.DISABLED
         assert not window.take(frames[3], is_right=True), "its source is told to stop"
-        assert window.adopted <= 1 and not run.match(space, keys), taken
+        assert window.adopted <= 1 and not space.match(keys), taken
         window.returned()
         run.close()
