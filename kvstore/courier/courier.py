@@ -31,7 +31,7 @@ from kvstore.courier.announcing import Follower
 from kvstore.courier.dialling import VERSION, GrpcPeers
 from kvstore.courier.directory import DirectoryAddress, ValkeyDirectory
 from kvstore.courier.fetch import Fetcher, FetchJob
-from kvstore.courier.figures import BANNED, DIRECTORY, MOST_SHOWN, PEER, REMOTE, UP, Figures
+from kvstore.courier.figures import BANNED, MOST_SHOWN, PEER, REMOTE, UP, Figures
 from kvstore.courier.link import ANSWER_SECONDS, CONNECT_SECONDS, ENGINE, CourierRun, CourierSpace
 from kvstore.courier.locate import LOOK_SECONDS, Locator
 from kvstore.courier.members import NamedPeers
@@ -89,7 +89,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class CourierParts:
     """The parts of a courier. socket: `courier.sock`. peers: addresses. calls: to other nodes; None without any: then
-    there are no data servers, transports or directory either. directory: its address, and its user's password."""
+    there are no data servers, transports or directory either."""
 
     socket: str
     tenants: Sequence[str]
@@ -100,7 +100,7 @@ class CourierParts:
     peers: Sequence[str] = ()
     doors: dict[str, FrameDoor] = field(default_factory=dict)
     transports: dict[str, PullTransport] = field(default_factory=dict)
-    directory: tuple[DirectoryAddress, Callable[[], str]] | None = None
+    directory: DirectoryAddress | None = None
     remote: RemoteWays | None = None
 
 
@@ -120,8 +120,8 @@ class _NodeSession:
             self.ways = PeerWays(parts.calls, parts.transports, usable, self.choice, figures, clock, parts.new_token)
             if parts.directory is not None:
                 self.announcer = Announcer()
-                address, password = parts.directory
-                self.directory = ValkeyDirectory(address, here, entry, self.table, self.announcer, clock, password)
+                told = self.table, self.announcer
+                self.directory = ValkeyDirectory(parts.directory, here, entry, *told, clock, figures)
             if parts.peers:
                 self.named = NamedPeers(parts.peers, here, self.table, parts.calls, figures.faults, clock)
         self.locator = Locator(self.table, self.named, self.directory, self.ways, parts.remote, clock)
@@ -649,8 +649,7 @@ class Courier:
                 over = session.ways.usable.told(node, now) if session.ways is not None else ""
                 sources.append(counts.told(PEER, node, name, BANNED if banned else UP, detail=over))
             if session.directory is not None:
-                late = counts.late(DIRECTORY)
-                sources.append(msgspec.structs.replace(session.directory.figures(), late=late))
+                sources.append(session.directory.figures())
                 reasons += [session.directory.reason] if session.directory.reason else []
         if parts.remote is not None:
             ways = parts.remote

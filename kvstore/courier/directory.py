@@ -19,7 +19,6 @@ import logging
 import re
 import socket
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from urllib.parse import unquote, urlsplit
 from kvstore.block.account import HitTier
 from kvstore.block.errors import BadInput, shown
 from kvstore.block.identity import NODE_BYTES, NodeIdentity
-from kvstore.courier.figures import DIRECTORY, DOWN, OPEN, UP
+from kvstore.courier.figures import DIRECTORY, DOWN, OPEN, UP, Figures
 from kvstore.pool.announcer import Announcer
 from kvstore.pool.directory import (
     HINT_SECONDS,
@@ -46,7 +45,7 @@ from kvstore.pool.directory import (
     read_entry,
 )
 from kvstore.pool.members import MAX_NODES, AliveTable, ClaimState, NodeClaim
-from kvstore.protocol.courier import MAX_WHERE_CHARACTERS, SourceFigures
+from kvstore.protocol.courier import SourceFigures
 from tiering.clock import Clock
 from tiering.remote.resp import command
 
@@ -69,17 +68,23 @@ _LIST_ANEW = (b"DEL", _NODES)  # a broken set: each node enters itself again wit
 _log = logging.getLogger(__name__)
 
 
+def _no_password() -> str:
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class DirectoryAddress:
-    """A directory's address: host and port, or the path of a UNIX socket; and the user of its ACL, or nothing."""
+    """A directory's address: host and port, or the path of a UNIX socket; and the user of its ACL, or nothing.
+    password: read for each connection, so that it can be changed; it may raise `OSError`."""
 
     host: str
     port: int
     path: str
     user: str
+    password: Callable[[], str] = _no_password
 
     @classmethod
-    def read(cls, text: str) -> DirectoryAddress:
+    def read(cls, text: str, password: Callable[[], str] = _no_password) -> DirectoryAddress:
         """As in settings: valkey://[USER@]HOST[:PORT] or valkey+unix:PATH, with a user valkey+unix://USER@PATH. Raises
         `BadInput`."""
         given = (
@@ -99,7 +104,7 @@ class DirectoryAddress:
         fits = (parts.path.startswith("/") and not host) if is_unix else (host and parts.path in ("", "/"))
         if parts.scheme not in ("valkey", "valkey+unix") or not fits or parts.password or parts.query or parts.fragment:
             raise wrong
-        return cls(host, port, unquote(parts.path) if is_unix else "", user)
+        return cls(host, port, unquote(parts.path) if is_unix else "", user, password)
 
     def __str__(self) -> str:
         return self.path or f"{self.host}:{self.port}"
@@ -116,18 +121,18 @@ class ValkeyDirectory:
         table: AliveTable,
         announcer: Announcer,
         clock: Clock,
-        password: Callable[[], str] = lambda: "",
+        figures: Figures,
     ) -> None:
         """entry: returns this node's present entry, with the node and incarnation of `here`. table: receives the other
-        nodes. password: read for each connection, so that it can be changed; it may raise `OSError`."""
+        nodes."""
         self._address = address
         self._here = here
         self._entry = entry
         self._table = table
         self._announcer = announcer
         self._clock = clock
-        self._make = lambda: _ValkeyWire(address, password, clock)
-        self._own, self._telling = self._make(), threading.Lock()
+        self._figures = figures
+        self._own, self._telling = _ValkeyWire(address, clock), threading.Lock()
         self._lookups: LifoQueue[_ValkeyWire] = LifoQueue()
         self._missing_lookups = LOOKUP_CONNECTIONS
         self._claim = NodeClaim(here)
@@ -141,7 +146,6 @@ class ValkeyDirectory:
         self._table_due = self._quiet_until = float("-inf")
         self._server_ahead_ms: int | None = None
         self._fields_age = True
-        self._counts = Counter[str]()
 
     def start(self) -> None:
         """Enter this node, and keep it there."""
@@ -172,15 +176,9 @@ class ValkeyDirectory:
         return "" if refused is None else f"the directory {self._address} refuses what this node tells it: {refused}"
 
     def figures(self) -> SourceFigures:
-        state, counts = UP if self._down is None else OPEN if self._is_slow else DOWN, dict[str, Any](self._counts)
-        return SourceFigures(
-            DIRECTORY,
-            str(self._address)[-MAX_WHERE_CHARACTERS:],
-            state,
-            **counts,
-            hints=self._announcer.held,
-            detail=self.reason[:MAX_WHERE_CHARACTERS],
-        )
+        state = UP if self._down is None else OPEN if self._is_slow else DOWN
+        hints, why = self._announcer.held, self.reason
+        return self._figures.told(DIRECTORY, DIRECTORY, str(self._address), state, hints, why)
 
     def alive(self) -> Mapping[bytes, NodeEntry]:
         """The other nodes, as of some seconds ago."""
@@ -211,7 +209,7 @@ class ValkeyDirectory:
         found = leading_holders(heads, said, alive, self._server_ms())
         with self._lock:
             self._failed_lookups = 0
-            self._counts.update(lookups=1, found=int(bool(found)))
+        self._figures.count(DIRECTORY, lookups=1, found=bool(found))
         return found
 
     def announce(self, hints: Sequence[tuple[bytes, HitTier]], seconds: float = CALL_SECONDS) -> None:
@@ -337,7 +335,7 @@ class ValkeyDirectory:
 
     def _connect_lookups(self) -> None:
         while self._missing_lookups and self._down is None and not self._ends.is_set():
-            wire = self._make()
+            wire = _ValkeyWire(self._address, self._clock)
             try:
                 wire.call([(b"TIME",)])
             except DirectoryDown as error:
@@ -366,8 +364,8 @@ class ValkeyDirectory:
         self._own.close()
 
     def _lookup_failed(self, why: str) -> None:
+        self._figures.count(DIRECTORY, lookups=1, failures=1)
         with self._lock:
-            self._counts.update(lookups=1, failures=1)
             self._failed_lookups += 1
             opens = self._failed_lookups >= FAILURES_TO_OPEN
         if opens:
@@ -430,9 +428,8 @@ class _ValkeyWire:
     """One connection that speaks RESP 2, for one thread at a time: each call within a deadline and a number of bytes.
     Sizes that a server announces are checked before anything is built from them."""
 
-    def __init__(self, address: DirectoryAddress, password: Callable[[], str], clock: Clock) -> None:
+    def __init__(self, address: DirectoryAddress, clock: Clock) -> None:
         self._address = address
-        self._password = password
         self._clock = clock
         self._socket: socket.socket | None = None
         self._seen, self._at = b"", 0
@@ -466,7 +463,7 @@ class _ValkeyWire:
             sock = self._socket = socket.create_connection((address.host, address.port), CONNECT_SECONDS)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        password = self._password()
+        password = address.password()
         if password or address.user:
             user = (address.user.encode(),) if address.user else ()
             (reply,) = self._replies(sock, [(b"AUTH", *user, password.encode())], CONNECT_SECONDS)

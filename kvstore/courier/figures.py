@@ -92,11 +92,6 @@ class Figures:
         elif not in_row:
             self.faults.ended(f"late {name}", f"{name} answers in time again")
 
-    def late(self, source: Hashable) -> int:
-        """How many look-ups of a source were late."""
-        with self._lock:
-            return self._of(source).counts["late"]
-
     def begins(self, fetches: int) -> None:
         """This many fetches begin, or end if negative."""
         with self._lock:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kvstore.block.account import MissReason
 from kvstore.block.identity import Namespace
-from kvstore.client.connection import REASON_OF_FAULT, SidecarConnection, Unavailable, spans
+from kvstore.client.connection import SidecarConnection, Unavailable, spans
 from kvstore.protocol import messages as m
 from kvstore.protocol.courier import QuestionAnswered
 from kvstore.protocol.messages import Grant, LeaseReply, ReserveReply
@@ -118,12 +118,7 @@ class CourierSpace:
         connection = self.run.connection
         known = [before] if before is not None else []
         verb = m.Reserve(self.number, [*known, *keys], first, skipped=first - len(known))
-        answered = connection.answer(verb, ANSWER_SECONDS)
-        if isinstance(answered.answer, m.Failed):
-            raise Unavailable(REASON_OF_FAULT[answered.answer.fault], answered.answer.text)
-        if not isinstance(answered.answer, m.Reserved):
-            raise Unavailable(MissReason.UNREACHABLE, "an answer of another kind")
-        reply = answered.answer.reply
+        reply = connection.ask(verb, m.Reserved, ANSWER_SECONDS).reply
         if reply.reservation:
             try:
                 mapping = connection.mapping(reply.places, writable=True, namespace=self.number)

@@ -55,7 +55,7 @@ def make_courier(
         credentials = Rotated(pems, channel_credentials, clock).now if pems else None
         if network.directory is not None:
             password = _secret_of(network.directory_password_file)
-            directory = DirectoryAddress.read(network.directory), lambda: password().decode()
+            directory = DirectoryAddress.read(network.directory, lambda: password().decode())
         calls = GrpcPeers(credentials, clock)
         where = network.pull or written_address(host_and_port(network.listen, "--listen")[0], 0)
         if ucx is not None:

@@ -22,6 +22,7 @@ from kvstore.courier.directory import (
     DirectoryAddress,
     ValkeyDirectory,
 )
+from kvstore.courier.figures import Figures
 from kvstore.pool.announcer import Announcer
 from kvstore.pool.directory import (
     HINT_SECONDS,
@@ -101,8 +102,8 @@ def member(
     here = NodeIdentity(node(number), run(incarnation))
     announcer, table = Announcer(), AliveTable(here)
     entry = NodeEntry(here.node, here.incarnation, f"127.0.0.1:{number}")
-    where = DirectoryAddress.read(address)
-    directory = ValkeyDirectory(where, here, lambda: entry, table, announcer, ShiftedClock(off), password)
+    where, clock = DirectoryAddress.read(address, password), ShiftedClock(off)
+    directory = ValkeyDirectory(where, here, lambda: entry, table, announcer, clock, Figures(clock))
     before = set(threading.enumerate())
     directory.start()
     try:
