@@ -201,16 +201,16 @@ class Node:
         return process
 
     def kill_network(self, how: signal.Signals = signal.SIGKILL) -> None:
-        assert self.network is not None
-        self.network.send_signal(how)
-        self.network.send_signal(signal.SIGCONT)  # it may be stopped
-        self.network.wait()
+        self._kill(self.network, how)
 
     def kill_sidecar(self, how: signal.Signals = signal.SIGKILL) -> None:
-        assert self.sidecar is not None
-        self.sidecar.send_signal(how)
-        self.sidecar.send_signal(signal.SIGCONT)
-        self.sidecar.wait()
+        self._kill(self.sidecar, how)
+
+    def _kill(self, process: subprocess.Popen[str] | None, how: signal.Signals) -> None:
+        assert process is not None
+        process.send_signal(how)
+        process.send_signal(signal.SIGCONT)  # it may be stopped
+        process.wait()
 
     def close(self) -> None:
         for one in (self.network, self.sidecar):
@@ -347,6 +347,20 @@ def make_keys(folder: Path, python: str = sys.executable, tenants: Sequence[str]
 
 
 @contextmanager
+def ending(*nodes: Node) -> Iterator[None]:
+    """They end with it, and print their logs where something failed."""
+    try:
+        yield
+    except BaseException:
+        for one in nodes:
+            print(f"--- {one.folder.name}\n{one.log()[-4000:]}")
+        raise
+    finally:
+        for one in nodes:
+            one.close()
+
+
+@contextmanager
 def pool(
     folder: Path,
     nodes: int,
@@ -364,17 +378,10 @@ def pool(
         if static:
             given["peers"] = [f"127.0.0.1:{other}" for other in ports if other != port]
         made.append(Node(folder / f"n{at}", keys, given, dict(remote or {}), port=port, **options))
-    try:
+    with ending(*made):
         for one in made:
             one.start()
         yield made
-    except BaseException:
-        for one in made:
-            print(f"--- {one.folder.name}\n{one.log()[-4000:]}")
-        raise
-    finally:
-        for one in made:
-            one.close()
 
 
 def wait_for_peers(nodes: Sequence[Node], each_sees: int) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
 
-from courier.nodes import Asker, Node, pool
+from courier.nodes import Asker, Node, ending, pool
 from edge.children import children_of
 from kvstore.block.account import MissReason
 from network.running import ENVIRONMENT
@@ -139,8 +139,8 @@ def test_the_keeper_starts_the_courier_and_starts_it_again(tmp_path: Path, engin
 def test_a_sidecar_without_couriers_is_asked_nothing(tmp_path: Path, engine: ValkeyServer) -> None:
     """As one of an earlier version, or one that was not told of it."""
     earlier = Node(tmp_path / "earlier", None, {}, {})
-    earlier.start_sidecar()
-    try:
+    with ending(earlier):
+        earlier.start_sidecar()
         flags = ["--observe-socket", str(earlier.folder / "kv" / "observe.sock"), "--data", str(earlier.folder / "kv")]
         remote = ["--remote", f"valkey+unix:{engine.socket_path}", "--listen", "none"]
         earlier.network = earlier._run("network", None, "network", "--json", *flags, *remote)
@@ -149,5 +149,3 @@ def test_a_sidecar_without_couriers_is_asked_nothing(tmp_path: Path, engine: Val
         assert earlier.log().count("courier.sock") == 1, "once, however often it calls"
         earlier.put(1)
         assert earlier.network.poll() is None
-    finally:
-        earlier.close()

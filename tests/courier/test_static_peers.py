@@ -13,7 +13,7 @@ import pytest
 
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
 
-from courier.nodes import Asker, Node, make_keys, pool, wait_for_peers  # noqa: E402
+from courier.nodes import Asker, Node, ending, make_keys, pool, wait_for_peers  # noqa: E402
 from kv_bench.process import free_port  # noqa: E402
 from kvstore.block.identity import Namespace  # noqa: E402
 from kvstore.courier.dialling import Dialled, GrpcPeers, PeerAway  # noqa: E402
@@ -68,16 +68,14 @@ def test_a_ticket_s_node_is_asked_while_it_publishes(two: list[Node]) -> None:
 @pytest.mark.slow
 def test_nothing_is_fetched_from_a_node_with_other_keys(two: list[Node], tmp_path: Path) -> None:
     other = Node(tmp_path / "other", None, {"peers": [two[0].address]}, {})
-    other.start()
-    try:
+    with ending(other):
+        other.start()
         two[0].put(5)
         with Asker(other) as asker:
             for _ in range(20):
                 found = asker.locate(asker.hashed(5, BLOCKS).keys)
                 assert not found.number and not found.blocks
         wait_until(lambda: any("key_mismatch" in one for one in other.stat()["elsewhere"]["reasons"]))
-    finally:
-        other.close()
 
 
 def test_who_has_no_keys_is_told_nothing_and_pins_nothing(two: list[Node]) -> None:
@@ -129,7 +127,7 @@ def test_nodes_know_each_other_by_certificates(two: list[Node], tmp_path: Path) 
         pems = {key: str(tmp_path / f"{at}.{key}") for key in ("certificate", "key")}
         settings = {"peers": peers, "seal": "always", **pems, "client_ca": str(issuer.ca)}
         nodes.append(Node(tmp_path / f"c{at}", two[0].keys, settings, {}, port=port))
-    try:
+    with ending(*nodes):
         for at, one in enumerate(nodes):
             one.start_sidecar()
             node = one.stat()["node"]
@@ -152,10 +150,6 @@ def test_nodes_know_each_other_by_certificates(two: list[Node], tmp_path: Path) 
         nodes[0].put(8)
         wait_until(lambda: any("does not answer" in one for one in nodes[1].stat()["elsewhere"]["reasons"]))
         assert nodes[1].get(8, locates=2.0).blocks == 0
-    finally:
-        for one in nodes:
-            print(one.log()[-2000:])
-            one.close()
 
 
 def test_without_certificates_no_other_host_is_dialled_whatever_a_directory_says() -> None:
@@ -209,7 +203,7 @@ def test_a_drop_and_a_purge_name_every_node_that_they_do_not_reach(tmp_path: Pat
         peers = [f"127.0.0.1:{one}" for one in (ports[1 - at], away)]
         nodes.append(Node(tmp_path / f"n{at}", keys, {"peers": peers}, {}, port=ports[at], tenants=("second",)))
     here, there = nodes
-    try:
+    with ending(*nodes):
         for one in nodes:
             one.start()
         wait_for_peers(nodes, 1)
@@ -230,6 +224,3 @@ def test_a_drop_and_a_purge_name_every_node_that_they_do_not_reach(tmp_path: Pat
         wait_until(lambda: not [one for one in here.stat()["elsewhere"]["sources"] if one["kind"] == "peer"])
         told = json.loads(here.command("drop", space, "--tenant", "default", "--json").stdout)
         assert told["not_reached"] == [down, other], "it is not forgotten when it is down"
-    finally:
-        for one in nodes:
-            one.close()

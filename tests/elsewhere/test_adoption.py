@@ -13,7 +13,6 @@ from elsewhere.courier import PAYLOAD, SPACE, OtherNode, RawCourier, chain, side
 from kvstore.block.account import HitTier
 from kvstore.block.identity import Namespace, TenantKeys
 from kvstore.block.layout import Layout
-from kvstore.elsewhere.adoption import AdoptFault
 from kvstore.protocol import messages as m
 from service.sidecar import Sidecar
 from tiering.frame import HEADER_BYTES
@@ -182,10 +181,6 @@ def test_a_courier_that_lies_at_random_loses_its_own_bytes(sidecar: Sidecar, see
         assert sidecar.core.usage().counters.get("fetched_blocks", 0) == stored
         assert sidecar.core.usage().reservations == 0 and sidecar.core.usage().dram.reserved == 0
     assert sum(refused(sidecar).values()) > 0
-
-
-def test_each_fault_has_a_name_of_its_own() -> None:
-    assert len({str(one) for one in AdoptFault}) == len(AdoptFault)
 
 
 def test_parts_of_a_family_are_adopted_each_in_its_slots(tmp_path: Path) -> None:
