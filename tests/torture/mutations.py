@@ -152,14 +152,6 @@ def _flip(random: Random, body: bytes) -> bytes:
     return bytes(changed)
 
 
-def _cut(random: Random, body: bytes) -> bytes:
-    return body[: random.randrange(len(body) + 1)]
-
-
-def _more(random: Random, body: bytes) -> bytes:
-    return body + random.choice([b"\0", random.randbytes(9), body, b"\xc1"])
-
-
 def _lying(random: Random, body: bytes) -> bytes:
     """A count or a length within that says more than there is."""
     at = random.randrange(len(body) + 1)
@@ -207,10 +199,6 @@ def _large(random: Random, body: bytes) -> bytes:
     )()
 
 
-def _noise(random: Random, body: bytes) -> bytes:
-    return random.randbytes(random.choice([0, 1, 7, 64, 4000]))
-
-
 # Frames ---------------------------------------------------------------------------------------------------------------
 
 
@@ -238,14 +226,14 @@ _VALUES: dict[str, Callable[[Random, Booty, list[Any]], None]] = {
 }
 _BODIES: dict[str, Callable[[Random, bytes], bytes]] = {
     "bits": _flip,
-    "cuts": _cut,
-    "more": _more,
+    "cuts": lambda random, body: body[: random.randrange(len(body) + 1)],
+    "more": lambda random, body: body + random.choice([b"\0", random.randbytes(9), body, b"\xc1"]),
     "lengths within": _lying,
     "text": _bad_text,
     "nesting": _nested,
     "twice": _twice,
     "large": _large,
-    "noise": _noise,
+    "noise": lambda random, body: random.randbytes(random.choice([0, 1, 7, 64, 4000])),
 }
 _FRAMES: dict[str, Callable[[Random, bytes], bytes]] = {"lengths": _lying_frame, "cut frames": _cut_frame}
 KINDS = (*_VALUES, *_BODIES, *_FRAMES)
