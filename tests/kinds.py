@@ -97,7 +97,6 @@ DRAWN_FILES = (
     "kvstore/test_joint.py",
     "model/",
     "pool/test_announcer.py",
-    "pool/test_flights.py",
     "remote/test_random_faults.py",
     "service/test_tensor_parallel.py",
     "simulation/",

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from kvstore.block.account import HitTier, MissReason
-from kvstore.block.errors import Unreachable
-from kvstore.client.connection import SidecarConnection, spans, taken
-from kvstore.client.framing import AnsweredCall, FramedSocket
+from kvstore.client.connection import SidecarConnection, Unavailable
+from kvstore.client.framing import FramedSocket
+from kvstore.courier.link import CourierRun, CourierSpace
 from kvstore.node import EmbeddedDoor, EmbeddedStore, SystemClock
 from kvstore.protocol import messages as m
 from kvstore.protocol.courier import FetchQuestion, LocateQuestion, QuestionAnswered
@@ -27,19 +27,6 @@ SECONDS = 10.0
 LEASE_MS = 5000.0
 
 
-class _CourierSocket(FramedSocket):
-    """Its hello names a tenant."""
-
-    def __init__(self, tenant: str, path: str) -> None:
-        self._tenant = tenant
-        super().__init__(path, "small courier", secrets.token_bytes(16), SystemClock(), SECONDS)
-
-    def call(self, verb: m.Verb, seconds: float, look: Callable[[], None] = lambda: None) -> AnsweredCall:
-        if isinstance(verb, m.Hello):
-            verb = msgspec.structs.replace(verb, tenant=self._tenant)
-        return super().call(verb, seconds, look)
-
-
 class SmallCourier:
     """Close it, or use it as a context. milliseconds: as it tells. may_bring: asked before each fetch, in its thread,
     with the blocks that are wanted; returns how many come. spoils: what it does to a payload on the way."""
@@ -49,10 +36,11 @@ class SmallCourier:
         self.may_bring: Callable[[int], int] = lambda blocks: blocks
         self.brought = Counter[str]()
         self._far: EmbeddedDoor = far._door()
-        self._wire = _CourierSocket(tenant, str(path))
-        self._run = SidecarConnection(self._wire, SystemClock())
-        self._numbers: dict[int, tuple[int, list[int]]] = {}  # the tenant's > the other store's, and payload bytes
-        bell = self._wire.call(m.Ping(True), SECONDS)
+        clock, session = SystemClock(), secrets.token_bytes(16)
+        wire = FramedSocket(str(path), "small courier", session, clock, SECONDS, tenant=tenant)
+        self._run = CourierRun(tenant, SidecarConnection(wire, clock))
+        self._numbers: dict[bytes, int] = {}  # of namespaces in the other store
+        bell = self._run.connection.answer(m.Ping(True), SECONDS)
         self._bell = NotifyPipeEnd(bell.descriptors[0])
         self._fault: BaseException | None = None
         self._is_asked = threading.Event()
@@ -75,7 +63,7 @@ class SmallCourier:
     def _run_all(self) -> None:
         try:
             self._serve()
-        except Unreachable:
+        except Unavailable:
             pass  # it was closed, or the sidecar was
         except BaseException as fault:
             self._fault = fault
@@ -96,46 +84,40 @@ class SmallCourier:
                 return
 
     def _ask(self, verb: m.Verb, kind: type[Any]) -> Any:
-        return taken(self._wire.call(verb, SECONDS), kind)
+        return self._run.connection.ask(verb, kind, SECONDS)
 
-    def _number(self, number: int) -> tuple[int, list[int]]:
-        """A namespace there, and its payloads."""
-        if number not in self._numbers:
+    def _there(self, space: CourierSpace) -> int:
+        """Its number in the other store."""
+        if space.id not in self._numbers:
             for one in self._ask(m.Namespaces(), m.NamespacesReply).namespaces:
-                opening = m.OpenNamespace(one.packed, one.payload_bytes)
-                here = taken(self._run.answer(opening, SECONDS), m.Granted).grant
-                there = self._far.call(opening, m.Granted).grant
-                self._numbers[here.number] = there.number, one.payload_bytes
-        return self._numbers[number]
+                opened = self._far.call(m.OpenNamespace(one.packed, one.payload_bytes), m.Granted)
+                self._numbers[bytes.fromhex(one.id)] = opened.grant.number
+        return self._numbers[space.id]
 
     def _located(self, one: LocateQuestion) -> QuestionAnswered:
-        there, _ = self._number(one.namespace)
+        there = self._there(self._run.space(one.namespace))
         blocks = self._far.call(m.MatchPrefix(there, one.keys, counts=False), m.Matched).reply.blocks
         self.brought["located"] += 1
         return QuestionAnswered(one.number, blocks, self.tier, self.milliseconds, "the other store")
 
     def _fetched(self, one: FetchQuestion) -> QuestionAnswered:
-        there, payloads = self._number(one.namespace)
-        wanted = self.may_bring(len(one.keys) - one.present)
-        keys = one.keys[: one.present + wanted]
-        done = one.present
+        space, first = self._run.space(one.namespace), one.present
+        keys = one.keys[: first + self.may_bring(len(one.keys) - first)]
+        done = first
         self.brought["fetches"] += 1
-        reply = self._ask(m.Reserve(one.namespace, keys, one.present), m.Reserved).reply
+        reply = space.reserve(keys[first - 1] if first else None, keys[first:], first)
         if reply.reservation:
-            lease = self._far.call(m.LeasePrefix(there, keys, 0, LEASE_MS), NamedLease).reply
+            lease = self._far.call(m.LeasePrefix(self._there(space), keys, 0, LEASE_MS), NamedLease).reply
             try:
-                self._run.walk(self._run.mapping(reply.places, writable=True), SECONDS, lambda: SECONDS)
-                for part, size in enumerate(payloads):
-                    headers = []
-                    sources = self._far.memory(lease.lease, [lease.places[part][block] for block in reply.blocks])
-                    slots = spans(self._run.writable, reply.places[part])
+                for part, slots in enumerate(self._run.frames(reply.places, writable=True)):
+                    places = [lease.places[part][block] for block in reply.blocks]
+                    sources = [span.view for span in self._far.memory(lease.lease, places)]
+                    stop = HEADER_BYTES + space.grant.payload_bytes[part]
                     for source, slot in zip(sources, slots, strict=True):
-                        stop = HEADER_BYTES + size
-                        slot.view[HEADER_BYTES:stop] = source.view[HEADER_BYTES:stop]
-                        headers.append(bytes(source.view[:HEADER_BYTES]))
-                    adopt = m.Adopt(reply.reservation, part, 0, headers, self.tier)
-                    came = self._ask(adopt, m.Counted).blocks
-                done = one.present + came
+                        slot[HEADER_BYTES:stop] = source[HEADER_BYTES:stop]
+                    headers = [bytes(source[:HEADER_BYTES]) for source in sources]
+                    came = self._ask(m.Adopt(reply.reservation, part, 0, headers, self.tier), m.Counted).blocks
+                done = first + came
                 self.brought["blocks"] += came
             finally:
                 self._far.call(m.Release([lease.lease]), m.Done)

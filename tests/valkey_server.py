@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tiering.remote.resp import command
 from waiting import wait_until
 
 
@@ -33,17 +34,8 @@ class ValkeyServer:
         self.socket_path = str(folder / "valkey.sock")
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = int(probe.getsockname()[1])
-        where = [
-            "--port",
-            str(self.port),
-            "--bind",
-            "127.0.0.1",
-            "--unixsocket",
-            self.socket_path,
-            "--dir",
-            str(folder),
-        ]
-        self._command = [binary, *where, "--save", "", "--appendonly", "no", *options]
+        where = ["--port", str(self.port), "--bind", "127.0.0.1", "--unixsocket", self.socket_path]
+        self._command = [binary, *where, "--dir", str(folder), "--save", "", "--appendonly", "no", *options]
         self._log = folder / "valkey.log"
         self.start()
 
@@ -55,10 +47,20 @@ class ValkeyServer:
 
     def _answers(self) -> bool:
         assert self.process.poll() is None, self._log.read_text()[-2000:]
-        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0) as one:
-            one.sendall(b"PING\r\n")
-            return one.recv(64).startswith((b"+PONG", b"-NOAUTH"))
+        with suppress(OSError):
+            return self.say(b"PING").startswith((b"+PONG", b"-NOAUTH"))
         return False
+
+    def say(self, *words: bytes) -> bytes:
+        """A command, and its answer as bytes."""
+        with socket.create_connection(("127.0.0.1", self.port)) as wire:
+            wire.settimeout(10.0)
+            wire.sendall(command(*words))
+            wire.shutdown(socket.SHUT_WR)
+            return b"".join(iter(lambda: wire.recv(1 << 20), b""))
+
+    def empty(self) -> None:
+        assert self.say(b"FLUSHALL") == b"+OK\r\n"
 
     def stop(self) -> None:
         """It hangs, and its connections stay."""

@@ -208,15 +208,15 @@ class Follower:
         self._queue.no_room(self._clock.monotonic_seconds())
         ways.figures.count(ways.name, unwritten=1)
         line = f"nothing is written to {ways.name}, {len(self._queue):,} blocks wait: {why}"
-        ways.told.say(f"writes {ways.name}", line)
+        ways.figures.faults.say(f"writes {ways.name}", line)
 
     def _write(self, ways: RemoteWays, space_id: bytes, key: bytes) -> bool:
         run, space = self._run, self._followed[space_id].space
         ends_at = self._clock.monotonic_seconds() + WRITE_SECONDS
-        names = ways.names(run, space, [key], ends_at)
+        names = ways.names(space, [key], ends_at)
         if all(ways.workers.exists(names, ends_at).result()):
             return True  # another node wrote it, or an earlier run of this one
-        reply = run.lease(space, [key], WRITE_LEASE_SECONDS)
+        reply = space.lease([key], WRITE_LEASE_SECONDS)
         if not reply.lease:
             return True  # evicted, or DRAM is all pinned: its next use queues it again
         pin = Lending(lambda: run.release(reply.lease))
@@ -234,5 +234,5 @@ class Follower:
             pin.returned()
         if is_there:
             ways.figures.count(ways.name, blocks_out=1, bytes_out=space.block_bytes)
-            ways.told.ended(f"writes {ways.name}", f"{ways.name} takes what is written again")
+            ways.figures.faults.ended(f"writes {ways.name}", f"{ways.name} takes what is written again")
         return is_there

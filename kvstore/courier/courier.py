@@ -10,12 +10,15 @@ from __future__ import annotations
 import hmac
 import logging
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count as counted_from
+from itertools import islice
+from typing import TypeAlias
 
 import msgspec
 
@@ -25,11 +28,10 @@ from kvstore.block.identity import NodeIdentity
 from kvstore.client.connection import SidecarConnection, Unavailable
 from kvstore.client.framing import FramedSocket, drained
 from kvstore.courier.announcing import Follower
-from kvstore.courier.asking import VERSION, AskedBy, UsableTransports, has_mac, offer_mac
-from kvstore.courier.dialling import GrpcPeers
+from kvstore.courier.dialling import VERSION, GrpcPeers
 from kvstore.courier.directory import DirectoryAddress, ValkeyDirectory
-from kvstore.courier.fetch import Fetcher, FetchJob, places_answer
-from kvstore.courier.figures import BANNED, DIRECTORY, MOST_SHOWN, PEER, REMOTE, UP, Figures, OncePerKind
+from kvstore.courier.fetch import Fetcher, FetchJob
+from kvstore.courier.figures import BANNED, MOST_SHOWN, PEER, REMOTE, UP, Figures
 from kvstore.courier.link import ANSWER_SECONDS, CONNECT_SECONDS, ENGINE, CourierRun, CourierSpace
 from kvstore.courier.locate import LOOK_SECONDS, Locator
 from kvstore.courier.members import NamedPeers
@@ -37,10 +39,10 @@ from kvstore.courier.peer_source import PeerSource, PeerWays, hand_over
 from kvstore.courier.remote_source import RemoteWays
 from kvstore.peers.reader import PullTransport
 from kvstore.peers.serving import FrameDoor
-from kvstore.peers.tokens import NONCE_BYTES, PullTerms, ask_mac, pull_secret
+from kvstore.peers.tokens import HAS, NONCE_BYTES, OFFER, PULL, PullTerms, ask_mac, pull_secret
 from kvstore.peers.transport import OfferedFrames, PeerFault, PullBusy
 from kvstore.pool.announcer import Announcer
-from kvstore.pool.choice import HolderChoice
+from kvstore.pool.choice import HolderChoice, UsableTransports
 from kvstore.pool.directory import MAX_FINGERPRINTS, NodeEntry
 from kvstore.pool.hottest import LEAVING_SECONDS, MOST_OFFERED_BLOCKS, MOST_OFFERED_BYTES
 from kvstore.pool.members import AliveTable
@@ -87,19 +89,18 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class CourierParts:
     """The parts of a courier. socket: `courier.sock`. peers: addresses. calls: to other nodes; None without any: then
-    there are no data servers, transports or directory either. directory: its address, and its user's password."""
+    there are no data servers, transports or directory either."""
 
     socket: str
     tenants: Sequence[str]
     clock: Clock
     new_token: Callable[[int], bytes]
     figures: Figures
-    told: OncePerKind
     calls: GrpcPeers | None = None
     peers: Sequence[str] = ()
     doors: dict[str, FrameDoor] = field(default_factory=dict)
     transports: dict[str, PullTransport] = field(default_factory=dict)
-    directory: tuple[DirectoryAddress, Callable[[], str]] | None = None
+    directory: DirectoryAddress | None = None
     remote: RemoteWays | None = None
 
 
@@ -116,15 +117,13 @@ class _NodeSession:
         self.ways: PeerWays | None = None
         if parts.calls is not None:
             usable = UsableTransports(list(parts.transports))
-            self.ways = PeerWays(
-                parts.calls, parts.transports, usable, self.choice, figures, parts.told, clock, parts.new_token
-            )
+            self.ways = PeerWays(parts.calls, parts.transports, usable, self.choice, figures, clock, parts.new_token)
             if parts.directory is not None:
                 self.announcer = Announcer()
-                address, password = parts.directory
-                self.directory = ValkeyDirectory(address, here, entry, self.table, self.announcer, clock, password)
+                told = self.table, self.announcer
+                self.directory = ValkeyDirectory(parts.directory, here, entry, *told, clock, figures)
             if parts.peers:
-                self.named = NamedPeers(parts.peers, here, self.table, parts.calls, parts.told, clock)
+                self.named = NamedPeers(parts.peers, here, self.table, parts.calls, figures.faults, clock)
         self.locator = Locator(self.table, self.named, self.directory, self.ways, parts.remote, clock)
         self.fetcher = Fetcher(self.locator, figures, clock)
 
@@ -165,9 +164,8 @@ class _TenantWork:
         it comes."""
         parts = courier.parts
         self.tenant, self._token = tenant, token
-        self._path, self._clock, self._told = parts.socket, parts.clock, parts.told
+        self._path, self._clock, self._faults = parts.socket, parts.clock, parts.figures.faults
         self._run: CourierRun | None = None
-        self._answers: deque[tuple[CourierRun, QuestionAnswered]] = deque()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._serve, name=f"kv-courier-{tenant}", daemon=True)
         self._courier = courier
@@ -191,25 +189,20 @@ class _TenantWork:
 
     def answer(self, run: CourierRun, answer: QuestionAnswered) -> None:
         """Send an answer to a question of that connection."""
-        self._answers.append((run, answer))
+        run.answers.append(answer)
         self.exchange(run)
 
     def exchange(self, run: CourierRun, told: CourierFigures | None = None) -> None:
         """Send answers, and pass on the questions that come back. Waits for the sidecar alone."""
         try:
             while not run.is_over:
-                answers = []
-                for of, answer in drained(self._answers):
-                    if of is run:
-                        answers.append(answer)
-                    if len(answers) == MAX_QUESTIONS:
-                        break
+                answers = list(islice(drained(run.answers), MAX_QUESTIONS))
                 wanted = run.connection.ask(m.Questions(answers, told), m.QuestionsReply, ANSWER_SECONDS)
                 told = None
                 self._take(run, wanted)
                 run.connection.unmap(run.connection.wire.retired())
                 run.connection.settle()
-                if not wanted.more and not self._answers:
+                if not wanted.more and not run.answers:
                     return
         except Unavailable as away:
             _log.debug("the sidecar was not asked", extra={"tenant": self.tenant, "reason": away.detail})
@@ -231,12 +224,12 @@ class _TenantWork:
             try:
                 run = self._connected()
             except (Unreachable, Unavailable) as error:
-                self._told.say(f"sidecar {self.tenant}", f"tenant {self.tenant}: {error}")
+                self._faults.say(f"sidecar {self.tenant}", f"tenant {self.tenant}: {error}")
                 self._ends.wait(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
                 continue
             pause = FIRST_PAUSE_SECONDS
-            self._told.ended(f"sidecar {self.tenant}", f"tenant {self.tenant}: the sidecar answers")
+            self._faults.ended(f"sidecar {self.tenant}", f"tenant {self.tenant}: the sidecar answers")
             try:
                 self._attend(run)
             finally:
@@ -323,12 +316,11 @@ class _TenantWork:
             space = run.space(question.namespace)
             if self.follower is not None:
                 self.follower.used(space, question.keys)
-            ticket = (question.node, question.incarnation)
-            places = session.locator.find(run, space, question.keys, present, *ticket, seconds=left)
+            places = session.locator.find(space, question, left)
         except Unavailable as away:
             return QuestionAnswered(number, present, reason=away.reason, detail=away.detail)
         session.locator.keep(run.tenant, number, places)
-        return places_answer(number, places, present)
+        return places.answer(number, present)
 
     def _begin_fetch(self, run: CourierRun, question: FetchQuestion) -> None:
         session = self._session
@@ -375,6 +367,11 @@ class _TenantWork:
             self.exchange(run, self._courier.figures())
 
 
+AskedBy: TypeAlias = tuple[bytes, Callable[[], float]]
+"""The asking node's id, by its certificate, empty if it has none (on loopback); and for how many seconds it still
+waits, which raises `TimedOut` once it does not."""
+
+
 def _log_fault(done: Future[None]) -> None:
     fault = None if done.cancelled() else done.exception()
     if fault is not None:
@@ -411,22 +408,22 @@ class PeerHolder:
 
     def Has(self, request: peer_pb2.HasRequest, call: AskedBy) -> peer_pb2.HasResponse:
         """How many of these blocks are here."""
-        found = self._asked(request, call, has_mac)
+        found = self._asked(request, call, HAS)
         if isinstance(found, str):
             return peer_pb2.HasResponse(reason=found)
-        run, space, terms = found
+        space, terms = found
         try:
-            blocks = run.match(space, terms.keys)
+            blocks = space.match(terms.keys)
         except Unavailable as away:
             return peer_pb2.HasResponse(reason=str(away.reason))
         return peer_pb2.HasResponse(blocks=blocks, reason="" if blocks else ABSENT)
 
     def OpenPull(self, request: peer_pb2.OpenPullRequest, call: AskedBy) -> peer_pb2.OpenPullResponse:
         """Pin blocks, and answer where to pull them from."""
-        found = self._asked(request, call, ask_mac)
+        found = self._asked(request, call, PULL)
         if isinstance(found, str):
             return peer_pb2.OpenPullResponse(reason=found)
-        run, space, terms = found
+        space, terms = found
         door = next((self._doors[one] for one in request.transports if one in self._doors), None)
         if door is None:
             return peer_pb2.OpenPullResponse(reason=str(MissReason.UNSUPPORTED))
@@ -436,18 +433,16 @@ class PeerHolder:
                 self._pulls[terms.asking] += 1
         if is_busy:
             return peer_pb2.OpenPullResponse(reason=BUSY)
-        is_offered = False
+        _, seconds_left = call
         try:
-            _, seconds_left = call
-            wait = min(request.wait_ms / 1000, seconds_left(), LONGEST_WAIT_SECONDS)
-            answer = self._opened(run, space, terms, door, wait)
-            is_offered = bool(answer.token)
-            return answer
-        except (Unavailable, PullBusy) as away:
-            return peer_pb2.OpenPullResponse(reason=str(away.reason) if isinstance(away, Unavailable) else BUSY)
-        finally:
-            if not is_offered:
-                self._ended(terms.asking)
+            with ExitStack() as undo:
+                undo.callback(self._ended, terms.asking)
+                wait = min(request.wait_ms / 1000, seconds_left(), LONGEST_WAIT_SECONDS)
+                return self._opened(space, terms, door, wait, undo)
+        except Unavailable as away:
+            return peer_pb2.OpenPullResponse(reason=str(away.reason))
+        except PullBusy:
+            return peer_pb2.OpenPullResponse(reason=BUSY)
 
     def Offer(self, request: peer_pb2.OfferRequest, call: AskedBy) -> peer_pb2.OfferResponse:
         """Pull what a leaving node has, one offer at a time, as far as there is room without waiting for it."""
@@ -455,7 +450,7 @@ class PeerHolder:
             raise BadInput(
                 f"an offer that begins late or is too long; offer the first {MOST_OFFERED_BLOCKS} blocks at most"
             )
-        found = self._asked(request, call, offer_mac)
+        found = self._asked(request, call, OFFER)
         if isinstance(found, str):
             return peer_pb2.OfferResponse(reason=found)
         if not self._taking.acquire(blocking=False):
@@ -470,44 +465,37 @@ class PeerHolder:
         return peer_pb2.OfferResponse(blocks=blocks, reason=str(reason or ""))
 
     def _opened(
-        self, run: CourierRun, space: CourierSpace, terms: PullTerms, door: FrameDoor, wait: float
+        self, space: CourierSpace, terms: PullTerms, door: FrameDoor, wait: float, undo: ExitStack
     ) -> peer_pb2.OpenPullResponse:
+        """undo: what is to be done when the pull is over, or now if there is none."""
         most = max(1, min(len(terms.keys), MOST_PULL_BLOCKS, MOST_PULL_BYTES // space.block_bytes))
-        reply = run.lease(space, terms.keys[:most], max(0.0, wait))
+        reply = space.lease(terms.keys[:most], max(0.0, wait))
         if not reply.lease:
             return peer_pb2.OpenPullResponse(reason=str(reply.reason or MissReason.ABSENT))
-        is_offered = False
+        undo.callback(space.run.release, reply.lease)
+        columns = space.run.frames(reply.places, writable=False)
+        blocks = min(map(len, columns))
+        if not blocks:
+            return peer_pb2.OpenPullResponse(reason=str(MissReason.UNREACHABLE))
+        spans = [column[block] for block in range(blocks) for column in columns]
+        size = sum(span.nbytes for span in spans)
+        if not self._pins(size):
+            return peer_pb2.OpenPullResponse(reason=BUSY)
+        undo.callback(self._pins, -size)
+        frames_sent = counted_from(1)
+
+        def sent(frame_bytes: int) -> None:
+            is_whole = next(frames_sent) % len(columns) == 0  # a block's parts are sent in turn
+            self._courier.parts.figures.count(terms.asking, blocks_out=is_whole, bytes_out=frame_bytes)
+
+        nonce = self._courier.parts.new_token(NONCE_BYTES)
+        secret = pull_secret(space.grant.identity_key, terms, nonce)
+        pulled = undo.pop_all()
         try:
-            columns = run.frames(reply.places, writable=False)
-            blocks = min(map(len, columns))
-            if not blocks:
-                return peer_pb2.OpenPullResponse(reason=str(MissReason.UNREACHABLE))
-            spans = [column[block] for block in range(blocks) for column in columns]
-            size = sum(span.nbytes for span in spans)
-            if not self._pins(size):
-                return peer_pb2.OpenPullResponse(reason=BUSY)
-
-            def release() -> None:
-                run.release(reply.lease)
-                self._ended(terms.asking, size)
-
-            frames_sent = counted_from(1)
-
-            def sent(frame_bytes: int) -> None:
-                is_whole = next(frames_sent) % len(columns) == 0  # a block's parts are sent in turn
-                self._courier.parts.figures.count(terms.asking, blocks_out=is_whole, bytes_out=frame_bytes)
-
-            nonce = self._courier.parts.new_token(NONCE_BYTES)
-            secret = pull_secret(space.grant.identity_key, terms, nonce)
-            try:
-                offer = door.offer(OfferedFrames(spans, space.frames, release, sent), secret)
-            except BaseException:
-                self._pins(-size)
-                raise
-            is_offered = True
-        finally:
-            if not is_offered:
-                run.release(reply.lease)
+            offer = door.offer(OfferedFrames(spans, space.frames, pulled.close, sent), secret)
+        except BaseException:
+            pulled.close()
+            raise
         return peer_pb2.OpenPullResponse(
             token=offer.token,
             address=offer.address,
@@ -526,9 +514,8 @@ class PeerHolder:
             self._pinned_bytes += size
             return True
 
-    def _ended(self, node: bytes, size: int = 0) -> None:
+    def _ended(self, node: bytes) -> None:
         with self._lock:
-            self._pinned_bytes -= size
             self._pulls[node] -= 1
             if self._pulls[node] <= 0:
                 del self._pulls[node]
@@ -537,8 +524,8 @@ class PeerHolder:
         self,
         request: peer_pb2.HasRequest | peer_pb2.OpenPullRequest | peer_pb2.OfferRequest,
         call: AskedBy,
-        mac_of: Callable[[bytes, PullTerms], bytes],
-    ) -> tuple[CourierRun, CourierSpace, PullTerms] | str:
+        what: bytes,
+    ) -> tuple[CourierSpace, PullTerms] | str:
         joined = request.keys  # read once: each access to a message's field copies it
         if len(joined) % KEY_BYTES:
             raise BadInput(f"keys of {len(joined)} bytes; give {KEY_BYTES} for each block")
@@ -550,20 +537,20 @@ class PeerHolder:
             return KEY_MISMATCH
         if self.is_leaving:
             return BUSY
-        space = run.space_of(request.namespace)
+        space = run.by_id.get(request.namespace)
         known = space or next(iter(run.by_id.values()), None)
         if known is None:
             return ABSENT
         keys = [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
         terms = PullTerms(request.nonce, request.node, run.node, request.namespace, request.first_block, keys)
         try:
-            right = mac_of(known.grant.identity_key, terms)
+            right = ask_mac(known.grant.identity_key, terms, what)
         except PeerFault as error:
             raise BadInput(str(error)) from None
         if not hmac.compare_digest(right, request.mac):
             self._courier.parts.figures.refused("a caller", "mac")
             return KEY_MISMATCH
-        return (run, space, terms) if space is not None else ABSENT
+        return (space, terms) if space is not None else ABSENT
 
 
 class Courier:
@@ -632,9 +619,7 @@ class Courier:
             return HeldElsewhere(left_out="the courier has no connection to the sidecar")
         return session.locator.holders(run, bytes.fromhex(namespace), keys, seconds, are_own=are_own)
 
-    def take_offer(
-        self, run: CourierRun, space: CourierSpace, terms: PullTerms, seconds: float
-    ) -> tuple[int, MissReason | None]:
+    def take_offer(self, space: CourierSpace, terms: PullTerms, seconds: float) -> tuple[int, MissReason | None]:
         """Pull what a leaving node offers; how many blocks are here afterwards, and why not all. Raises
         `Unavailable`."""
         session, now = self._session, self.parts.clock.monotonic_seconds()
@@ -642,8 +627,8 @@ class Courier:
         if session is None or session.ways is None or entry is None:
             return 0, MissReason.UNREACHABLE  # this node does not know that one
         keys = list(terms.keys[: max(1, MOST_OFFERED_BYTES // space.block_bytes)])
-        question = FetchQuestion(0, 0, space.number, keys, run.match(space, keys), seconds)
-        job = session.fetcher.job(run, question)
+        question = FetchQuestion(0, 0, space.number, keys, space.match(keys), seconds)
+        job = session.fetcher.job(space.run, question)
         job.invited = PeerSource(entry, session.ways)
         answer = session.fetcher.fetch(job)
         return answer.blocks, answer.reason
@@ -656,7 +641,7 @@ class Courier:
         parts, session, now = self.parts, self._session, self.parts.clock.monotonic_seconds()
         counts = parts.figures
         sources = []
-        reasons = parts.told.reasons()
+        reasons = counts.faults.reasons()
         if session is not None:
             for node, entry in sorted(session.table.alive(now).items())[:MOST_SHOWN]:
                 banned = session.choice.is_banned(node, entry.incarnation, now)
@@ -664,8 +649,7 @@ class Courier:
                 over = session.ways.usable.told(node, now) if session.ways is not None else ""
                 sources.append(counts.told(PEER, node, name, BANNED if banned else UP, detail=over))
             if session.directory is not None:
-                late = counts.late(DIRECTORY)
-                sources.append(msgspec.structs.replace(session.directory.figures(), late=late))
+                sources.append(session.directory.figures())
                 reasons += [session.directory.reason] if session.directory.reason else []
         if parts.remote is not None:
             ways = parts.remote

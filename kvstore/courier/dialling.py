@@ -11,17 +11,18 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import grpc
 
 from kvstore.config import is_loopback
-from kvstore.courier.asking import Answers, Dialled, PeerAway
 from kvstore.wire import peer_pb2
 from kvstore.wire.peer_pb2_grpc import PeerStub
 from tiering.clock import Clock
 
-A = TypeVar("A")
+VERSION = 1
+"""Of the `Peer` service."""
 MOST_CHANNELS = 256
 OPTIONS = [
     ("grpc.enable_http_proxy", 0),
@@ -33,11 +34,28 @@ OPTIONS = [
     ("grpc.keepalive_timeout_ms", 5_000),
 ]
 NODE_DOMAIN = ".node.kvstore"
+"""Behind a node's id, the DNS name in its certificate."""
 
 
-def node_name(node: bytes) -> str:
-    """The DNS name in a node's certificate."""
-    return node.hex() + NODE_DOMAIN
+class PeerAway(Exception):
+    """A node that does not answer; the text is one line for people. is_late: it may still answer."""
+
+    def __init__(self, text: str, *, is_late: bool = False) -> None:
+        super().__init__(text)
+        self.is_late = is_late
+
+
+@dataclass(frozen=True, slots=True)
+class Dialled:
+    """A node to call: HOST:PORT of its gRPC, and the id that its certificate must have; empty if the id is the
+    question."""
+
+    address: str
+    node: bytes
+
+
+Answers: TypeAlias = Callable[[float], list[peer_pb2.HasResponse | None]]
+"""The answers that are there after so many seconds at most; None for the others. May be called again."""
 
 
 def channel_credentials(contents: list[bytes]) -> Any:
@@ -58,15 +76,15 @@ class GrpcPeers:
     def who_are_you(
         self, peer: Dialled, request: peer_pb2.WhoAreYouRequest, seconds: float
     ) -> peer_pb2.WhoAreYouResponse:
-        answer: peer_pb2.WhoAreYouResponse = _answer(lambda: self._stub(peer).WhoAreYou(request, timeout=seconds))
+        answer: peer_pb2.WhoAreYouResponse = self._asked("WhoAreYou", peer, request, seconds)
         return answer
 
     def open_pull(self, peer: Dialled, request: peer_pb2.OpenPullRequest, seconds: float) -> peer_pb2.OpenPullResponse:
-        answer: peer_pb2.OpenPullResponse = _answer(lambda: self._stub(peer).OpenPull(request, timeout=seconds))
+        answer: peer_pb2.OpenPullResponse = self._asked("OpenPull", peer, request, seconds)
         return answer
 
     def offer(self, peer: Dialled, request: peer_pb2.OfferRequest, seconds: float) -> peer_pb2.OfferResponse:
-        answer: peer_pb2.OfferResponse = _answer(lambda: self._stub(peer).Offer(request, timeout=seconds))
+        answer: peer_pb2.OfferResponse = self._asked("Offer", peer, request, seconds)
         return answer
 
     def has(self, asked: Sequence[tuple[Dialled, peer_pb2.HasRequest]], seconds: float) -> Answers:
@@ -83,6 +101,16 @@ class GrpcPeers:
             return [self._taken(call, ends_at) if call is not None else None for call in calls]
 
         return answers
+
+    def _asked(self, verb: str, peer: Dialled, request: Any, seconds: float) -> Any:
+        try:
+            return getattr(self._stub(peer), verb)(request, timeout=seconds)
+        except grpc.RpcError as error:
+            code, details = error.code(), " ".join((error.details() or "").split())[:200]
+            is_late = code is grpc.StatusCode.DEADLINE_EXCEEDED
+            raise PeerAway(f"{code.name.lower()}: {details}", is_late=is_late) from None
+        except ValueError as error:  # its channel was closed meanwhile
+            raise PeerAway(str(error)) from None
 
     def _taken(self, call: Any, ends_at: float) -> peer_pb2.HasResponse | None:
         answer: peer_pb2.HasResponse | None = None
@@ -111,7 +139,7 @@ class GrpcPeers:
                 if credentials is None:
                     channel = grpc.insecure_channel(target, OPTIONS)
                 else:
-                    name = [("grpc.ssl_target_name_override", node_name(peer.node))] if peer.node else []
+                    name = [("grpc.ssl_target_name_override", peer.node.hex() + NODE_DOMAIN)] if peer.node else []
                     channel = grpc.secure_channel(target, credentials, [*OPTIONS, *name])
                 known = credentials, channel, PeerStub(channel)
             self._channels[peer] = known
@@ -120,13 +148,3 @@ class GrpcPeers:
         for one in closing:
             one.close()
         return known[2]
-
-
-def _answer(call: Callable[[], A]) -> A:
-    try:
-        return call()
-    except grpc.RpcError as error:
-        code, details = error.code(), " ".join((error.details() or "").split())[:200]
-        raise PeerAway(f"{code.name.lower()}: {details}", is_late=code is grpc.StatusCode.DEADLINE_EXCEEDED) from None
-    except ValueError as error:  # its channel was closed meanwhile
-        raise PeerAway(str(error)) from None

@@ -9,8 +9,8 @@ its end, by the server's clock. No two hosts' clocks are ever compared.
 
 A look-up never connects, never retries and never waits for an announcement. If the server is slow or gone, three
 failures open the breaker: look-ups then fail at once, until the thread's own refresh is quick again. Replies are
-bounded before anything is built from them: 64 hints of a chunk, 64 KiB of a value, and a limit for each call. Values
-that are no hint or entry are skipped.
+bounded before anything is built from them: 64 hints of a chunk, and the bytes of all that a call may be answered.
+Values that are no hint or entry are skipped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from urllib.parse import unquote, urlsplit
 from kvstore.block.account import HitTier
 from kvstore.block.errors import BadInput, shown
 from kvstore.block.identity import NODE_BYTES, NodeIdentity
-from kvstore.courier.figures import DIRECTORY, DOWN, OPEN, UP
+from kvstore.courier.figures import DIRECTORY, DOWN, OPEN, UP, Figures
 from kvstore.pool.announcer import Announcer
 from kvstore.pool.directory import (
     HINT_SECONDS,
@@ -45,7 +45,7 @@ from kvstore.pool.directory import (
     read_entry,
 )
 from kvstore.pool.members import MAX_NODES, AliveTable, ClaimState, NodeClaim
-from kvstore.protocol.courier import MAX_WHERE_CHARACTERS, SourceFigures
+from kvstore.protocol.courier import SourceFigures
 from tiering.clock import Clock
 from tiering.remote.resp import command
 
@@ -57,7 +57,7 @@ NODES_PER_REFRESH = 256
 """A larger pool's table is read less often, in proportion: otherwise the reads grow with the square of the nodes."""
 LOOKUP_CONNECTIONS = 8  # twice as many as one tenant's threads use at once
 FAILURES_TO_OPEN = 3
-MAX_VALUE_BYTES, MAX_LINE_BYTES, MAX_ELEMENTS = 1 << 16, 4096, 2 * MAX_NODES
+MAX_LINE_BYTES, MAX_ELEMENTS = 4096, 2 * MAX_NODES
 ROOM_BYTES, ROOM_PER_COMMAND_BYTES = 1 << 20, 8 << 10
 MAX_TIME_MS = 1 << 48
 DEFAULT_PORT = 6379
@@ -68,17 +68,23 @@ _LIST_ANEW = (b"DEL", _NODES)  # a broken set: each node enters itself again wit
 _log = logging.getLogger(__name__)
 
 
+def _no_password() -> str:
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class DirectoryAddress:
-    """A directory's address: host and port, or the path of a UNIX socket; and the user of its ACL, or nothing."""
+    """A directory's address: host and port, or the path of a UNIX socket; and the user of its ACL, or nothing.
+    password: read for each connection, so that it can be changed; it may raise `OSError`."""
 
     host: str
     port: int
     path: str
     user: str
+    password: Callable[[], str] = _no_password
 
     @classmethod
-    def read(cls, text: str) -> DirectoryAddress:
+    def read(cls, text: str, password: Callable[[], str] = _no_password) -> DirectoryAddress:
         """As in settings: valkey://[USER@]HOST[:PORT] or valkey+unix:PATH, with a user valkey+unix://USER@PATH. Raises
         `BadInput`."""
         given = (
@@ -98,7 +104,7 @@ class DirectoryAddress:
         fits = (parts.path.startswith("/") and not host) if is_unix else (host and parts.path in ("", "/"))
         if parts.scheme not in ("valkey", "valkey+unix") or not fits or parts.password or parts.query or parts.fragment:
             raise wrong
-        return cls(host, port, unquote(parts.path) if is_unix else "", user)
+        return cls(host, port, unquote(parts.path) if is_unix else "", user, password)
 
     def __str__(self) -> str:
         return self.path or f"{self.host}:{self.port}"
@@ -115,18 +121,18 @@ class ValkeyDirectory:
         table: AliveTable,
         announcer: Announcer,
         clock: Clock,
-        password: Callable[[], str] = lambda: "",
+        figures: Figures,
     ) -> None:
         """entry: returns this node's present entry, with the node and incarnation of `here`. table: receives the other
-        nodes. password: read for each connection, so that it can be changed; it may raise `OSError`."""
+        nodes."""
         self._address = address
         self._here = here
         self._entry = entry
         self._table = table
         self._announcer = announcer
         self._clock = clock
-        self._make = lambda: _ValkeyWire(address, password, clock)
-        self._own, self._telling = self._make(), threading.Lock()
+        self._figures = figures
+        self._own, self._telling = _ValkeyWire(address, clock), threading.Lock()
         self._lookups: LifoQueue[_ValkeyWire] = LifoQueue()
         self._missing_lookups = LOOKUP_CONNECTIONS
         self._claim = NodeClaim(here)
@@ -140,7 +146,6 @@ class ValkeyDirectory:
         self._table_due = self._quiet_until = float("-inf")
         self._server_ahead_ms: int | None = None
         self._fields_age = True
-        self._counts = {"lookups": 0, "found": 0, "failures": 0}
 
     def start(self) -> None:
         """Enter this node, and keep it there."""
@@ -172,16 +177,8 @@ class ValkeyDirectory:
 
     def figures(self) -> SourceFigures:
         state = UP if self._down is None else OPEN if self._is_slow else DOWN
-        return SourceFigures(
-            kind=DIRECTORY,
-            name=str(self._address)[-MAX_WHERE_CHARACTERS:],
-            state=state,
-            lookups=self._counts["lookups"],
-            found=self._counts["found"],
-            failures=self._counts["failures"],
-            hints=self._announcer.held,
-            detail=self.reason[:MAX_WHERE_CHARACTERS],
-        )
+        hints, why = self._announcer.held, self.reason
+        return self._figures.told(DIRECTORY, DIRECTORY, str(self._address), state, hints, why)
 
     def alive(self) -> Mapping[bytes, NodeEntry]:
         """The other nodes, as of some seconds ago."""
@@ -212,8 +209,7 @@ class ValkeyDirectory:
         found = leading_holders(heads, said, alive, self._server_ms())
         with self._lock:
             self._failed_lookups = 0
-            self._counts["lookups"] += 1
-            self._counts["found"] += bool(found)
+        self._figures.count(DIRECTORY, lookups=1, found=bool(found))
         return found
 
     def announce(self, hints: Sequence[tuple[bytes, HitTier]], seconds: float = CALL_SECONDS) -> None:
@@ -291,14 +287,15 @@ class ValkeyDirectory:
             _log.error("%s", self.reason)
 
     def _read_table(self, listed: object, now: float) -> None:
-        names = listed if isinstance(listed, list) else []
-        if names is not listed or None in names:  # of another type, or with members that are no node ids
+        if not isinstance(listed, list):  # it is of another type
             self._ask([_LIST_ANEW])
-        nodes = [one for one in names if isinstance(one, bytes) and len(one) == NODE_BYTES]
+            listed = []
+        names = [one for one in listed if isinstance(one, bytes)]
+        nodes = [one for one in names if len(one) == NODE_BYTES]
         if now < self._table_due:
             return
         found: list[NodeEntry] = []
-        left_out = [one for one in names if isinstance(one, bytes) and len(one) != NODE_BYTES]
+        left_out = [one for one in names if len(one) != NODE_BYTES]
         for at in range(0, len(nodes), NODES_PER_REFRESH):
             asked = nodes[at : at + NODES_PER_REFRESH]
             replies = self._ask([(b"GETRANGE", _NODE + node, 0, MAX_ENTRY_BYTES) for node in asked])
@@ -338,7 +335,7 @@ class ValkeyDirectory:
 
     def _connect_lookups(self) -> None:
         while self._missing_lookups and self._down is None and not self._ends.is_set():
-            wire = self._make()
+            wire = _ValkeyWire(self._address, self._clock)
             try:
                 wire.call([(b"TIME",)])
             except DirectoryDown as error:
@@ -367,9 +364,8 @@ class ValkeyDirectory:
         self._own.close()
 
     def _lookup_failed(self, why: str) -> None:
+        self._figures.count(DIRECTORY, lookups=1, failures=1)
         with self._lock:
-            self._counts["lookups"] += 1
-            self._counts["failures"] += 1
             self._failed_lookups += 1
             opens = self._failed_lookups >= FAILURES_TO_OPEN
         if opens:
@@ -430,12 +426,10 @@ def _milliseconds(reply: Any) -> int:
 
 class _ValkeyWire:
     """One connection that speaks RESP 2, for one thread at a time: each call within a deadline and a number of bytes.
-    Sizes that a server announces are checked before anything is built from them; longer values are skipped, and read
-    as None."""
+    Sizes that a server announces are checked before anything is built from them."""
 
-    def __init__(self, address: DirectoryAddress, password: Callable[[], str], clock: Clock) -> None:
+    def __init__(self, address: DirectoryAddress, clock: Clock) -> None:
         self._address = address
-        self._password = password
         self._clock = clock
         self._socket: socket.socket | None = None
         self._seen, self._at = b"", 0
@@ -469,7 +463,7 @@ class _ValkeyWire:
             sock = self._socket = socket.create_connection((address.host, address.port), CONNECT_SECONDS)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        password = self._password()
+        password = address.password()
         if password or address.user:
             user = (address.user.encode(),) if address.user else ()
             (reply,) = self._replies(sock, [(b"AUTH", *user, password.encode())], CONNECT_SECONDS)
@@ -524,14 +518,6 @@ class _ValkeyWire:
             return None
         if size > self._room + len(self._seen) - self._at:
             raise _Oversized(f"a value of {size} bytes")
-        if size > MAX_VALUE_BYTES:
-            left = size + 2 - (len(self._seen) - self._at)
-            while left > 0:
-                self._seen, self._at = b"", 0
-                self._more()
-                left -= len(self._seen)
-            self._at = len(self._seen) + left
-            return None
         while len(self._seen) - self._at < size + 2:
             self._more()
         begin, self._at = self._at, self._at + size + 2

@@ -1,6 +1,7 @@
 """Fetches blocks: a window of slots at a time, from one source after the other, each block once.
 
-    window: single flight > reserve > fill from the source > adopted as frames come > the next window
+    window: reserve > fill from the source > adopted as frames come > the next window
+    reserved by another fetch: look again, until its blocks are here or are given up
     source: it has no more, is busy, or failed > the next one; at most two nodes, then the remote tier
 
 A fetch ends when all blocks are here, when its time is over, no engine waits any more, or no source is left; blocks
@@ -10,7 +11,6 @@ that came by then stay. A node that is still publishing (a ticket's) is asked ag
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,10 +18,10 @@ from kvstore.block.account import MissReason
 from kvstore.client.connection import Unavailable
 from kvstore.courier.figures import Figures
 from kvstore.courier.link import CourierRun, CourierSpace
-from kvstore.courier.locate import Locator, Places, Source
-from kvstore.courier.peer_source import Filled, PeerSource, Stops
+from kvstore.courier.locate import Locator, Places
+from kvstore.courier.peer_source import PeerSource
+from kvstore.courier.source import Filled, Source, Stops
 from kvstore.courier.window import ReservedWindow
-from kvstore.pool.flights import Flights
 from kvstore.protocol.courier import FetchQuestion, QuestionAnswered
 from tiering.clock import Clock
 
@@ -40,7 +40,8 @@ _log = logging.getLogger(__name__)
 @dataclass(eq=False)
 class FetchJob:
     """A fetch in progress. reached: blocks that are here. invited: the node that offered it, if no engine waits: then
-    only that node is asked, and the fetch ends as soon as there is no room."""
+    only that node is asked, and the fetch ends as soon as there is no room. pause: before the sidecar is next asked for
+    slots that it did not have."""
 
     run: CourierRun
     question: FetchQuestion
@@ -50,6 +51,7 @@ class FetchJob:
     detail: str = ""
     source: Source | None = None
     invited: PeerSource | None = None
+    pause: float = AGAIN_SECONDS
 
     def misses(self, reason: MissReason | None, detail: str) -> None:
         """Record why there are no more; of several sources' reasons, the most specific."""
@@ -70,7 +72,6 @@ class Fetcher:
         self._locator = locator
         self._figures = figures
         self._clock = clock
-        self._flights = Flights[tuple[bytes, bytes]]()
 
     def job(self, run: CourierRun, question: FetchQuestion) -> FetchJob:
         """A job that begins now, and so does its time."""
@@ -84,7 +85,6 @@ class Fetcher:
         except Unavailable as away:
             job.misses(away.reason, away.detail)
         finally:
-            self._flights.leave(job)
             self._figures.begins(-1)
         return job.answer()
 
@@ -93,8 +93,7 @@ class Fetcher:
         space = run.space(question.namespace)
         places = Places([job.invited]) if job.invited else self._locator.kept(run.tenant, question.located)
         if places is None:
-            ticket = (question.node, question.incarnation)
-            places = self._locator.find(run, space, question.keys, job.reached, *ticket, seconds=self._left(job) / 4)
+            places = self._locator.find(space, question, self._left(job) / 4)
         sources = list(places.sources)
         if not sources:
             job.misses(places.reason, places.detail)
@@ -110,54 +109,34 @@ class Fetcher:
     def _left(self, job: FetchJob) -> float:
         return job.stops.ends_at - self._clock.monotonic_seconds()
 
+    def _pause(self, job: FetchJob, seconds: float) -> None:
+        job.stops.over.wait(min(seconds, max(0.0, self._left(job))))
+
     def _window(self, job: FetchJob, space: CourierSpace, sources: list[Source]) -> bool:
-        keys, reached = job.question.keys, job.reached
-        most = max(1, min(WINDOW_BLOCKS, WINDOW_BYTES // space.block_bytes))
-        wanted = [(space.id, key) for key in keys[reached : reached + most]]
-        now = self._clock.monotonic_seconds()
-        mine = self._flights.begin(wanted, job, now, job.stops.ends_at)
-        leading = next((at for at, (a, b) in enumerate(zip(mine, wanted, strict=False)) if a != b), len(mine))
-        self._flights.end(mine[leading:], job)
-        if not leading:
-            self._join(job, wanted[0])
-            job.reached += job.run.match(space, keys[reached:])
-            return True
-        try:
-            return self._led(job, space, sources, leading)
-        finally:
-            self._flights.end(mine[:leading], job)
-
-    def _join(self, job: FetchJob, key: tuple[bytes, bytes]) -> None:
-        landed = threading.Event()
-        job.stops.waits_for(landed.set)
-        if self._flights.join(key, landed.set):
-            landed.wait(max(0.0, self._left(job)))
-        job.stops.waits_for(None)
-
-    def _led(self, job: FetchJob, space: CourierSpace, sources: list[Source], count: int) -> bool:
-        keys, run, first = job.question.keys, job.run, job.reached
-        source = sources[0]
+        keys, first, source = job.question.keys, job.reached, sources[0]
         if isinstance(source, PeerSource) and source.publishes and not self._is_published(job, space, source, sources):
             return True
-        before = keys[first - 1] if first else None
-        reply = run.reserve(space, before, keys[first : first + count], first)
+        most = max(1, min(WINDOW_BLOCKS, WINDOW_BYTES // space.block_bytes))
+        reply = space.reserve(keys[first - 1] if first else None, keys[first : first + most], first)
         if reply.present > first:
             job.reached = reply.present
         if not reply.reservation or reply.blocks[0] != job.reached:
             if reply.reservation:
-                run.abort(reply.reservation)
+                space.run.abort(reply.reservation)
             if job.reached > first:
                 return True
             if reply.reason not in PASSING or job.invited is not None:
                 job.misses(reply.reason, reply.detail or "the sidecar has no room for it")
                 return False
-            job.stops.over.wait(min(LONGEST_AGAIN_SECONDS, max(0.0, self._left(job))))
+            self._pause(job, job.pause)
+            job.pause = min(2 * job.pause, LONGEST_AGAIN_SECONDS)
             return True
-        window = ReservedWindow(run, space, reply, keys, source.tier)
+        job.pause = AGAIN_SECONDS
+        window = ReservedWindow(space, reply, keys, source.tier)
         try:
             filled = source.fill(window, job.stops) if window.blocks else Filled(MissReason.UNREACHABLE, "no memory")
         finally:
-            window.close()
+            window.returned()
         if window.adopted:
             job.reached, job.source = window.first + window.adopted, source
         if isinstance(window.failed, Unavailable):
@@ -169,11 +148,11 @@ class Fetcher:
     def _ended(self, job: FetchJob, sources: list[Source], filled: Filled) -> None:
         source = sources[0]
         if filled.reason is MissReason.BUSY and len(sources) == 1:
-            job.stops.over.wait(min(LONGEST_AGAIN_SECONDS, max(0.0, self._left(job))))
+            self._pause(job, LONGEST_AGAIN_SECONDS)
             return
         gone = (MissReason.STALE_HINT, MissReason.BUSY)
         if isinstance(source, PeerSource) and source.publishes and filled.reason in gone:
-            job.stops.over.wait(min(AGAIN_SECONDS, max(0.0, self._left(job))))
+            self._pause(job, AGAIN_SECONDS)
             return
         sources.pop(0)
         job.misses(filled.reason, filled.detail)
@@ -182,7 +161,7 @@ class Fetcher:
         pause = AGAIN_SECONDS
         following: Sequence[bytes] = job.question.keys[job.reached :]
         while not job.stops.over.is_set() and self._left(job) > 0:
-            found = source.has(job.run, space, following, job.reached, min(0.5, self._left(job)))
+            found = source.has(space, following, job.reached, min(0.5, self._left(job)))
             if found:
                 return True
             if found is None:
@@ -192,19 +171,6 @@ class Fetcher:
             if len(sources) > 1:  # another node may have it already
                 sources.append(sources.pop(0))
                 return False
-            job.stops.over.wait(min(pause, max(0.0, self._left(job))))
+            self._pause(job, pause)
             pause = min(2 * pause, LONGEST_AGAIN_SECONDS)
         return False
-
-
-def places_answer(number: int, places: Places, present: int) -> QuestionAnswered:
-    blocks = places.blocks if places.sources else present
-    return QuestionAnswered(
-        number,
-        max(present, blocks),
-        places.tier,
-        places.milliseconds,
-        places.where,
-        places.reason,
-        places.detail[:1000],
-    )

@@ -39,10 +39,11 @@ class _Counted:
 
 
 class Figures:
-    """Thread-safe. A source is named as in the speeds: a node's id, or an engine's name."""
+    """Thread-safe. A source is named as in the speeds: a node's id, or an engine's name. faults: the present ones."""
 
-    def __init__(self, speeds: SpeedBook) -> None:
-        self.speeds = speeds
+    def __init__(self, clock: Clock) -> None:
+        self.speeds = SpeedBook()
+        self.faults = OncePerKind(clock)
         self._lock = threading.Lock()
         self._counts: OrderedDict[Hashable, _Counted] = OrderedDict()
         self.fetching = self.fetched_blocks = self.fetched_bytes = 0
@@ -75,7 +76,7 @@ class Figures:
             if what in kinds or len(kinds) < MOST_KINDS:
                 kinds[what] += 1
 
-    def answered(self, source: Hashable, name: str, seconds: float, is_late: bool, told: OncePerKind) -> None:
+    def answered(self, source: Hashable, name: str, seconds: float, is_late: bool) -> None:
         """A look-up of a source ended. is_late: after the engine that asked had given up. name: for people."""
         with self._lock:
             one = self._of(source)
@@ -83,18 +84,13 @@ class Figures:
             one.late_in_row = one.late_in_row + 1 if is_late else 0
             in_row = one.late_in_row
         if in_row >= MANY_LATE:
-            told.say(
+            self.faults.say(
                 f"late {name}",
                 f"{name} answers too late: of {in_row} look-ups in a row none was over before the 5 ms that an engine "
                 f"waits (the last one took {1e3 * seconds:.0f} ms)",
             )
         elif not in_row:
-            told.ended(f"late {name}", f"{name} answers in time again")
-
-    def late(self, source: Hashable) -> int:
-        """How many look-ups of a source were late."""
-        with self._lock:
-            return self._of(source).counts["late"]
+            self.faults.ended(f"late {name}", f"{name} answers in time again")
 
     def begins(self, fetches: int) -> None:
         """This many fetches begin, or end if negative."""

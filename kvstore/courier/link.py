@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from kvstore.block.account import MissReason
 from kvstore.block.identity import Namespace
-from kvstore.client.connection import REASON_OF_FAULT, SidecarConnection, Unavailable, spans
+from kvstore.client.connection import SidecarConnection, Unavailable, spans
 from kvstore.protocol import messages as m
+from kvstore.protocol.courier import QuestionAnswered
 from kvstore.protocol.messages import Grant, LeaseReply, ReserveReply
 from tiering.frame import frame_bytes
 
@@ -25,8 +26,7 @@ MOST_CHAINS, MOST_CHAIN_KEYS = 256, 1024
 class Uses:
     """Of one tenant. Thread-safe. wanted: blocks that have become worth writing."""
 
-    def __init__(self, most: int = MOST_NAMES) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._new: dict[bytes, int] = {}
         self._old: dict[bytes, int] = {}
@@ -34,20 +34,16 @@ class Uses:
         self._chains: OrderedDict[tuple[bytes, bytes], list[bytes]] = OrderedDict()
         self.wanted: deque[tuple[bytes, bytes]] = deque(maxlen=MOST_WANTED)
 
-    def note(self, keys: Iterable[bytes]) -> None:
+    def note_chain(self, space: bytes, keys: Sequence[bytes]) -> None:
+        """A request named this chain of that namespace, from its first block on."""
+        leading = list(keys[:MOST_CHAIN_KEYS])
         with self._lock:
             for key in keys:
                 name = key[:NAME_BYTES]
-                if name not in self._new and len(self._new) >= self._most:
+                if name not in self._new and len(self._new) >= MOST_NAMES:
                     self._old, self._new = self._new, {}
-                self._new[name] = max(self._new.get(name, 0), self._old.get(name, 0)) + 1
-
-    def note_chain(self, space: bytes, keys: Sequence[bytes]) -> None:
-        """A request named this chain of that namespace, from its first block on."""
-        self.note(keys)
-        leading = list(keys[:MOST_CHAIN_KEYS])
-        if leading:
-            with self._lock:
+                self._new[name] = self.of(key) + 1
+            if leading:
                 self._chains[space, leading[-1]] = leading
                 self._chains.move_to_end((space, leading[-1]))
                 while len(self._chains) > MOST_CHAINS:
@@ -89,10 +85,11 @@ CONNECT_SECONDS = 2.0
 MOST_PAGES = 1024
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class CourierSpace:
     """A tenant's namespace on a connection. id: its digest. frames: bytes of a frame of each part."""
 
+    run: CourierRun
     number: int
     id: bytes
     grant: Grant
@@ -102,16 +99,48 @@ class CourierSpace:
     def block_bytes(self) -> int:
         return sum(self.frames)
 
+    def match(self, keys: Sequence[bytes]) -> int:
+        """How many of these blocks are readable. Raises `Unavailable`."""
+        connection = self.run.connection
+        verb = m.MatchPrefix(self.number, list(keys[: connection.max_keys]), counts=False)
+        return connection.ask(verb, m.Matched, ANSWER_SECONDS).reply.blocks
+
+    def lease(self, keys: Sequence[bytes], seconds: float) -> LeaseReply:
+        """Pin the readable prefix, promoted to DRAM within that time, and map it. Raises `Unavailable`."""
+        connection = self.run.connection
+        verb = m.LeasePrefix(self.number, list(keys), 0, 1000 * seconds, counts=False)
+        steps = connection.leasing(verb)
+        return connection.walk(steps, seconds + ANSWER_SECONDS, lambda: ANSWER_SECONDS)
+
+    def reserve(self, before: bytes | None, keys: Sequence[bytes], first: int) -> ReserveReply:
+        """Reserve and map slots for blocks of a chain from its block `first` on. before: the key of the preceding
+        block, which is readable; None without one. Raises `Unavailable`."""
+        connection = self.run.connection
+        known = [before] if before is not None else []
+        verb = m.Reserve(self.number, [*known, *keys], first, skipped=first - len(known))
+        reply = connection.ask(verb, m.Reserved, ANSWER_SECONDS).reply
+        if reply.reservation:
+            try:
+                mapping = connection.mapping(reply.places, writable=True, namespace=self.number)
+                connection.walk(mapping, ANSWER_SECONDS, lambda: ANSWER_SECONDS)
+            except BaseException:
+                self.run.abort(reply.reservation)
+                raise
+        return reply
+
 
 @dataclass(eq=False)
 class CourierRun:
-    """One connection, and what was learned on it. node, incarnation: the sidecar's."""
+    """One connection, and what was learned on it. node, incarnation: the sidecar's. by_id: its namespaces by their
+    digests, as far as they are known; listed anew by `list_spaces` alone, since any peer may ask."""
 
     tenant: str
     connection: SidecarConnection
     by_number: dict[int, CourierSpace] = field(default_factory=dict)
     by_id: dict[bytes, CourierSpace] = field(default_factory=dict)
     uses: Uses = field(default_factory=Uses)
+    answers: deque[QuestionAnswered] = field(default_factory=deque)
+    """To the sidecar's questions, not sent yet."""
     _listing: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -140,10 +169,6 @@ class CourierRun:
             raise Unavailable(MissReason.UNREACHABLE, "the sidecar names a namespace that it does not list")
         return found
 
-    def space_of(self, digest: bytes) -> CourierSpace | None:
-        """The namespace of that digest, if it is known. Lists nothing, since any peer may ask."""
-        return self.by_id.get(digest)
-
     def list_spaces(self) -> list[CourierSpace]:
         """Open the namespaces that are new since the last call. Raises `Unavailable`."""
         with self._listing:
@@ -168,19 +193,8 @@ class CourierRun:
         verb = m.OpenNamespace(listed.packed, listed.payload_bytes)
         grant = self.connection.ask(verb, m.Granted, ANSWER_SECONDS).grant
         sizes = tuple(frame_bytes(max(0, size)) for size in grant.payload_bytes)
-        opened = CourierSpace(grant.number, digest, grant, sizes)
+        opened = CourierSpace(self, grant.number, digest, grant, sizes)
         self.by_number[grant.number] = self.by_id[digest] = opened
-
-    def match(self, space: CourierSpace, keys: Sequence[bytes]) -> int:
-        """How many of these blocks are readable. Raises `Unavailable`."""
-        verb = m.MatchPrefix(space.number, list(keys[: self.connection.max_keys]), counts=False)
-        return self.connection.ask(verb, m.Matched, ANSWER_SECONDS).reply.blocks
-
-    def lease(self, space: CourierSpace, keys: Sequence[bytes], seconds: float) -> LeaseReply:
-        """Pin the readable prefix, promoted to DRAM within that time, and map it. Raises `Unavailable`."""
-        verb = m.LeasePrefix(space.number, list(keys), 0, 1000 * seconds, counts=False)
-        steps = self.connection.leasing(verb)
-        return self.connection.walk(steps, seconds + ANSWER_SECONDS, lambda: ANSWER_SECONDS)
 
     def release(self, lease: int) -> None:
         """Does not block."""
@@ -191,28 +205,9 @@ class CourierRun:
         table = self.connection.writable if writable else self.connection.readable
         return [[span.view for span in spans(table, column)] for column in places]
 
-    def reserve(self, space: CourierSpace, before: bytes | None, keys: Sequence[bytes], first: int) -> ReserveReply:
-        """Reserve and map slots for blocks of a chain from its block `first` on. before: the key of the preceding
-        block, which is readable; None without one. Raises `Unavailable`."""
-        known = [before] if before is not None else []
-        verb = m.Reserve(space.number, [*known, *keys], first, skipped=first - len(known))
-        answered = self.connection.answer(verb, ANSWER_SECONDS)
-        if isinstance(answered.answer, m.Failed):
-            raise Unavailable(REASON_OF_FAULT[answered.answer.fault], answered.answer.text)
-        if not isinstance(answered.answer, m.Reserved):
-            raise Unavailable(MissReason.UNREACHABLE, "an answer of another kind")
-        reply = answered.answer.reply
-        if reply.reservation:
-            try:
-                mapping = self.connection.mapping(reply.places, writable=True, namespace=space.number)
-                self.connection.walk(mapping, ANSWER_SECONDS, lambda: ANSWER_SECONDS)
-            except BaseException:
-                self.abort(reply.reservation)
-                raise
-        return reply
-
     def abort(self, reservation: int) -> None:
         self.connection.post(m.Abort(reservation))
 
     def close(self) -> None:
+        self.by_number, self.by_id = {}, {}  # they know this connection, which is unmapped with the last use of it
         self.connection.close()

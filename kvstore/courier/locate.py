@@ -30,6 +30,7 @@ from kvstore.courier.link import CourierRun, CourierSpace
 from kvstore.courier.members import NamedPeers
 from kvstore.courier.peer_source import MOST_ASKED_KEYS, PeerSource, PeerWays
 from kvstore.courier.remote_source import RemoteSource, RemoteWays
+from kvstore.courier.source import Source
 from kvstore.pool.choice import MOST_ASKED
 from kvstore.pool.directory import (
     CHUNK_BLOCKS,
@@ -42,6 +43,7 @@ from kvstore.pool.directory import (
 )
 from kvstore.pool.members import AliveTable
 from kvstore.pool.speeds import REMOTE_PRIOR
+from kvstore.protocol.courier import FetchQuestion, LocateQuestion, QuestionAnswered
 from tiering.clock import Clock
 from tiering.remote.driver import RemoteFault
 from tiering.remote.workers import RemoteCall
@@ -63,7 +65,6 @@ MOST_KEPT = 4096
 RECENT_SECONDS, MOST_RECENT = 1.0, 256
 """How long a finding about a chain, perhaps too late for its own request, serves others; and how many are kept."""
 
-Source = PeerSource | RemoteSource
 _Chain: TypeAlias = tuple[bytes, bytes, int, bytes]
 """Namespace, last key, blocks that are here; and a ticket's node and run of it."""
 
@@ -80,19 +81,27 @@ class Places:
     reason: MissReason | None = MissReason.ABSENT
     detail: str = ""
 
+    def answer(self, number: int, present: int) -> QuestionAnswered:
+        """To a question of that number. present: blocks that are here."""
+        blocks = max(present, self.blocks) if self.sources else present
+        told = self.where, self.reason, self.detail[:1000]
+        return QuestionAnswered(number, blocks, self.tier, self.milliseconds, *told)
+
+    def add(self, source: Source, blocks: int, milliseconds: float, *, is_best: bool) -> None:
+        """At the end, or as the best one at the beginning."""
+        self.sources.insert(0 if is_best else len(self.sources), source)
+        if is_best:
+            self.blocks, self.milliseconds, self.tier, self.where = blocks, milliseconds, source.tier, source.name
+
 
 @dataclass(eq=False, slots=True)
 class _Look:
-    """A look-up in progress, of the blocks behind the first `present`. node, incarnation: of a ticket. wanted_by: then
-    no engine waits any more; ends_at: its own limit. nearer: what the nodes say, as far as is known. remote: the call,
-    if there is a tier."""
+    """A look-up in progress, of the blocks behind a question's first `present`. wanted_by: then no engine waits any
+    more; ends_at: its own limit. nearer: what the nodes say, as far as is known. remote: the call, if there is a
+    tier."""
 
-    run: CourierRun
     space: CourierSpace
-    keys: Sequence[bytes]
-    present: int
-    node: bytes
-    incarnation: bytes
+    question: LocateQuestion | FetchQuestion
     wanted_by: float
     ends_at: float
     nearer: Places = field(
@@ -105,7 +114,8 @@ class _Look:
 
     @property
     def chain(self) -> _Chain:
-        return self.space.id, self.keys[-1], self.present, self.node + self.incarnation
+        asked = self.question
+        return self.space.id, asked.keys[-1], asked.present, asked.node + asked.incarnation
 
 
 class Locator:
@@ -149,20 +159,10 @@ class Locator:
         with self._lock:
             return self._kept.pop((tenant, number), None)
 
-    def find(
-        self,
-        run: CourierRun,
-        space: CourierSpace,
-        keys: Sequence[bytes],
-        present: int,
-        node: bytes = b"",
-        incarnation: bytes = b"",
-        seconds: float = LOOK_SECONDS,
-    ) -> Places:
-        """The places of the blocks behind the first `present`, as far as they are known after `seconds`. node,
-        incarnation: of a ticket."""
+    def find(self, space: CourierSpace, question: LocateQuestion | FetchQuestion, seconds: float) -> Places:
+        """The places of the blocks behind the first `present`, as far as they are known after `seconds`."""
         now = self._clock.monotonic_seconds()
-        mine = _Look(run, space, keys, present, node, incarnation, now + seconds, now + seconds)
+        mine = _Look(space, question, now + seconds, now + seconds)
         with self._lock:
             found_at, recent = self._recent.get(mine.chain, (-inf, Places()))
             if now - found_at < RECENT_SECONDS:
@@ -184,8 +184,8 @@ class Locator:
         try:
             if self._remote is not None:
                 limit_at = max(look.ends_at, self._clock.monotonic_seconds() + LIMIT_SECONDS)
-                keys = look.keys[look.present :]
-                look.remote = self._remote.has(look.run, look.space, keys, look.wanted_by, limit_at)
+                keys = look.question.keys[look.question.present :]
+                look.remote = self._remote.has(look.space, keys, look.wanted_by, limit_at)
             if self._peers is not None:
                 self._find_peers(look, self._peers)
             else:
@@ -193,7 +193,7 @@ class Locator:
             if look.remote is not None:
                 look.remote.is_settled(look.ends_at - self._clock.monotonic_seconds())
             places = self._composed(look)
-            if places.sources and not look.node:  # a ticket's promise is for its own request only
+            if places.sources and not look.question.node:  # a ticket's promise is for its own request only
                 with self._lock:
                     self._recent[look.chain] = self._clock.monotonic_seconds(), places
                     while len(self._recent) > MOST_RECENT:
@@ -246,12 +246,12 @@ class Locator:
     def _proven(
         self, run: CourierRun, namespace: bytes, keys: Sequence[bytes], hinted: Sequence[Holder], ends_at: float
     ) -> tuple[list[Holder], bool]:
-        space, alive = run.space_of(namespace), self._table.alive(self._clock.monotonic_seconds())
+        space, alive = run.by_id.get(namespace), self._table.alive(self._clock.monotonic_seconds())
         asked = [one for one in hinted[:MOST_NAMED] if one.node in alive]
         left = ends_at - self._clock.monotonic_seconds()
         counts: list[int | None] = [None] * len(asked)
         if asked and space is not None and self._peers is not None and left > 0:
-            counts = self._peers.has(run, space, [alive[one.node] for one in asked], keys, 0, left)
+            counts = self._peers.has(space, [alive[one.node] for one in asked], keys, 0, left)
         proven = [one._replace(blocks=min(one.blocks, of)) for one, of in zip(asked, counts, strict=True) if of]
         return proven, len(asked) == len(hinted) and None not in counts
 
@@ -264,20 +264,12 @@ class Locator:
             return
         if not found:
             return
-        now, blocks = self._clock.monotonic_seconds(), look.present + found
+        now, blocks = self._clock.monotonic_seconds(), look.question.present + found
         size = found * look.space.block_bytes
         milliseconds = remote.figures.speeds.milliseconds(remote.name, size, now, REMOTE_PRIOR)
-        source = RemoteSource(remote)
         is_better = (blocks, -milliseconds) > (places.blocks, -places.milliseconds)
-        if is_better and not any(one.publishes for one in places.sources):
-            places.sources.insert(0, source)
-            self._best(places, blocks, HitTier.REMOTE, milliseconds, remote.name)
-        else:
-            places.sources.append(source)
-
-    @staticmethod
-    def _best(places: Places, blocks: int, tier: HitTier, milliseconds: float, where: str) -> None:
-        places.blocks, places.tier, places.milliseconds, places.where = blocks, tier, milliseconds, where
+        is_best = is_better and not any(one.publishes for one in places.sources)
+        places.add(RemoteSource(remote), blocks, milliseconds, is_best=is_best)
 
     def _find_peers(self, look: _Look, peers: PeerWays) -> None:
         began_at = self._clock.monotonic_seconds()
@@ -297,10 +289,11 @@ class Locator:
                 break
         if self._directory is not None:
             is_late = not hinting.done() or now > look.wanted_by
-            peers.figures.answered(DIRECTORY, "the directory", now - began_at, is_late, peers.told)
+            peers.figures.answered(DIRECTORY, "the directory", now - began_at, is_late)
 
     def _ask_nodes(self, look: _Look, peers: PeerWays, places: Places, hinted: Sequence[Holder]) -> None:
-        run, space, keys, present, node = look.run, look.space, look.keys, look.present, look.node
+        run, space, question = look.space.run, look.space, look.question
+        keys, present, node = question.keys, question.present, question.node
         began_at, alive = self._clock.monotonic_seconds(), self._table.alive(self._clock.monotonic_seconds())
         chosen = peers.choice.choose(
             hinted, alive, hint_name(space.id, keys[-1]), space.block_bytes, began_at, run.fingerprint
@@ -308,16 +301,21 @@ class Locator:
         asked = {one.node: alive[one.node] for one in chosen}
         for other in self._named.nodes() if self._named is not None else ():
             entry = alive.get(other)
-            if entry is not None and other not in asked and len(asked) < MOST_ASKED + MOST_NAMED:
-                self._ask_too(asked, entry, run, peers, began_at)
+            if entry is None or other in asked or len(asked) >= MOST_ASKED + MOST_NAMED:
+                continue
+            if run.fingerprint not in entry.fingerprints:
+                peers.mismatch(entry, run)
+            elif not peers.choice.is_banned(entry.node, entry.incarnation, began_at):
+                asked[other] = entry
         promised = alive.get(node) if node and node != run.node else None
-        if promised is not None and promised.incarnation == look.incarnation:
+        if promised is not None and promised.incarnation == question.incarnation:
             asked.setdefault(node, promised)
         elif node and node != run.node:
             places.reason, places.detail, promised = MissReason.STALE_HINT, "the ticket's node is not in the pool", None
-        said = {one.node: _with_tail(one.blocks, len(keys)) for one in chosen}
+        # A hint of the last chunk says nothing of the tail, which the node may have as well.
+        said = {one.node: len(keys) if len(keys) - one.blocks < CHUNK_BLOCKS else one.blocks for one in chosen}
         entries = list(asked.values())
-        answers = peers.ask(run, space, entries, keys[present:], present, max(0.0, look.ends_at - began_at))
+        answers = peers.ask(space, entries, keys[present:], present, max(0.0, look.ends_at - began_at))
         late: list[NodeEntry] = []
         for until in (min(began_at + HAS_SECONDS, look.wanted_by), look.wanted_by, look.ends_at):
             counts = answers(max(0.0, until - self._clock.monotonic_seconds()))
@@ -339,7 +337,7 @@ class Locator:
             peers.figures.count(entry.node, lookups=1, found=bool(count))
             if began_at < look.wanted_by:
                 name = f"node {entry.node.hex()[:12]}"
-                peers.figures.answered(entry.node, name, now - began_at, entry in late, peers.told)
+                peers.figures.answered(entry.node, name, now - began_at, entry in late)
 
     def _placed(
         self,
@@ -350,35 +348,20 @@ class Locator:
         promised: NodeEntry | None,
         alive: Mapping[bytes, NodeEntry],
     ) -> Places:
-        keys, present, size, now = look.keys, look.present, look.space.block_bytes, self._clock.monotonic_seconds()
+        keys, present = look.question.keys, look.question.present
+        size, now = look.space.block_bytes, self._clock.monotonic_seconds()
         head = hint_name(look.space.id, keys[-1])
-        best = peers.choice.choose(found, alive, head, size, now, look.run.fingerprint)
+        best = peers.choice.choose(found, alive, head, size, now, look.space.run.fingerprint)
+        speeds = peers.figures.speeds
         if promised is not None:
-            source = PeerSource(promised, peers, publishes=True)
-            places.sources.append(source)
-            milliseconds = peers.figures.speeds.milliseconds(promised.node, (len(keys) - present) * size, now)
-            self._best(places, len(keys), HitTier.PEER, milliseconds, source.name)
+            milliseconds = speeds.milliseconds(promised.node, (len(keys) - present) * size, now)
+            places.add(PeerSource(promised, peers, publishes=True), len(keys), milliseconds, is_best=True)
         for one in best:
-            if promised is not None and one.node == promised.node:
-                continue
-            source = PeerSource(alive[one.node], peers)
-            if not places.sources:
-                milliseconds = peers.figures.speeds.milliseconds(one.node, (one.blocks - present) * size, now)
-                self._best(places, one.blocks, HitTier.PEER, milliseconds, source.name)
-            places.sources.append(source)
+            if promised is None or one.node != promised.node:
+                milliseconds = speeds.milliseconds(one.node, (one.blocks - present) * size, now)
+                places.add(PeerSource(alive[one.node], peers), one.blocks, milliseconds, is_best=not places.sources)
         return places
 
-    @staticmethod
-    def _ask_too(asked: dict[bytes, NodeEntry], entry: NodeEntry, run: CourierRun, peers: PeerWays, now: float) -> None:
-        if run.fingerprint not in entry.fingerprints:
-            peers.mismatch(entry, run)
-        elif not peers.choice.is_banned(entry.node, entry.incarnation, now):
-            asked[entry.node] = entry
-
     def _hinted(self, look: _Look, seconds: float) -> list[Holder]:
-        heads = leading_places(chunk_heads(look.space.id, look.keys, look.present), MOST_PLACES)
+        heads = leading_places(chunk_heads(look.space.id, look.question.keys, look.question.present), MOST_PLACES)
         return self._directory.holders(heads, seconds) if self._directory is not None and heads else []
-
-
-def _with_tail(hinted: int, asked: int) -> int:
-    return asked if asked - hinted < CHUNK_BLOCKS else hinted

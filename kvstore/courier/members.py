@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from kvstore.block.errors import StoreError
 from kvstore.block.identity import INCARNATION_BYTES, NODE_BYTES, NodeIdentity
-from kvstore.courier.asking import VERSION, Dialled, PeerAway
-from kvstore.courier.dialling import GrpcPeers
+from kvstore.courier.dialling import VERSION, Dialled, GrpcPeers, PeerAway
 from kvstore.courier.figures import OncePerKind
 from kvstore.pool.directory import MAX_FINGERPRINTS, NODE_SECONDS, NodeEntry
 from kvstore.pool.members import AliveTable
@@ -28,7 +27,7 @@ class NamedPeers:
         here: NodeIdentity,
         table: AliveTable,
         calls: GrpcPeers,
-        told: OncePerKind,
+        faults: OncePerKind,
         clock: Clock,
     ) -> None:
         """table: receives them, beside those that a directory names."""
@@ -36,7 +35,7 @@ class NamedPeers:
         self._named: dict[str, bytes] = {}
         self._here = here
         self._calls = calls
-        self._told = told
+        self._faults = faults
         self._clock = clock
         self._table = table
         self._ends = threading.Event()
@@ -65,13 +64,13 @@ class NamedPeers:
                 entry = self._asked(address)
                 self._addresses[address] = entry is not None
                 if entry is None:
-                    self._told.say(kind, f"network.peers: {address} is this node itself; leave it out")
+                    self._faults.say(kind, f"network.peers: {address} is this node itself; leave it out")
                 else:
                     self._named[address] = entry.node
                     self._table.saw([entry], self._clock.monotonic_seconds(), NODE_SECONDS)
-                    self._told.ended(kind, f"peer {address} answers")
+                    self._faults.ended(kind, f"peer {address} answers")
             except (PeerAway, StoreError, ValueError) as error:
-                self._told.say(kind, f"peer {address} does not answer: {error}")
+                self._faults.say(kind, f"peer {address} does not answer: {error}")
             self._ends.wait(ASK_SECONDS)
 
     def _asked(self, address: str) -> NodeEntry | None:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.errors import BadInput
 from kvstore.client.connection import Unavailable
 from kvstore.config import is_loopback
-from kvstore.courier.asking import Dialled, PeerAway, UsableTransports, has_mac, offer_mac
-from kvstore.courier.dialling import GrpcPeers
-from kvstore.courier.figures import Figures, OncePerKind
+from kvstore.courier.dialling import Dialled, GrpcPeers, PeerAway
+from kvstore.courier.figures import Figures
 from kvstore.courier.link import CourierRun, CourierSpace
-from kvstore.courier.window import Forged, ReservedWindow
+from kvstore.courier.source import NOT_WANTED, Filled, Source, Stops
+from kvstore.courier.window import ReservedWindow
 from kvstore.peers.reader import FramePuller, PullTransport
-from kvstore.peers.tokens import NONCE_BYTES, PullTerms, ask_mac, pull_secret
+from kvstore.peers.tokens import HAS, NONCE_BYTES, OFFER, PULL, PullTerms, ask_mac, pull_secret
 from kvstore.peers.transport import PeerFault, PullOffer, TimedOutPull, numeric_address, stays_here
-from kvstore.pool.choice import MOST_ASKED, HolderChoice, late_has_failed
+from kvstore.pool.choice import MOST_ASKED, HolderChoice, UsableTransports, late_has_failed
 from kvstore.pool.directory import CHUNK_BLOCKS, NodeEntry
 from kvstore.pool.hottest import LEAVING_SECONDS, MOST_OFFERED_BYTES, hottest
 from kvstore.pool.members import AliveTable
@@ -40,38 +40,6 @@ MOST_ASKED_KEYS = 4096
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Filled:
-    """A source's result for a window. reason: why there are no more blocks; None if it is full."""
-
-    reason: MissReason | None = None
-    detail: str = ""
-
-
-class Stops:
-    """Ends what a fetch waits for, from another thread. over: the fetch is to end."""
-
-    def __init__(self, ends_at: float) -> None:
-        self.ends_at = ends_at
-        self.over = threading.Event()
-        self._lock = threading.Lock()
-        self._stop: Callable[[], None] | None = None
-
-    def waits_for(self, stop: Callable[[], None] | None) -> None:
-        """A wait begins. stop: ends it; None once it is over."""
-        with self._lock:
-            self._stop = stop
-        if stop is not None and self.over.is_set():
-            stop()
-
-    def end(self) -> None:
-        self.over.set()
-        with self._lock:
-            stop = self._stop
-        if stop is not None:
-            stop()
-
-
 @dataclass(frozen=True)
 class PeerWays:
     """What all sources of this kind share. transports: by name. usable: their order."""
@@ -81,49 +49,27 @@ class PeerWays:
     usable: UsableTransports
     choice: HolderChoice
     figures: Figures
-    told: OncePerKind
     clock: Clock
     new_token: Callable[[int], bytes]
 
     def has(
-        self,
-        run: CourierRun,
-        space: CourierSpace,
-        nodes: Sequence[NodeEntry],
-        keys: Sequence[bytes],
-        first: int,
-        seconds: float,
+        self, space: CourierSpace, nodes: Sequence[NodeEntry], keys: Sequence[bytes], first: int, seconds: float
     ) -> list[int | None]:
         """How many of these blocks each of the nodes has, all asked at once; None for those that do not answer."""
-        counts = self.ask(run, space, nodes, keys, first, seconds)(seconds)
+        counts = self.ask(space, nodes, keys, first, seconds)(seconds)
         for entry, blocks in zip(nodes, counts, strict=True):
             self.figures.count(entry.node, lookups=1, found=bool(blocks))
         return counts
 
     def ask(
-        self,
-        run: CourierRun,
-        space: CourierSpace,
-        nodes: Sequence[NodeEntry],
-        keys: Sequence[bytes],
-        first: int,
-        seconds: float,
+        self, space: CourierSpace, nodes: Sequence[NodeEntry], keys: Sequence[bytes], first: int, seconds: float
     ) -> Callable[[float], list[int | None]]:
         """As `has`. The returned function gives the answers that are there after so many seconds at most, also when it
         is called again."""
         asked = []
         for one in nodes:
-            terms = PullTerms(self.new_token(NONCE_BYTES), run.node, one.node, space.id, first, keys[:MOST_ASKED_KEYS])
-            request = peer_pb2.HasRequest(
-                fingerprint=run.fingerprint,
-                namespace=space.id,
-                first_block=first,
-                keys=b"".join(terms.keys),
-                node=run.node,
-                nonce=terms.nonce,
-                mac=has_mac(space.grant.identity_key, terms),
-            )
-            asked.append((Dialled(one.address, one.node), request))
+            _, fields = self.signed(HAS, space, one, keys[:MOST_ASKED_KEYS], first)
+            asked.append((Dialled(one.address, one.node), peer_pb2.HasRequest(**fields)))
         answers = self.calls.has(asked, seconds)
 
         def counts(within: float) -> list[int | None]:
@@ -131,85 +77,84 @@ class PeerWays:
             for entry, answer in zip(nodes, answers(within), strict=True):
                 is_told = answer is not None and not (answer.reason and answer.reason != "absent")
                 if answer is not None and answer.reason == MissReason.KEY_MISMATCH:
-                    self.mismatch(entry, run)
+                    self.mismatch(entry, space.run)
                 found.append(min(answer.blocks, len(keys)) if answer is not None and is_told else None)
             return found
 
         return counts
 
+    def signed(
+        self, what: bytes, space: CourierSpace, entry: NodeEntry, keys: Sequence[bytes], first: int = 0
+    ) -> tuple[PullTerms, dict[str, Any]]:
+        """The terms of a question about blocks, and its message's fields, with their MAC. what: as in `ask_mac`."""
+        run = space.run
+        terms = PullTerms(self.new_token(NONCE_BYTES), run.node, entry.node, space.id, first, keys)
+        return terms, {
+            "fingerprint": run.fingerprint,
+            "namespace": space.id,
+            "first_block": first,
+            "keys": b"".join(keys),
+            "node": run.node,
+            "nonce": terms.nonce,
+            "mac": ask_mac(space.grant.identity_key, terms, what),
+        }
+
     def mismatch(self, entry: NodeEntry, run: CourierRun) -> None:
         """Record that a node has other keys of the tenant."""
         name = entry.node.hex()[:12]
-        self.told.say(
+        self.figures.faults.say(
             f"keys {name} {run.tenant}",
             f"node {name} at {entry.address} has other keys of tenant {run.tenant}: nothing is fetched from it "
             "(key_mismatch); give all nodes of a pool the same [keys] directory",
         )
 
 
-class PeerSource:
-    """One node, for one fetch."""
+class PeerSource(Source):
+    """One node."""
 
     tier = HitTier.PEER
 
     def __init__(self, entry: NodeEntry, ways: PeerWays, *, publishes: bool = False) -> None:
-        """publishes: a ticket says that it will have more soon."""
+        super().__init__(entry.node, f"node {entry.node.hex()[:12]}", ways.figures, ways.clock, publishes=publishes)
         self.entry = entry
         self._ways = ways
-        self.publishes = publishes
-        self.name = f"node {entry.node.hex()[:12]}"
 
-    def has(
-        self, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], first: int, seconds: float
-    ) -> int | None:
+    def has(self, space: CourierSpace, keys: Sequence[bytes], first: int, seconds: float) -> int | None:
         """How many of these blocks it has now; None if it does not answer."""
-        (found,) = self._ways.has(run, space, [self.entry], keys, first, seconds)
+        (found,) = self._ways.has(space, [self.entry], keys, first, seconds)
         return found
 
-    def fill(self, window: ReservedWindow, stops: Stops) -> Filled:
-        """Pull the blocks of the window that the node has."""
-        ways, entry = self._ways, self.entry
-        began_at = ways.clock.monotonic_seconds()
+    def _read(self, window: ReservedWindow, stops: Stops) -> Filled:
+        given = stops.ends_at - self._clock.monotonic_seconds()
         try:
-            filled = self._pulled(window, stops)
+            return self._pulled(window, stops)
         except PeerAway as away:
-            given = stops.ends_at - began_at
-            filled = (
-                self._late(str(away), given, 0) if away.is_late else self._failed(MissReason.UNREACHABLE, str(away))
-            )
+            return self._late(str(away), given, 0) if away.is_late else self._failed(MissReason.UNREACHABLE, str(away))
         except TimedOutPull as late:
-            filled = self._late(str(late), stops.ends_at - began_at, late.verified)
+            return self._late(str(late), given, late.verified)
         except PeerFault as fault:
             if window.refused:
-                ways.figures.refused(entry.node, "frame")
-            if window.failed is None and not stops.over.is_set():
-                filled = self._failed(MissReason.CORRUPT if window.refused else MissReason.UNREACHABLE, str(fault))
-            else:
-                filled = Filled(MissReason.DISABLED, "no engine waits for it any more")
+                self._figures.refused(self.entry.node, "frame")
+            if window.failed is not None or stops.over.is_set():
+                return NOT_WANTED
+            return self._failed(MissReason.CORRUPT if window.refused else MissReason.UNREACHABLE, str(fault))
         except BadInput as error:  # the offer needs something that is missing here; the text names it
-            ways.told.say("pull", str(error))
-            filled = Filled(MissReason.UNSUPPORTED, str(error))
-        window.adopt()
-        if isinstance(window.failed, Forged):
-            ways.figures.refused(entry.node, "header")
-            ways.told.say(
-                f"forged {self.name}", f"{self.name} at {entry.address} sent what is not taken: {window.failed}"
-            )
-            filled = self._failed(MissReason.CORRUPT, str(window.failed))
-        if window.adopted:
-            now, size = ways.clock.monotonic_seconds(), window.adopted * window.space.block_bytes
-            ways.figures.came(entry.node, window.adopted, size)
-            ways.figures.speeds.learn(entry.node, size, now - began_at, now)
-        return filled
+            self._figures.faults.say("pull", str(error))
+            return Filled(MissReason.UNSUPPORTED, str(error))
+
+    def _forged(self, detail: str) -> Filled:
+        line = f"{self.name} at {self.entry.address} sent what is not taken: {detail}"
+        self._figures.faults.say(f"forged {self.name}", line)
+        return self._failed(MissReason.CORRUPT, detail)
 
     def _late(self, detail: str, given: float, frames: int) -> Filled:
         has_failed = late_has_failed(given, frames)
         return self._failed(MissReason.DEADLINE, detail) if has_failed else Filled(MissReason.DEADLINE, detail)
 
     def _failed(self, reason: MissReason, detail: str) -> Filled:
-        ways, entry = self._ways, self.entry
-        ways.choice.failed(entry.node, entry.incarnation, ways.clock.monotonic_seconds())
-        ways.figures.count(entry.node, failures=1)
+        entry = self.entry
+        self._ways.choice.failed(entry.node, entry.incarnation, self._clock.monotonic_seconds())
+        self._figures.count(entry.node, failures=1)
         return Filled(reason, f"{self.name}: {detail}")
 
     def _pulled(self, window: ReservedWindow, stops: Stops) -> Filled:
@@ -237,26 +182,15 @@ class PeerSource:
         return Filled(MissReason.STALE_HINT, f"{self.name} has no more of it")
 
     def _opened(self, window: ReservedWindow, stops: Stops) -> tuple[PullOffer, bytes] | Filled:
-        ways, entry, run, space = self._ways, self.entry, window.run, window.space
-        nonce = ways.new_token(NONCE_BYTES)
-        terms = PullTerms(nonce, run.node, entry.node, space.id, window.first, window.keys)
+        ways, entry, space = self._ways, self.entry, window.space
+        terms, fields = ways.signed(PULL, space, entry, window.keys, window.first)
         now = ways.clock.monotonic_seconds()
         left, names = stops.ends_at - now, ways.usable.names(entry.node, now)
         wait = max(0.0, min(left / 2, BRING_UP_SECONDS))
-        request = peer_pb2.OpenPullRequest(
-            fingerprint=run.fingerprint,
-            namespace=space.id,
-            first_block=window.first,
-            keys=b"".join(window.keys),
-            node=run.node,
-            nonce=nonce,
-            mac=ask_mac(space.grant.identity_key, terms),
-            wait_ms=int(1000 * wait),
-            transports=names,
-        )
+        request = peer_pb2.OpenPullRequest(**fields, wait_ms=int(1000 * wait), transports=names)
         answer = ways.calls.open_pull(Dialled(entry.address, entry.node), request, min(left, wait + OPEN_SECONDS))
         if not answer.token:
-            return self._not_offered(answer.reason, run)
+            return self._not_offered(answer.reason, space.run)
         offer = PullOffer(
             answer.token, answer.address, answer.transport, answer.blocks, tuple(answer.frame_bytes), answer.is_sealed
         )
@@ -283,7 +217,7 @@ class PeerSource:
                 raise
             ways.usable.failed(entry.node, name, ways.clock.monotonic_seconds())
             line = f"{self.name} at {entry.address} is not reached over {name}, and another transport is taken: {fault}"
-            ways.told.say(f"{name} {self.name}", line)
+            ways.figures.faults.say(f"{name} {self.name}", line)
             return None
         ways.usable.worked(entry.node, name)
         return reader
@@ -305,19 +239,18 @@ def hand_over(runs: Sequence[CourierRun], table: AliveTable, ways: PeerWays) -> 
     taken, room = 0, MOST_OFFERED_BYTES
     for run in runs if nodes else ():
         for space_id, keys in hottest(run.uses.chains(), run.uses.of):
-            space = run.space_of(space_id)
+            space = run.by_id.get(space_id)
             if space is None or run.is_over or room < space.block_bytes or ways.clock.monotonic_seconds() >= ends_at:
                 continue
             with suppress(Unavailable):
-                here = keys[: min(run.match(space, keys), room // space.block_bytes)]
-                blocks = _offered(run, space, here, nodes, ways, ends_at) if here else 0
+                here = keys[: min(space.match(keys), room // space.block_bytes)]
+                blocks = _offered(space, here, nodes, ways, ends_at) if here else 0
                 taken, room = taken + blocks, room - blocks * space.block_bytes
     if taken:
         _log.info("other nodes have what was hot here", extra={"blocks": taken})
 
 
 def _offered(
-    run: CourierRun,
     space: CourierSpace,
     keys: Sequence[bytes],
     nodes: Sequence[NodeEntry],
@@ -325,21 +258,14 @@ def _offered(
     ends_at: float,
 ) -> int:
     head = keys[:CHUNK_BLOCKS][-1]
-    fit = [one for one in nodes if run.fingerprint in one.fingerprints]
+    fit = [one for one in nodes if space.run.fingerprint in one.fingerprints]
     for entry in sorted(fit, key=lambda one: blake2b(head + one.node, digest_size=8).digest())[:MOST_ASKED]:
         left = ends_at - ways.clock.monotonic_seconds()
         if left <= 0:
             break
-        terms = PullTerms(ways.new_token(NONCE_BYTES), run.node, entry.node, space.id, 0, keys)
-        request = peer_pb2.OfferRequest(
-            fingerprint=run.fingerprint,
-            namespace=space.id,
-            keys=b"".join(keys),
-            node=run.node,
-            nonce=terms.nonce,
-            mac=offer_mac(space.grant.identity_key, terms),
-        )
+        _, fields = ways.signed(OFFER, space, entry, keys)
         with suppress(PeerAway):  # an earlier version knows no offers
+            request = peer_pb2.OfferRequest(**fields)
             answer = ways.calls.offer(Dialled(entry.address, entry.node), request, left)
             if answer.blocks:
                 return min(answer.blocks, len(keys))

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from math import inf
 
 from kvstore.block.account import HitTier, MissReason
-from kvstore.courier.figures import Figures, OncePerKind
-from kvstore.courier.link import CourierRun, CourierSpace
-from kvstore.courier.peer_source import Filled, Stops
-from kvstore.courier.window import Forged, ReservedWindow
+from kvstore.courier.figures import Figures
+from kvstore.courier.link import CourierSpace
+from kvstore.courier.source import NOT_WANTED, Filled, Source, Stops
+from kvstore.courier.window import ReservedWindow
 from kvstore.peers.checks import FrameCheck
 from kvstore.pool.speeds import REMOTE_PRIOR
 from tiering.clock import Clock
@@ -36,7 +36,6 @@ class RemoteWays:
     workers: RemoteWorkers
     salts: NamespaceSalts
     figures: Figures
-    told: OncePerKind
     clock: Clock
     writes: RemoteWrites
     ttl_ms: int
@@ -48,9 +47,7 @@ class RemoteWays:
         """In the speeds, and for people."""
         return self.engine.name
 
-    def has(
-        self, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], wanted_by: float, ends_at: float
-    ) -> RemoteCall[int]:
+    def has(self, space: CourierSpace, keys: Sequence[bytes], wanted_by: float, ends_at: float) -> RemoteCall[int]:
         """Ask how many leading blocks there are. wanted_by: then it is late. ends_at: the call's own limit."""
         began_at = self.clock.monotonic_seconds()
         stamps, step = space.grant.stamps, max(1, -(-len(keys) // MOST_PROBED))
@@ -58,12 +55,12 @@ class RemoteWays:
 
         def work() -> int:
             try:
-                salt = self.salts.of(run.fingerprint, space.id, ends_at)
+                salt = self.salts.of(space.run.fingerprint, space.id, ends_at)
                 names = [remote_key(salt, stamps[last], keys[at], last) for at in range(step - 1, len(keys), step)]
                 found = self.engine.exists(names, ends_at)
             finally:
                 now = self.clock.monotonic_seconds()
-                self.figures.answered(self.name, self.name, now - began_at, now > wanted_by, self.told)
+                self.figures.answered(self.name, self.name, now - began_at, now > wanted_by)
             blocks = (found.index(False) if False in found else len(found)) * step
             self.figures.count(self.name, lookups=1, found=bool(blocks))
             return blocks
@@ -79,9 +76,9 @@ class RemoteWays:
             self._warmed_at = now
             self._warming = self.workers.submit(lambda: self.salts.warm(now + WARM_SECONDS), now + WARM_SECONDS)
 
-    def names(self, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], ends_at: float) -> list[bytes]:
+    def names(self, space: CourierSpace, keys: Sequence[bytes], ends_at: float) -> list[bytes]:
         """Names of all frames of these blocks, the parts of each in order. Raises `RemoteFault`."""
-        salt = self.workers.submit(lambda: self.salts.of(run.fingerprint, space.id, ends_at), ends_at).result()
+        salt = self.workers.submit(lambda: self.salts.of(space.run.fingerprint, space.id, ends_at), ends_at).result()
         stamps = space.grant.stamps
         return [remote_key(salt, stamp, key, part) for key in keys for part, stamp in enumerate(stamps)]
 
@@ -95,42 +92,38 @@ class RemoteWays:
         return ""
 
 
-class RemoteSource:
-    """The remote tier, for one fetch."""
+class RemoteSource(Source):
+    """The remote tier."""
 
     tier = HitTier.REMOTE
-    publishes = False
+    prior = REMOTE_PRIOR
 
     def __init__(self, ways: RemoteWays) -> None:
+        super().__init__(ways.name, ways.name, ways.figures, ways.clock)
         self._ways = ways
-        self.name = ways.name
 
     def fill(self, window: ReservedWindow, stops: Stops) -> Filled:
-        """Read the blocks of the window that it has, several frames at a time, checked in order."""
-        ways, clock = self._ways, self._ways.clock
-        began_at = clock.monotonic_seconds()
-        window.run.uses.came(window.keys)
-        try:
-            filled = self._read(window, stops)
-        except RemoteFault as fault:
-            if fault.is_of_engine:
-                ways.told.say(f"remote {ways.name}", f"the remote engine {ways.name} fails: {fault}")
-            filled = Filled(MissReason(fault.reason), str(fault))
-        window.adopt()
-        window.run.uses.did_not_come(window.keys[window.adopted :])
-        if isinstance(window.failed, Forged):
-            ways.figures.refused(ways.name, "header")
-            filled = Filled(MissReason.CORRUPT, str(window.failed))
+        """The same; and note what the tier has, so that it is not written there."""
+        uses = window.space.run.uses
+        uses.came(window.keys)
+        filled = super().fill(window, stops)
+        uses.did_not_come(window.keys[window.adopted :])
         if window.adopted:
-            now, size = clock.monotonic_seconds(), window.adopted * window.space.block_bytes
-            ways.figures.came(ways.name, window.adopted, size)
-            ways.figures.speeds.learn(ways.name, size, now - began_at, now, REMOTE_PRIOR)
-            ways.told.ended(f"remote {ways.name}", f"the remote engine {ways.name} answers")
+            self._figures.faults.ended(f"remote {self.name}", f"the remote engine {self.name} answers")
         return filled
 
     def _read(self, window: ReservedWindow, stops: Stops) -> Filled:
+        """Several frames at a time, checked in order."""
+        try:
+            return self._read_frames(window, stops)
+        except RemoteFault as fault:
+            if fault.is_of_engine:
+                self._figures.faults.say(f"remote {self.name}", f"the remote engine {self.name} fails: {fault}")
+            return Filled(MissReason(fault.reason), str(fault))
+
+    def _read_frames(self, window: ReservedWindow, stops: Stops) -> Filled:
         ways, workers = self._ways, self._ways.workers
-        names = ways.names(window.run, window.space, window.keys, stops.ends_at)
+        names = ways.names(window.space, window.keys, stops.ends_at)
         calls: deque[tuple[RemoteCall[bool], FrameCheck]] = deque()
         sent = 0
         for at, slot in enumerate(window.slots):
@@ -141,7 +134,7 @@ class RemoteSource:
                 calls.append((call, check))
                 sent += 1
             if stops.over.is_set():
-                return Filled(MissReason.DISABLED, "no engine waits for it any more")
+                return NOT_WANTED
             call, check = calls.popleft()
             try:
                 is_there = call.result()
@@ -149,13 +142,13 @@ class RemoteSource:
                 self._refuse(names[at])
                 raise
             if not is_there:
-                return Filled(MissReason.STALE_HINT, f"{ways.name} has it no more")
+                return Filled(MissReason.STALE_HINT, f"{self.name} has it no more")
             if not window.take(slot, is_right=check.is_right):
                 if window.refused:
                     self._refuse(names[at])
-                return Filled(MissReason.CORRUPT, f"{ways.name}: a frame that is not what it should be")
+                return Filled(MissReason.CORRUPT, f"{self.name}: a frame that is not what it should be")
         return Filled()
 
     def _refuse(self, name: bytes) -> None:
-        self._ways.figures.refused(self._ways.name, "frame")
-        self._ways.workers.delete([name], self._ways.clock.monotonic_seconds() + FORGET_SECONDS)
+        self._figures.refused(self.name, "frame")
+        self._ways.workers.delete([name], self._clock.monotonic_seconds() + FORGET_SECONDS)

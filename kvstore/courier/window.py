@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.client.connection import Unavailable
-from kvstore.courier.link import ANSWER_SECONDS, CourierRun, CourierSpace
+from kvstore.courier.link import ANSWER_SECONDS, CourierSpace
 from kvstore.peers.checks import FrameCheck, FrameChecks
 from kvstore.protocol import messages as m
 from kvstore.protocol.courier import MAX_ADOPTED
@@ -52,19 +52,18 @@ class Lending:
             del self._over  # a holder's own: its memory is unmapped now, not when the garbage collector comes
 
 
-class ReservedWindow:
-    """A reservation, as far as its blocks are consecutive. One thread fills it."""
+class ReservedWindow(Lending):
+    """A reservation, as far as its blocks are consecutive. One thread fills it, and has it `returned` in the end; calls
+    of its source may use the slots for longer."""
 
-    def __init__(
-        self, run: CourierRun, space: CourierSpace, reply: ReserveReply, keys: Sequence[bytes], tier: HitTier
-    ) -> None:
+    def __init__(self, space: CourierSpace, reply: ReserveReply, keys: Sequence[bytes], tier: HitTier) -> None:
         """keys: of the whole chain. reply: of a reservation that begins with the chain's first missing block."""
-        self.run = run
+        super().__init__(self._abort_rest)
         self.space = space
         self.tier = tier
         self.first = reply.blocks[0]
         count = next((at for at, one in enumerate(reply.blocks) if one != self.first + at), len(reply.blocks))
-        columns = [column[:count] for column in run.frames(reply.places, writable=True)]
+        columns = [column[:count] for column in space.run.frames(reply.places, writable=True)]
         count = min(map(len, columns), default=0)
         self.keys = list(keys[self.first : self.first + count])
         self.slots = [column[block] for block in range(count) for column in columns]
@@ -76,7 +75,6 @@ class ReservedWindow:
         self._blocks = len(reply.blocks)
         self._parts = len(columns)
         self._headers: list[bytes] = []  # of checked frames that are not adopted yet
-        self._lending = Lending(self._abort_rest)
         self._checks = FrameChecks(space.grant.stamps, self.keys)
         self.refused = False
         """Whether a frame came that does not belong in its slot."""
@@ -114,7 +112,7 @@ class ReservedWindow:
         try:
             for part in range(self._parts):
                 verb = m.Adopt(self._reservation, part, self.adopted, headers[part :: self._parts], self.tier)
-                answer = self.run.connection.answer(verb, ANSWER_SECONDS).answer
+                answer = self.space.run.connection.answer(verb, ANSWER_SECONDS).answer
                 if isinstance(answer, m.Failed) and answer.fault is m.RequestFault.BAD_INPUT:
                     raise Forged(answer.text)
                 if not isinstance(answer, m.Counted):
@@ -128,18 +126,6 @@ class ReservedWindow:
             self.failed = Unavailable(MissReason.DISABLED, "the sidecar gave the slots to another client")
         self.adopted = max(self.adopted, min(done, self.adopted + whole))
 
-    def lend(self) -> None:
-        """A source's call may write slots until `returned`."""
-        self._lending.lend()
-
-    def returned(self) -> None:
-        """A lent call has returned. Any thread."""
-        self._lending.returned()
-
-    def close(self) -> None:
-        """Adopt nothing more. Called once."""
-        self.returned()
-
     def _abort_rest(self) -> None:
         if self.adopted < self._blocks:
-            self.run.abort(self._reservation)
+            self.space.run.abort(self._reservation)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count, islice
 from math import inf, isfinite
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -190,6 +190,7 @@ class CourierDesk(Parking):
 
     def _questions(self, caller: ClientState, verb: m.Questions) -> m.Answer:
         self._sessions.asked(caller)  # first: questions from here on notify it again
+        verb = _cleaned(verb)
         if verb.told is not None:
             self.told.tell(caller, verb.told)
         ended = []
@@ -314,9 +315,8 @@ class CourierDesk(Parking):
         found = one.fetch.answer
         if found is None:
             reason = MissReason.DEADLINE if answer.end is AwaitEnd.DEADLINE else None
-            return Response(msgspec.structs.replace(answer, reason=reason))
-        reason, detail = found.reason or MissReason.STALE_HINT, printable(found.detail)
-        return Response(msgspec.structs.replace(answer, reason=reason, detail=detail))
+            return Response(replace(answer, reason=reason))
+        return Response(replace(answer, reason=found.reason or MissReason.STALE_HINT, detail=found.detail))
 
     def cancel(self, ones: Sequence[Parked]) -> None:
         super().cancel(ones)
@@ -414,11 +414,11 @@ class CourierDesk(Parking):
         if answer is None:
             left.line = f"{'no courier answered in time' if is_asked else NO_COURIER}: {rest}"
             return
-        remains = [f"{answer.blocks} blocks remain elsewhere"] if answer.blocks else []
-        remains += [rest] if answer.reason is not None and not answer.blocks else []
-        said = printable(answer.detail) or answer.reason or ""
-        left.line = ": ".join([*remains, *([said] if said else [])])
-        left.not_reached = [(printable(node), printable(address)) for node, address in answer.not_reached]
+        remains = rest if answer.reason is not None else ""
+        if answer.blocks:
+            remains = f"{answer.blocks} blocks remain elsewhere"
+        left.line = ": ".join(filter(None, (remains, answer.detail or answer.reason)))
+        left.not_reached = answer.not_reached
 
     def _is_dropping(self, tenant: bytes, number: int) -> bool:
         if not self._dropping:
@@ -705,7 +705,8 @@ class FiguresTold:
                 return
             if before is None and len(self._told) >= MOST_COURIERS:
                 del self._told[min(self._told, key=lambda one: self._told[one][0])]
-            self._told[token] = now, caller, _cleaned(figures)
+            sources = [replace(one, gbps=_number(one.gbps), p99_ms=_number(one.p99_ms)) for one in figures.sources]
+            self._told[token] = now, caller, replace(figures, sources=sources)
 
     def left(self, caller: ClientState) -> None:
         with self._lock:
@@ -724,21 +725,17 @@ class FiguresTold:
         )
 
 
-def _cleaned(figures: c.CourierFigures) -> c.CourierFigures:
-    sources = [
-        replace(
-            one,
-            kind=printable(one.kind),
-            name=printable(one.name),
-            state=printable(one.state),
-            refused={printable(why): count for why, count in one.refused.items()},
-            gbps=_number(one.gbps),
-            p99_ms=_number(one.p99_ms),
-            detail=printable(one.detail),
-        )
-        for one in figures.sources
-    ]
-    return replace(figures, sources=sources, reasons=[printable(one) for one in figures.reasons])
+def _cleaned(value: Any) -> Any:
+    """With all text that is in it made printable: a courier may have it from others."""
+    if type(value) is str:
+        return printable(value)
+    if isinstance(value, list | tuple):
+        return type(value)(map(_cleaned, value))
+    if isinstance(value, dict):
+        return type(value)((_cleaned(key), one) for key, one in value.items())
+    if isinstance(value, msgspec.Struct):
+        return replace(value, **{name: _cleaned(getattr(value, name)) for name in value.__struct_fields__})
+    return value
 
 
 def _number(value: float) -> float:

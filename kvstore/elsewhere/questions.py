@@ -17,7 +17,6 @@ from math import inf
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.protocol import courier as c
-from kvstore.protocol.words import printable
 from tiering.frame import KEY_BYTES
 
 MOST_QUESTIONS, MOST_KEY_BYTES = c.MAX_QUESTIONS, 16 << 20
@@ -179,7 +178,7 @@ class TenantQuestions:
         """A courier's answer, checked; its place is kept for `PLACE_SECONDS`."""
         blocks = min(answer.blocks, len(question.keys)) if answer is not None and answer.tier in FETCHED_TIERS else 0
         if answer is None or blocks <= question.present:
-            reason, detail = (answer.reason, printable(answer.detail)) if answer is not None else (None, "")
+            reason, detail = (answer.reason, answer.detail) if answer is not None else (None, "")
             return c.Located(0, question.present, reason=reason, detail=detail)
         self._places[question.number] = LocatedChain(question, blocks, now + PLACE_SECONDS)
         self._place_bytes += KEY_BYTES * len(question.keys)
@@ -187,8 +186,8 @@ class TenantQuestions:
             _, gone = self._places.popitem(last=False)
             self._place_bytes -= KEY_BYTES * len(gone.question.keys)
         milliseconds = answer.milliseconds if answer.milliseconds >= 0 else inf  # also false for NaN
-        detail, where = printable(answer.detail), printable(answer.where)
-        return c.Located(question.number, blocks, answer.tier, milliseconds, where, answer.reason, detail)
+        told = answer.where, answer.reason, answer.detail
+        return c.Located(question.number, blocks, answer.tier, milliseconds, *told)
 
     @property
     def _first_until(self) -> float:

@@ -1,9 +1,9 @@
 """The data server over plain sockets: sends frames straight from pinned memory, to pullers with an offer.
 
-One thread, or a few, each with a selector: a puller that stalls, drips or is silent blocks its own connection and no
-thread. Connections, offers and the bytes read of a message are bounded; a connection that does not name its offer
-within a second is closed, and if there are too many of those, the oldest is. Pins end when the kernel has the last
-byte, when the puller is gone, and after 5 s in any case.
+One thread with a selector: a puller that stalls, drips or is silent blocks its own connection and no other.
+Connections, offers and the bytes read of a message are bounded; a connection that does not name its offer within a
+second is closed, and if there are too many of those, the oldest is. Pins end when the kernel has the last byte, when
+the puller is gone, and after 5 s in any case.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import contextlib
 import os
 import selectors
 import socket
-import threading
-from collections import deque
 from collections.abc import Callable
 from math import inf
 from typing import Any
@@ -23,55 +21,13 @@ from kvstore.peers import sealed
 from kvstore.peers import transport as t
 from kvstore.peers.bell import Bell
 from kvstore.peers.serving import FrameDoor, Serving
-from kvstore.peers.tokens import Offers
 from tiering.clock import Clock
 
-MOST_CONNECTIONS = 512
-MOST_STRANGERS = 128
-"""Of a thread: connections that have not named their offer yet."""
 _TURN_BYTES = 4 << 20
 """Sent on a connection before the thread turns to the next."""
 _BACKLOG = 256
 _PAUSE_SECONDS = 0.1
 """Nothing is accepted for this long after the process ran out of descriptors."""
-
-
-class SocketFrameDoor(FrameDoor):
-    """Over TCP."""
-
-    transport = "sockets"
-
-    def __init__(
-        self,
-        listen: str,
-        clock: Clock,
-        random_bytes: Callable[[int], bytes],
-        *,
-        seal: str = "auto",
-        threads: int = 1,
-    ) -> None:
-        """listen: HOST:PORT where peers reach this host, port 0 for any. Raises `BadInput`."""
-        super().__init__(listen, clock, random_bytes, seal)
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        try:
-            listener = socket.create_server((self._host, self._port), family=family, backlog=_BACKLOG)
-        except OSError as error:
-            why = os.strerror(error.errno or 0)
-            raise BadInput(f"{listen} cannot be listened on: {why}; give another address") from None
-        listener.setblocking(False)
-        self.address = t.written_address(*listener.getsockname()[:2])
-        self._loops = [_Loop(self._offers, clock, number) for number in range(threads)]
-        self._loops[0].listen(listener, self._loops)
-        for loop in self._loops:
-            loop.start()
-
-    def wake(self) -> None:
-        self._loops[0].wake()
-
-    def close(self) -> None:
-        for loop in self._loops:
-            loop.stop()
-        self._offers.end_all()
 
 
 class _Connection(Serving):
@@ -88,38 +44,32 @@ class _Connection(Serving):
         self.events = selectors.EVENT_READ
 
 
-class _Loop:
-    def __init__(self, offers: Offers, clock: Clock, number: int) -> None:
-        self._offers, self._clock = offers, clock
-        self._selector = selectors.DefaultSelector()
+class SocketFrameDoor(FrameDoor):
+    """Over TCP."""
+
+    transport = "sockets"
+
+    def __init__(self, listen: str, clock: Clock, random_bytes: Callable[[int], bytes], *, seal: str = "auto") -> None:
+        """listen: HOST:PORT where peers reach this host, port 0 for any. Raises `BadInput`."""
+        super().__init__(listen, clock, random_bytes, seal)
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        try:
+            self._listener = socket.create_server((self._host, self._port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            why = os.strerror(error.errno or 0)
+            raise BadInput(f"{listen} cannot be listened on: {why}; give another address") from None
+        self._listener.setblocking(False)
+        self.address = t.written_address(*self._listener.getsockname()[:2])
         self._bell = Bell()
+        self._selector = selectors.DefaultSelector()
         self._selector.register(self._bell.descriptor, selectors.EVENT_READ)
-        self._listener: socket.socket | None = None
+        self._selector.register(self._listener, selectors.EVENT_READ)
         self._accepts_from = 0.0
         self._due = inf
-        self._others: list[_Loop] = []
-        self._given: deque[socket.socket] = deque()
-        self._connections: dict[_Connection, None] = {}  # the oldest first
-        self._is_over = False
-        self._thread = threading.Thread(target=self._run, name=f"kvstore-data-door-{number}", daemon=True)
-
-    def listen(self, listener: socket.socket, loops: list[_Loop]) -> None:
-        """Accept for all of `loops`."""
-        self._listener, self._others = listener, loops
-        self._selector.register(listener, selectors.EVENT_READ)
-
-    def start(self) -> None:
         self._thread.start()
 
     def wake(self) -> None:
-        """From any thread."""
         self._bell.ring()
-
-    def stop(self) -> None:
-        self._is_over = True
-        if self._thread.is_alive():
-            self.wake()
-            self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -130,42 +80,33 @@ class _Loop:
                     elif key.fileobj is self._listener:
                         self._accept()
                     else:
-                        self._hear_bell()
-                while self._given:
-                    self._take_in(self._given.popleft())
+                        self._bell.hear()
+                        self._due = 0.0  # an offer may be new
                 if self._clock.monotonic_seconds() >= self._due:
                     self._end_due()
         finally:
             for one in list(self._connections):
                 self._drop(one)
-            for sock in (*self._given, *([self._listener] if self._listener is not None else [])):
-                sock.close()
+            self._listener.close()
             self._selector.close()
             self._bell.close()
 
     def _patience(self) -> float | None:
         return max(0.0, self._due - self._clock.monotonic_seconds()) if self._due < inf else None
 
-    def _hear_bell(self) -> None:
-        self._bell.hear()
-        self._due = 0.0  # an offer may be new
-
     def _end_due(self) -> None:
         now = self._clock.monotonic_seconds()
         for one in [one for one in self._connections if now >= one.deadline]:
             self._drop(one)
-        self._due = min((one.deadline for one in self._connections), default=inf)
-        if self._listener is None:
-            return
         if 0 < self._accepts_from <= now:
             self._accepts_from = 0.0
             self._selector.register(self._listener, selectors.EVENT_READ)
-        self._due = min(self._due, self._offers.end_due(now), self._accepts_from or inf)
+        ends = min((one.deadline for one in self._connections), default=inf)
+        self._due = min(ends, self._offers.end_due(now), self._accepts_from or inf)
 
     # --- new connections ---
 
     def _accept(self) -> None:
-        assert self._listener is not None
         for _ in range(_BACKLOG):
             try:
                 sock, _ = self._listener.accept()
@@ -176,21 +117,10 @@ class _Loop:
                 self._accepts_from = self._clock.monotonic_seconds() + _PAUSE_SECONDS
                 self._due = min(self._due, self._accepts_from)
                 return
-            loop = min(self._others, key=_Loop.load)
-            if loop is self:
-                self._take_in(sock)
-            else:
-                loop._given.append(sock)
-                loop.wake()
-
-    def load(self) -> int:
-        return len(self._connections) + len(self._given)
+            self._take_in(sock)
 
     def _take_in(self, sock: socket.socket) -> None:
-        strangers = [one for one in self._connections if one.offer is None]
-        if len(strangers) >= MOST_STRANGERS:
-            self._drop(strangers[0])
-        elif len(self._connections) >= MOST_CONNECTIONS:
+        if not self._has_room():
             sock.close()
             return
         sock.setblocking(False)
@@ -207,9 +137,6 @@ class _Loop:
             return
         self._selector.unregister(one.sock)
         one.sock.close()
-        self._release(one)
-
-    def _release(self, one: _Connection) -> None:
         one.out, one.frame = [], None
         if one.offer is not None:
             self._offers.end(one.offer)

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
 
 from kvstore.block.errors import BadInput
 from kvstore.peers import sealed
@@ -31,13 +30,11 @@ class FramePuller(ABC):
     breaks: tuple[type[Exception], ...] = (OSError,)
     """Exceptions of these methods that mean a broken connection, besides `PullFault`."""
 
-    def __init__(
-        self, offer: t.PullOffer, secret: bytes, seal: sealed.FrameSeal | None, clock: Clock, checks_beside: bool
-    ) -> None:
+    def __init__(self, offer: t.PullOffer, secret: bytes, seal: sealed.FrameSeal | None, clock: Clock) -> None:
         self._offer, self._secret, self._seal, self._clock = offer, secret, seal, clock
         self._hello = hello_for(offer.token, secret, offer.is_sealed)
         self._record = memoryview(bytearray(t.RECORD.size))
-        self._checker = ThreadPoolExecutor(1, "kvstore-pull-checks") if checks_beside else None
+        self._checker = ThreadPoolExecutor(1, "kvstore-pull-checks")
         self.is_refused = self._is_welcome = self._is_over = False
         self._number = 0  # of the next frame
         self._request = 0
@@ -76,7 +73,7 @@ class FramePuller(ABC):
         checked; fewer than `slots`: none of a refused offer (`is_refused`), or all that were offered.
 
         check: given a slot's place in `slots` and its bytes, whether this is the frame that belongs there; see
-        `FrameChecks`. It may be called from another thread. deadline: monotonic seconds. Raises `PeerFault` and
+        `FrameChecks`. It is called from another thread. deadline: monotonic seconds. Raises `PeerFault` and
         `TimedOutPull`, with the number in `verified`: the connection is over then, and slots behind that number may
         contain anything.
         """
@@ -108,8 +105,7 @@ class FramePuller(ABC):
         """End it, from any thread; a running pull raises `PeerFault`."""
         self._is_over = True
         self._hang_up()
-        if self._checker is not None:
-            self._checker.shutdown(wait=False)
+        self._checker.shutdown(wait=False)
 
     # --- frames ---
 
@@ -174,14 +170,32 @@ class FramePuller(ABC):
         return left
 
 
-class PullTransport(Protocol):
+class PullTransport(ABC):
     """A way to pull frames."""
 
     name: str
 
+    def __init__(self, clock: Clock, *, seal: str = "auto") -> None:
+        """seal: as in the data server."""
+        self._clock, self._seal = clock, seal
+
     def connect(self, offer: t.PullOffer, secret: bytes, deadline: float) -> FramePuller:
         """Raises `PeerFault`, `TimedOutPull`, and `BadInput` if this side lacks something that the offer needs."""
-        ...
+        seal = sealed.seal_of(offer, secret, self._seal)
+        if self._clock.monotonic_seconds() >= deadline:
+            raise t.TimedOutPull(f"no time is left to connect to {offer.address}")
+        reader = self._dialled(offer, secret, seal, deadline)
+        try:
+            reader.greet(deadline)
+        except BaseException:
+            reader.close()
+            raise
+        return reader
+
+    @abstractmethod
+    def _dialled(
+        self, offer: t.PullOffer, secret: bytes, seal: sealed.FrameSeal | None, deadline: float
+    ) -> FramePuller: ...
 
 
 def broken(error: Exception) -> t.PeerFault:
@@ -190,9 +204,9 @@ def broken(error: Exception) -> t.PeerFault:
 
 
 class _Checks:
-    """Counts the leading good frames of a pull; frames may be checked in another thread."""
+    """Counts the leading good frames of a pull. Another thread opens and checks a frame while the next one arrives."""
 
-    def __init__(self, check: Check, checker: ThreadPoolExecutor | None) -> None:
+    def __init__(self, check: Check, checker: ThreadPoolExecutor) -> None:
         self._check, self._checker = check, checker
         self._under_way: deque[Future[bool]] = deque()
         self._good = 0
@@ -204,15 +218,12 @@ class _Checks:
         def is_good() -> bool:
             return (opening is None or opening()) and self._check(at, view)
 
-        if self._checker is None:
-            self._note(is_good())
-        else:
-            try:
-                self._under_way.append(self._checker.submit(is_good))
-            except RuntimeError:
-                raise t.PeerFault("the connection was closed from here") from None
-            while self._under_way and self._under_way[0].done():
-                self._note(self._under_way.popleft().result())
+        try:
+            self._under_way.append(self._checker.submit(is_good))
+        except RuntimeError:
+            raise t.PeerFault("the connection was closed from here") from None
+        while self._under_way and self._under_way[0].done():
+            self._note(self._under_way.popleft().result())
         return not self.has_failed
 
     def settled(self) -> int:

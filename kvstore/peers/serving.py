@@ -3,18 +3,24 @@ puller."""
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from kvstore.peers import sealed
 from kvstore.peers import transport as t
 from kvstore.peers.tokens import HeldOffer, Offers, proof_of, seal_key
 from tiering.clock import Clock
 
+MOST_CONNECTIONS = 512
+MOST_STRANGERS = 128
+"""Connections that have not named their offer yet."""
+
 
 class FrameDoor(ABC):
-    """A holder's data server. A subclass serves its transport in threads of its own."""
+    """A holder's data server. A subclass serves its transport, in a thread that it starts."""
 
     transport: str
     address: str
@@ -27,6 +33,9 @@ class FrameDoor(ABC):
         if self._is_sealed:
             sealed.needs_sealing()
         self._clock, self._offers = clock, Offers(random_bytes)
+        self._connections: dict[Any, None] = {}  # the oldest first
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name=f"kvstore-{self.transport}-door", daemon=True)
 
     def offer(self, frames: t.OfferedFrames, secret: bytes) -> t.PullOffer:
         """Let the node that has the secret pull these frames, once, within 5 s. Raises `PullBusy`, also after `close`;
@@ -44,9 +53,28 @@ class FrameDoor(ABC):
     def wake(self) -> None:
         """Wake the thread that ends overdue offers: it may sleep without a limit."""
 
-    @abstractmethod
     def close(self) -> None:
         """All pins are gone afterwards."""
+        self._is_over = True
+        if self._thread.is_alive():
+            self.wake()
+            self._thread.join()
+        self._offers.end_all()
+
+    @abstractmethod
+    def _run(self) -> None:
+        """The thread, until `_is_over`."""
+
+    @abstractmethod
+    def _drop(self, one: Any) -> None: ...
+
+    def _has_room(self) -> bool:
+        """For another connection; the oldest of too many strangers makes room."""
+        strangers = [one for one in self._connections if one.offer is None]
+        if len(strangers) >= MOST_STRANGERS:
+            self._drop(strangers[0])
+            return True
+        return len(self._connections) < MOST_CONNECTIONS
 
 
 class Serving:

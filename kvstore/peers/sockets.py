@@ -14,7 +14,7 @@ from functools import partial
 
 from kvstore.peers import sealed
 from kvstore.peers import transport as t
-from kvstore.peers.reader import FramePuller, Opening
+from kvstore.peers.reader import FramePuller, Opening, PullTransport
 from tiering.clock import Clock
 
 _TIMEVAL = struct.Struct("@ll")
@@ -22,48 +22,29 @@ _LEAST_SECONDS, _MOST_SECONDS = 0.001, 3600.0
 """Bounds of a limit passed to the kernel, where 0 means none."""
 
 
-class SocketPullTransport:
-    """`PullTransport` over TCP."""
+class SocketPullTransport(PullTransport):
+    """Over TCP."""
 
     name = "sockets"
 
-    def __init__(self, clock: Clock, *, seal: str = "auto", checks_beside: bool = False) -> None:
-        """seal: as in the data server. checks_beside: open and check a frame in a second thread while the next one
-        arrives."""
-        self._clock, self._seal, self._checks_beside = clock, seal, checks_beside
-
-    def connect(self, offer: t.PullOffer, secret: bytes, deadline: float) -> SocketPullReader:
-        host, port = t.numeric_address(offer.address)
-        seal = sealed.seal_of(offer, secret, self._seal)
+    def _dialled(
+        self, offer: t.PullOffer, secret: bytes, seal: sealed.FrameSeal | None, deadline: float
+    ) -> SocketPullReader:
         left = deadline - self._clock.monotonic_seconds()
-        if left <= 0:
-            raise t.TimedOutPull(f"no time is left to connect to {offer.address}")
         try:
-            sock = socket.create_connection((host, port), left)
+            sock = socket.create_connection(t.numeric_address(offer.address), max(_LEAST_SECONDS, left))
         except TimeoutError:
             raise t.TimedOutPull(f"{offer.address} did not answer in time") from None
         except OSError as error:
             raise t.PeerFault(f"{offer.address} cannot be reached: {error.strerror or error}") from None
-        reader = SocketPullReader(sock, offer, secret, seal, self._clock, self._checks_beside)
-        try:
-            reader.greet(deadline)
-        except BaseException:
-            reader.close()
-            raise
-        return reader
+        return SocketPullReader(sock, offer, secret, seal, self._clock)
 
 
 class SocketPullReader(FramePuller):
     def __init__(
-        self,
-        sock: socket.socket,
-        offer: t.PullOffer,
-        secret: bytes,
-        seal: sealed.FrameSeal | None,
-        clock: Clock,
-        checks_beside: bool,
+        self, sock: socket.socket, offer: t.PullOffer, secret: bytes, seal: sealed.FrameSeal | None, clock: Clock
     ) -> None:
-        super().__init__(offer, secret, seal, clock, checks_beside)
+        super().__init__(offer, secret, seal, clock)
         sock.settimeout(None)  # the kernel keeps the limits
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock

@@ -52,9 +52,13 @@ class PullTerms:
         return b"".join((*fixed, self.first_block.to_bytes(8, "little"), *self.keys))
 
 
-def ask_mac(identity_key: bytes, terms: PullTerms) -> bytes:
-    """Proves that the asking node has the tenant's key; compare it with `hmac.compare_digest`."""
-    return blake2b(terms.packed(), key=identity_key, digest_size=32, person=b"kv-pull-ask").digest()
+PULL, HAS, OFFER = b"kv-pull-ask", b"kv-has-ask", b"kv-offer-ask"
+"""What a node asks: to pull, how many it has, or to pull what is offered. The MAC of one is good for no other."""
+
+
+def ask_mac(identity_key: bytes, terms: PullTerms, what: bytes = PULL) -> bytes:
+    """Proves that the asking node has the tenant's key; compare it with `hmac.compare_digest`. Raises `PeerFault`."""
+    return blake2b(terms.packed(), key=identity_key, digest_size=32, person=what).digest()
 
 
 def pull_secret(identity_key: bytes, terms: PullTerms, nonce: bytes) -> bytes:

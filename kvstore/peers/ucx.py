@@ -26,8 +26,7 @@ from kvstore.block.errors import BadInput
 from kvstore.peers import sealed
 from kvstore.peers import transport as t
 from kvstore.peers.bell import Bell
-from kvstore.peers.door import MOST_CONNECTIONS, MOST_STRANGERS
-from kvstore.peers.reader import FramePuller
+from kvstore.peers.reader import FramePuller, PullTransport
 from kvstore.peers.serving import FrameDoor, Serving
 from kvstore.peers.tokens import Offers
 from tiering.clock import Clock
@@ -116,43 +115,27 @@ class _Underway:
         self._request.check_error()
 
 
-class UcxPullTransport:
-    """`PullTransport` over UCX. options: UCX's own, such as TLS."""
+class UcxPullTransport(PullTransport):
+    """Over UCX. options: UCX's own, such as TLS."""
 
     name = "ucx"
 
-    def __init__(
-        self,
-        clock: Clock,
-        *,
-        seal: str = "auto",
-        checks_beside: bool = False,
-        options: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, clock: Clock, *, seal: str = "auto", options: Mapping[str, str] | None = None) -> None:
         """Raises `BadInput`."""
-        self._clock, self._seal, self._checks_beside = clock, seal, checks_beside
+        super().__init__(clock, seal=seal)
         self._context = _context(options or {})
 
-    def connect(self, offer: t.PullOffer, secret: bytes, deadline: float) -> UcxPullReader:
-        """Waits for the server's welcome: nothing else shows that there is a server."""
-        seal = sealed.seal_of(offer, secret, self._seal)
+    def _dialled(
+        self, offer: t.PullOffer, secret: bytes, seal: sealed.FrameSeal | None, deadline: float
+    ) -> UcxPullReader:
         host, port = t.numeric_address(offer.address)
-        now = self._clock.monotonic_seconds()
-        if now >= deadline:
-            raise t.TimedOutPull(f"no time is left to connect to {offer.address}")
         worker = _Worker(self._context)
         try:
             endpoint = ucx.UCXEndpoint.create(worker.ucx, host, port, True)
         except ucx.UCXError as error:
             worker.close()
             raise t.PeerFault(f"{offer.address} cannot be reached: {error}") from None
-        reader = UcxPullReader(worker, endpoint, offer, secret, seal, self._clock, self._checks_beside)
-        try:
-            reader.greet(min(deadline, now + CONNECT_SECONDS))
-        except BaseException:
-            reader.close()
-            raise
-        return reader
+        return UcxPullReader(worker, endpoint, offer, secret, seal, self._clock)
 
 
 class UcxPullReader(FramePuller):
@@ -166,9 +149,8 @@ class UcxPullReader(FramePuller):
         secret: bytes,
         seal: sealed.FrameSeal | None,
         clock: Clock,
-        checks_beside: bool,
     ) -> None:
-        super().__init__(offer, secret, seal, clock, checks_beside)
+        super().__init__(offer, secret, seal, clock)
         self.breaks = (OSError, ucx.UCXError)
         self._worker, self._endpoint, self._tag = worker, endpoint, _tag(offer.token, secret)
         self._ring = memoryview(bytearray(max(offer.frame_bytes) + sealed.TAG_BYTES if seal is not None else 0))
@@ -179,7 +161,8 @@ class UcxPullReader(FramePuller):
         self._when_free: list[Callable[[], None]] = []
 
     def greet(self, deadline: float) -> None:
-        """Also reads whether it may pull."""
+        """Also reads whether it may pull: nothing else shows that there is a server."""
+        deadline = min(deadline, self._clock.monotonic_seconds() + CONNECT_SECONDS)
         with self._lock:
             super().greet(deadline)
             try:
@@ -287,23 +270,11 @@ class UcxFrameDoor(FrameDoor):
         except ucx.UCXError as error:
             raise BadInput(f"UCX cannot listen at port {self._port}: {error}; give another address") from None
         self.address = t.written_address(self._host, self._listener.port)
-        self._connections: dict[_Served, None] = {}  # the oldest first
         self._leaving: list[_Served] = []  # closed, with unfinished sends
-        self._is_over = False
-        self._thread = threading.Thread(target=self._run, name="kvstore-ucx-door", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
         self._worker.ring()
-
-    def close(self) -> None:
-        self._is_over = True
-        if self._thread.is_alive():
-            self._worker.ring()
-            self._thread.join()
-        self._offers.end_all()
-
-    # --- its thread ---
 
     def _run(self) -> None:
         due = 0.0
@@ -332,12 +303,8 @@ class UcxFrameDoor(FrameDoor):
 
     def _accept(self, endpoint: Any) -> None:
         """Called by UCX, in the server's thread."""
-        strangers = [one for one in self._connections if one.offer is None]
-        if len(strangers) >= MOST_STRANGERS:
-            self._drop(strangers[0])
-        elif len(self._connections) >= MOST_CONNECTIONS:
-            return
-        self._connections[_Served(endpoint, self._clock.monotonic_seconds() + t.HANDSHAKE_SECONDS)] = None
+        if self._has_room():
+            self._connections[_Served(endpoint, self._clock.monotonic_seconds() + t.HANDSHAKE_SECONDS)] = None
 
     def _drop(self, one: _Served) -> None:
         del self._connections[one]

@@ -1,4 +1,4 @@
-"""Which holders to ask for blocks: at most two, one after the other.
+"""Which holders to ask for blocks, and over which transport: at most two, one after the other.
 
     1. none that is gone, of another run, without the tenant's keys, or banned: two failed pulls from one incarnation
        ban it for 10 s
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -28,6 +28,9 @@ BAN_SECONDS = 10.0
 EQUALLY_FAST = 2.0
 MAX_RECORDS = 4096
 """The most recent failures."""
+UNREACHED_SECONDS, LONGEST_UNREACHED_SECONDS = 60.0, 3600.0
+"""How long a transport is left out after it failed to reach a node: at first, and at most; failures double it."""
+MOST_UNREACHED = 1024
 
 
 @dataclass(slots=True)
@@ -117,3 +120,52 @@ def late_has_failed(given_seconds: float, came: int) -> bool:
     """Whether a late node has failed: it had enough time, and nothing came. An engine that would compute the blocks
     sooner waits for less time, and must not cause a ban of a healthy node."""
     return not came and given_seconds >= FAIR_SECONDS
+
+
+class UsableTransports:
+    """The transports for pulls from a node, the best first, without those that recently failed to reach it; the last
+    one is always tried. Thread-safe."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """names: the best first."""
+        self._names = list(names)
+        self._lock = threading.Lock()
+        self._unreached: OrderedDict[tuple[bytes, str], tuple[float, float]] = OrderedDict()  # until when, and how long
+        self._worked: OrderedDict[bytes, str] = OrderedDict()
+
+    def names(self, node: bytes, now: float) -> list[str]:
+        with self._lock:
+            return [name for name in self._names[:-1] if self._is_usable(node, name, now)] + self._names[-1:]
+
+    def is_last(self, name: str) -> bool:
+        """Whether there is no other transport to fall back to."""
+        return name not in self._names[:-1]
+
+    def failed(self, node: bytes, name: str, now: float) -> None:
+        """The node offered a pull over this transport, which did not reach it."""
+        with self._lock:
+            _, before = self._unreached.pop((node, name), (0.0, UNREACHED_SECONDS / 2))
+            seconds = min(2 * before, LONGEST_UNREACHED_SECONDS)
+            self._unreached[node, name] = now + seconds, seconds
+            while len(self._unreached) > MOST_UNREACHED:
+                self._unreached.popitem(last=False)
+
+    def worked(self, node: bytes, name: str) -> None:
+        with self._lock:
+            self._unreached.pop((node, name), None)
+            self._worked[node] = name
+            self._worked.move_to_end(node)
+            while len(self._worked) > MOST_UNREACHED:
+                self._worked.popitem(last=False)
+
+    def told(self, node: bytes, now: float) -> str:
+        """For people; empty with a single transport."""
+        with self._lock:
+            if len(self._names) < 2:
+                return ""
+            lacking = [name for name in self._names[:-1] if not self._is_usable(node, name, now)]
+            worked = [f"over {self._worked[node]}"] if node in self._worked else []
+        return "; ".join(worked + [f"not reached over {name}" for name in lacking])
+
+    def _is_usable(self, node: bytes, name: str, now: float) -> bool:
+        return now >= self._unreached.get((node, name), (0.0, 0.0))[0]

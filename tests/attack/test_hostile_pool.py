@@ -21,8 +21,7 @@ valkey = pytest.importorskip("valkey", reason="valkey is not installed (extra: t
 from courier.nodes import Asker, Node, pool  # noqa: E402
 from kvstore.block.account import HitTier  # noqa: E402
 from kvstore.block.identity import Namespace  # noqa: E402
-from kvstore.courier.asking import has_mac  # noqa: E402
-from kvstore.peers.tokens import PullTerms, ask_mac, hello_for  # noqa: E402
+from kvstore.peers.tokens import HAS, PULL, PullTerms, ask_mac, hello_for  # noqa: E402
 from kvstore.pool.directory import NodeEntry, chunk_heads, entry_bytes, hint_value  # noqa: E402
 from kvstore.protocol import messages as m  # noqa: E402
 from kvstore.wire import peer_pb2  # noqa: E402
@@ -263,7 +262,7 @@ def test_who_has_the_tenant_s_key_pins_no_more_than_may_be(tmp_path: Path) -> No
         channel = stack.enter_context(grpc.insecure_channel(node.address, [("grpc.enable_http_proxy", 0)]))
         stub = PeerStub(channel)
 
-        def asked(kind: Any, of: list[bytes], mac_of: Any, first: int = 0, **other: Any) -> Any:
+        def asked(kind: Any, of: list[bytes], what: bytes, first: int = 0, **other: Any) -> Any:
             terms = PullTerms(secrets.token_bytes(16), secrets.token_bytes(16), welcome.node, space, first, of)
             fields = {
                 "fingerprint": welcome.fingerprint,
@@ -271,21 +270,19 @@ def test_who_has_the_tenant_s_key_pins_no_more_than_may_be(tmp_path: Path) -> No
                 "first_block": first,
                 "node": terms.asking,
             }
-            given = {**fields, "keys": b"".join(of), "nonce": terms.nonce, "mac": mac_of(key, terms), **other}
+            given = {**fields, "keys": b"".join(of), "nonce": terms.nonce, "mac": ask_mac(key, terms, what), **other}
             return kind(**given)
 
         has, open_pull = peer_pb2.HasRequest, peer_pb2.OpenPullRequest
         many = [*keys, *(secrets.token_bytes(32) for _ in range(65_536 - len(keys)))]
-        wait_until(
-            lambda: stub.Has(asked(has, keys, has_mac), timeout=20).blocks == 40
-        )  # it lists namespaces now and then
-        assert stub.Has(asked(has, many, has_mac), timeout=20).blocks == 40
-        assert stub.Has(asked(has, keys, ask_mac), timeout=20).reason == "key_mismatch", "the MAC of the other question"
-        assert stub.Has(asked(has, keys, has_mac, first_block=1), timeout=20).reason == "key_mismatch"
+        wait_until(lambda: stub.Has(asked(has, keys, HAS), timeout=20).blocks == 40)  # it lists namespaces now and then
+        assert stub.Has(asked(has, many, HAS), timeout=20).blocks == 40
+        assert stub.Has(asked(has, keys, PULL), timeout=20).reason == "key_mismatch", "the MAC of the other question"
+        assert stub.Has(asked(has, keys, HAS, first_block=1), timeout=20).reason == "key_mismatch"
         offers, reasons = [], set()
-        again = asked(open_pull, keys, ask_mac, transports=["sockets"], wait_ms=(1 << 32) - 1)
+        again = asked(open_pull, keys, PULL, transports=["sockets"], wait_ms=(1 << 32) - 1)
         for at in range(60):
-            request = again if at % 2 else asked(open_pull, many[:600], ask_mac, (1 << 32) - 1, transports=["sockets"])
+            request = again if at % 2 else asked(open_pull, many[:600], PULL, (1 << 32) - 1, transports=["sockets"])
             answer = stub.OpenPull(request, timeout=20)
             if answer.token:
                 offers.append(answer)

@@ -201,16 +201,16 @@ class Node:
         return process
 
     def kill_network(self, how: signal.Signals = signal.SIGKILL) -> None:
-        assert self.network is not None
-        self.network.send_signal(how)
-        self.network.send_signal(signal.SIGCONT)  # it may be stopped
-        self.network.wait()
+        self._kill(self.network, how)
 
     def kill_sidecar(self, how: signal.Signals = signal.SIGKILL) -> None:
-        assert self.sidecar is not None
-        self.sidecar.send_signal(how)
-        self.sidecar.send_signal(signal.SIGCONT)
-        self.sidecar.wait()
+        self._kill(self.sidecar, how)
+
+    def _kill(self, process: subprocess.Popen[str] | None, how: signal.Signals) -> None:
+        assert process is not None
+        process.send_signal(how)
+        process.send_signal(signal.SIGCONT)  # it may be stopped
+        process.wait()
 
     def close(self) -> None:
         for one in (self.network, self.sidecar):
@@ -271,11 +271,7 @@ class Asker:
         self.handle = self.store.namespace(model=MODEL, layout=LAYOUT)
         self.wire = FramedSocket(str(node.socket), "test", os.urandom(16), SystemClock(), SOON)
         listed = self._ask(m.Namespaces(0), m.NamespacesReply).namespaces
-        (mine,) = (
-            [one for one in listed if one.id == self.handle.namespace.digest().hex()]
-            if hasattr(self.handle, "namespace")
-            else listed[:1]
-        )
+        (mine,) = (one for one in listed if one.id == self.handle.namespace.digest().hex())
         grant = self._ask(m.OpenNamespace(mine.packed, mine.payload_bytes), m.Granted).grant
         self.number = grant.number
 
@@ -298,6 +294,16 @@ class Asker:
         found: m.Located = self._ask(m.Locate(self.number, keys, ticket), m.Located)
         return found
 
+    def awaits(self, keys: list[bytes], located: m.Located, seconds: float) -> m.Awaited:
+        """Waits for all that was located."""
+        last = keys[located.blocks - 1 : located.blocks]
+        awaited: m.Awaited = self._ask(m.Await(self.number, last, seconds, located.number), m.Awaited, seconds + SOON)
+        return awaited
+
+    def ticket(self, keys: list[bytes]) -> str:
+        """As an engine seals one before it stores these."""
+        return str(self._ask(m.SealTicket(self.number, keys, 60.0), m.Sealed).ticket)
+
     def find(self, keys: list[bytes]) -> m.Located:
         """Looks again until something is elsewhere: a look-up of 5 ms may come to nothing on a busy machine."""
         found: list[m.Located] = []
@@ -319,8 +325,7 @@ class Asker:
             time.sleep(0.05)  # as an engine's next request would come
         awaited, began_at = None, time.monotonic()
         if located.number:
-            verb = m.Await(self.number, keys[located.blocks - 1 : located.blocks], seconds, located.number)
-            awaited = self._ask(verb, m.Awaited, seconds + SOON)
+            awaited = self.awaits(keys, located, seconds)
         took = time.monotonic() - began_at
         tokens = prompt(number, blocks)
         blank = blank_pages(LAYOUT, blocks)
@@ -342,6 +347,20 @@ def make_keys(folder: Path, python: str = sys.executable, tenants: Sequence[str]
 
 
 @contextmanager
+def ending(*nodes: Node) -> Iterator[None]:
+    """They end with it, and print their logs where something failed."""
+    try:
+        yield
+    except BaseException:
+        for one in nodes:
+            print(f"--- {one.folder.name}\n{one.log()[-4000:]}")
+        raise
+    finally:
+        for one in nodes:
+            one.close()
+
+
+@contextmanager
 def pool(
     folder: Path,
     nodes: int,
@@ -359,17 +378,10 @@ def pool(
         if static:
             given["peers"] = [f"127.0.0.1:{other}" for other in ports if other != port]
         made.append(Node(folder / f"n{at}", keys, given, dict(remote or {}), port=port, **options))
-    try:
+    with ending(*made):
         for one in made:
             one.start()
         yield made
-    except BaseException:
-        for one in made:
-            print(f"--- {one.folder.name}\n{one.log()[-4000:]}")
-        raise
-    finally:
-        for one in made:
-            one.close()
 
 
 def wait_for_peers(nodes: Sequence[Node], each_sees: int) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from kvstore.courier.directory import (
     DirectoryAddress,
     ValkeyDirectory,
 )
+from kvstore.courier.figures import Figures
 from kvstore.pool.announcer import Announcer
 from kvstore.pool.directory import (
     HINT_SECONDS,
@@ -34,6 +34,7 @@ from kvstore.pool.directory import (
     hint_value,
 )
 from kvstore.pool.members import MAX_NODES, AliveTable
+from remote.between import Harm, proxy, saying
 from tiering.clock import SystemClock
 from valkey_server import ValkeyServer, valkey_server
 from waiting import wait_until
@@ -101,8 +102,8 @@ def member(
     here = NodeIdentity(node(number), run(incarnation))
     announcer, table = Announcer(), AliveTable(here)
     entry = NodeEntry(here.node, here.incarnation, f"127.0.0.1:{number}")
-    where = DirectoryAddress.read(address)
-    directory = ValkeyDirectory(where, here, lambda: entry, table, announcer, ShiftedClock(off), password)
+    where, clock = DirectoryAddress.read(address, password), ShiftedClock(off)
+    directory = ValkeyDirectory(where, here, lambda: entry, table, announcer, clock, Figures(clock))
     before = set(threading.enumerate())
     directory.start()
     try:
@@ -344,25 +345,6 @@ def test_a_chunk_with_very_many_hints_and_a_pool_of_very_many_nodes_are_read_in_
         wait_until(lambda: b.finds((a, 80)))
 
 
-def test_a_million_hints_cost_a_look_up_nothing(modern: ValkeyServer) -> None:
-    with pool(modern, 2) as (a, b), operator(modern) as people:
-        value = hint_value(a.here.incarnation, DRAM)
-        before = people.info("memory")["used_memory"]
-        for at in range(0, 1_000_000, 1000):
-            with people.pipeline(transaction=False) as pipe:
-                for number in range(at, at + 1000):
-                    pipe.execute_command(
-                        "HSETEX", b"kv:h:" + node(number), "PX", 900_000, "FIELDS", 1, a.here.node, value
-                    )
-                pipe.execute()
-        each = (people.info("memory")["used_memory"] - before) / 1e6
-        print(f"{each:.0f} bytes per hint of one holder")
-        heads = [(16 * (at + 1), node(123_456 + at)) for at in range(128)]
-        assert [one.blocks for one in b.directory.holders(heads, SECONDS)] == [16 * 128]
-        people.flushall()
-        wait_until(lambda: b.sees(a))
-
-
 ACL = (
     "on", ">a password", "~kv:nodes", "~kv:n:*", "~kv:h:*", "-@all",
     *"+get +getrange +set +del +sadd +srem +srandmember +time +hset +hsetex +hdel +hrandfield +pexpire".split(),
@@ -436,47 +418,24 @@ def test_many_threads_look_up_at_once(modern: ValkeyServer) -> None:
         assert right == [True] * (50 * len(threads))
 
 
-@contextmanager
-def stranger(answer: bytes, seconds_between: float = 0.0) -> Iterator[int]:
-    """Listens, and says that to whatever it is sent; byte by byte where there is time between."""
-    ends = threading.Event()
-
-    def serve() -> None:
-        while not ends.is_set():
-            with suppress(OSError), listener.accept()[0] as one:
-                one.settimeout(0.2)
-                while not ends.is_set() and one.recv(1 << 16):
-                    pieces = [answer[at : at + 1] for at in range(len(answer))] if seconds_between else [answer]
-                    for piece in pieces:
-                        one.sendall(piece)
-                        ends.wait(seconds_between)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(0.2)
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            ends.set()
-            thread.join()
-
-
 @pytest.mark.parametrize(
     "answer",
     [b"*1000000000\r\n", b"$9999999999\r\n", b"*3\r\n*1\r\n*1\r\n*1\r\n", b"x" * 10_000, b"?\r\n", b":1\r\n" * 5,
      b"*-5\r\n" * 3, b"+\r\n*2\r\n:" + b"9" * 4000 + b"\r\n:1\r\n*0\r\n", b"$5\r\nabcdefghi\r\n", b"-ERR no\r\n" * 3],
 )  # fmt: skip
 def test_a_server_that_is_none_is_said_and_takes_no_memory(answer: bytes) -> None:
-    with stranger(answer) as port, member(f"valkey://127.0.0.1:{port}", 0) as one:
+    with saying(answer, answer) as port, member(f"valkey://127.0.0.1:{port}", 0) as one:
         wait_until(lambda: "cannot be asked" in one.directory.reason and "not asked yet" not in one.directory.reason)
         with pytest.raises(DirectoryDown):
             one.directory.holders(HEADS, SECONDS)
 
 
 def test_a_server_that_drips_is_waited_for_no_longer_than_one_that_hangs() -> None:
-    with stranger(b"$1000\r\n" + b"x" * 1000, 0.02) as port, member(f"valkey://127.0.0.1:{port}", 0) as one:
-        wait_until(lambda: "no answer in 1000 ms" in one.directory.reason)
+    answer = b"$1000\r\n" + b"x" * 1000
+    with saying(answer, answer) as port, proxy(port) as between:
+        between.plan(Harm.DRIP, 0)
+        with member(f"valkey://127.0.0.1:{between.port}", 0) as one:
+            wait_until(lambda: "no answer in 1000 ms" in one.directory.reason)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import pytest
 pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
 pytest.importorskip("valkey", reason="valkey is not installed (extra: test)")
 
-from courier.nodes import Asker, Node, make_keys, of_tree, wait_for_peers
+from courier.nodes import Asker, Node, ending, make_keys, of_tree, wait_for_peers
 from kvstore.block.account import MissReason
 from kvstore.protocol import messages as m
 from network.running import beside, network
@@ -138,19 +138,12 @@ def old_and_new(request: pytest.FixtureRequest, first_pool: Path, tmp_path: Path
         trees = {f"{one}_tree": first_pool for one in which.split(" and ")}
         old = Node(tmp_path / "old", keys, network_settings, {}, **trees)
         new = Node(tmp_path / "new", keys, network_settings, {})
-        try:
+        with ending(old, new):
             for one in (old, new):
                 one.start()
             assert runs_from(old.sidecar, old.sidecar_tree) and runs_from(old.network, old.network_tree)
             wait_for_peers((old, new), 1)
             yield old, new, which
-        except BaseException:
-            for one in (old, new):
-                print(f"--- {one.folder.name}\n{one.log()[-4000:]}")
-            raise
-        finally:
-            for one in (old, new):
-                one.close()
 
 
 def is_served(node: Node, number: int) -> bool:
@@ -167,7 +160,7 @@ def test_nodes_of_two_versions_serve_each_other(old_and_new: tuple[Node, Node, s
         wait_until(lambda: nothing_is_left(taker) and nothing_is_left(giver))  # noqa: B023
         with Asker(giver) as asker:
             keys = asker.hashed(number + 10, BLOCKS).keys
-            ticket = asker._ask(m.SealTicket(asker.number, keys, 60.0), m.Sealed).ticket
+            ticket = asker.ticket(keys)
         giver.put(number + 10, BLOCKS)
         with Asker(taker) as asker:
             got = asker.get(number + 10, BLOCKS, 10.0, 10.0, ticket)
@@ -194,11 +187,7 @@ def _a_fetch_is_cut(giver: Node, taker: Node, number: int) -> None:
         os.kill(giver.network.pid, signal.SIGSTOP)
         told: list[m.Awaited] = []
 
-        def wait() -> None:
-            verb = m.Await(asker.number, [keys[located.blocks - 1]], WAIT_SECONDS, located.number)
-            told.append(asker._ask(verb, m.Awaited))
-
-        waiter = threading.Thread(target=wait)
+        waiter = threading.Thread(target=lambda: told.append(asker.awaits(keys, located, WAIT_SECONDS)))
         waiter.start()
         waiter.join(60.0)
         giver.kill_network()
@@ -218,7 +207,7 @@ def test_todays_network_process_asks_nothing_of_a_sidecar_that_knows_no_other_no
         settings = {"directory": f"valkey+unix:{server.socket_path}"}
         new = Node(tmp_path / "new", keys, settings, {})
         old = Node(tmp_path / "old", keys, {}, {}, sidecar_tree=before_pools)
-        try:
+        with ending(new, old):
             new.start()
             old.start_sidecar()
             kv = old.folder / "kv"
@@ -239,9 +228,6 @@ def test_todays_network_process_asks_nothing_of_a_sidecar_that_knows_no_other_no
                 stat: Any = old.stat()
                 assert stat["pinned_bytes"] == 0 and stat["leases"] == 0
             assert nothing_is_left(new)
-        finally:
-            for one in (new, old):
-                one.close()
 
 
 @pytest.mark.parametrize("version", ["first_pool", "before_pools"])
@@ -250,7 +236,7 @@ def test_clients_and_data_of_two_versions(request: pytest.FixtureRequest, versio
     tree: Path = request.getfixturevalue(version)
     node = Node(tmp_path / "node", None, {}, {}, nvme="64MiB", sidecar_tree=tree)
     stored: list[int] = []
-    try:
+    with ending(node):
         for run, of_sidecar in enumerate([tree, None, tree]):  # upgraded, and taken back
             node.sidecar_tree = of_sidecar
             node.start_sidecar()
@@ -265,5 +251,3 @@ def test_clients_and_data_of_two_versions(request: pytest.FixtureRequest, versio
             stat: Any = node.stat()
             assert stat["pinned_bytes"] == 0 and stat["leases"] == 0
             node.kill_sidecar(signal.SIGTERM)
-    finally:
-        node.close()

@@ -27,7 +27,6 @@ from courier.nodes import Asker, HostClock, Node, make_keys, wait_for_peers
 from kvstore.block.errors import StoreError
 from kvstore.client.framing import TimedOut
 from kvstore.pool.directory import NODE_SECONDS
-from kvstore.protocol import messages as m
 from valkey_server import server_binary
 from waiting import wait_until
 
@@ -216,8 +215,7 @@ def ticket_of(this: World, number: int) -> str:
         return ""
     with Asker(giver) as asker:
         this.counts["ticket"] += 1
-        sealed: m.Sealed = asker._ask(m.SealTicket(asker.number, asker.hashed(number, BLOCKS).keys, 60.0), m.Sealed)
-        return sealed.ticket
+        return asker.ticket(asker.hashed(number, BLOCKS).keys)
 
 
 def check_clocks(this: World) -> None:

@@ -16,7 +16,6 @@ import pytest
 pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
 
 from courier.nodes import Asker, Node, make_keys, pool, wait_for_peers
-from courier.test_remote import say
 from kv_bench.process import free_port
 from kvstore.block.errors import Unreachable
 from kvstore.client.framing import TimedOut
@@ -229,6 +228,6 @@ def test_a_remote_tier_without_room_says_so_and_is_written_to_once_it_has_some(t
             (reason,) = said["elsewhere"]["reasons"]
             assert "no room" in reason and "maxmemory" in reason
             assert writes.log().count("no room") == 1, writes.log()
-            assert say(server, b"CONFIG", b"SET", b"maxmemory", b"1gb").startswith(b"+OK")
+            assert server.say(b"CONFIG", b"SET", b"maxmemory", b"1gb").startswith(b"+OK")
             wait_until(lambda: source_of(writes, "remote")["blocks_out"] == 800)
             wait_until(lambda: writes.stat()["state"] == "ready")

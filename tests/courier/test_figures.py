@@ -10,11 +10,10 @@ import pytest
 
 from kvstore.courier import courier as courier_module
 from kvstore.courier.courier import Courier, CourierParts
-from kvstore.courier.figures import Figures, OncePerKind
+from kvstore.courier.figures import Figures
 from kvstore.elsewhere import desk as told_module
 from kvstore.elsewhere.desk import FiguresTold
 from kvstore.node import SystemClock
-from kvstore.pool.speeds import SpeedBook
 from kvstore.protocol.courier import CourierFigures
 from kvstore.service.sessions import ClientState
 from service.sidecar import Sidecar
@@ -36,15 +35,13 @@ def test_what_a_courier_of_several_tenants_reports_is_counted_once(
     for module in (courier_module, told_module):  # each connection reports at once, and again and again
         monkeypatch.setattr(module, "TOLD_SECONDS", 0.0)
     clock = SystemClock()
-    figures = Figures(SpeedBook())
+    figures = Figures(clock)
     figures.came(b"another node", 3, 3 * 8192)
     figures.begins(2)
     with Sidecar(tmp_path, couriers=True) as sidecar:
         for tenant in TENANTS:
             sidecar.store.tenant_keys(tenant)
-        parts = CourierParts(
-            str(sidecar.courier_path), TENANTS, clock, secrets.token_bytes, figures, OncePerKind(clock)
-        )
+        parts = CourierParts(str(sidecar.courier_path), TENANTS, clock, secrets.token_bytes, figures)
         courier = Courier(parts)
         courier.start("")
         try:

@@ -15,9 +15,8 @@ grpc = pytest.importorskip("grpc", reason="grpcio is not installed (extra: serve
 from courier.nodes import Asker, Node, pool, wait_for_peers  # noqa: E402
 from kvstore.block.account import MissReason  # noqa: E402
 from kvstore.block.identity import Namespace  # noqa: E402
-from kvstore.courier.asking import has_mac  # noqa: E402
 from kvstore.courier.link import MOST_CHAINS, Uses  # noqa: E402
-from kvstore.peers.tokens import PullTerms, ask_mac  # noqa: E402
+from kvstore.peers.tokens import HAS, PullTerms, ask_mac  # noqa: E402
 from kvstore.pool.hottest import MOST_OFFERED_BLOCKS, MOST_OFFERED_CHUNKS, hottest  # noqa: E402
 from kvstore.wire import peer_pb2  # noqa: E402
 from kvstore.wire.peer_pb2_grpc import PeerStub  # noqa: E402
@@ -103,7 +102,7 @@ def _offers_of_strangers(
         stub, nonce = PeerStub(channel), secrets.token_bytes(16)
         common = {"fingerprint": fingerprint, "namespace": space, "node": known, "nonce": nonce}
         terms = PullTerms(nonce, known, holder, space, 0, keys)
-        for mac in (b"", has_mac(bytes(32), terms), ask_mac(bytes(32), terms), secrets.token_bytes(32)):
+        for mac in (b"", ask_mac(bytes(32), terms, HAS), ask_mac(bytes(32), terms), secrets.token_bytes(32)):
             answer = stub.Offer(peer_pb2.OfferRequest(**common, keys=b"".join(keys), mac=mac), timeout=10)
             assert answer.reason == "key_mismatch" and not answer.blocks
         long = secrets.token_bytes(32) * (MOST_OFFERED_BLOCKS + 1)

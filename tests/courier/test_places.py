@@ -65,7 +65,7 @@ class SayingNodes:
         self.asked: list[int] = []
 
     def has(
-        self, run: Any, space: Any, nodes: Sequence[NodeEntry], keys: Sequence[bytes], first: int, seconds: float
+        self, space: Any, nodes: Sequence[NodeEntry], keys: Sequence[bytes], first: int, seconds: float
     ) -> list[int | None]:
         self.asked.append(len(nodes))
         return [self.blocks.get(one.node) for one in nodes]
@@ -83,7 +83,7 @@ def asked_of(
     entries = [NodeEntry(number_of(node), RUN, "127.0.0.1:1", prints[node]) for node in range(alive)]
     table.saw(entries, here.monotonic_seconds(), 60.0)
     locator = Locator(table, None, directory, nodes, None, here)  # type: ignore[arg-type]
-    run: Any = SimpleNamespace(fingerprint=PRINT, space_of=lambda digest: SimpleNamespace(id=digest))
+    run: Any = SimpleNamespace(fingerprint=PRINT, by_id={bytes(32): SimpleNamespace(id=bytes(32))})
     keys = [index.to_bytes(32, "big") for index in range(blocks)]
     return locator.holders(run, bytes(32), keys, 60.0, are_own=are_own)
 
@@ -130,7 +130,8 @@ def test_a_fetch_of_a_long_prompt_looks_at_no_more_places(present: int) -> None:
     directory = HintingDirectory([])
     locator = Locator(AliveTable(NodeIdentity()), None, directory, None, None, SystemClock())  # type: ignore[arg-type]
     keys = [index.to_bytes(32, "big") for index in range(1 << 16)]
-    look = SimpleNamespace(space=SimpleNamespace(id=bytes(32)), keys=keys, present=present)
+    question = SimpleNamespace(keys=keys, present=present)
+    look = SimpleNamespace(space=SimpleNamespace(id=bytes(32)), question=question)
     assert locator._hinted(look, 1.0) == []  # type: ignore[arg-type]
     ((places, _),) = directory.asked
     first = present // CHUNK_BLOCKS * CHUNK_BLOCKS

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -19,6 +17,7 @@ pytest.importorskip("valkey", reason="valkey is not installed (extra: test)")
 
 from courier.nodes import Asker, Node, pool, wait_for_peers
 from kvstore.block.account import MissReason
+from kvstore.courier.courier import TOLD_SECONDS
 from kvstore.protocol import messages as m
 from valkey_server import ValkeyServer, server_of_module
 from waiting import wait_until
@@ -70,6 +69,18 @@ def blocks_in(node: Node) -> int:
     return sum(one["blocks_in"] for one in node.stat()["elsewhere"]["sources"])
 
 
+def sent_by(node: Node) -> int:
+    """Blocks that other nodes pulled, once its courier has told of all."""
+    told = [-1]
+
+    def has_told_all() -> bool:
+        told.append(sum(one["blocks_out"] for one in node.stat()["elsewhere"]["sources"]))
+        return told[-2] == told[-1]
+
+    wait_until(has_told_all, lambda: time.sleep(2 * TOLD_SECONDS))
+    return told[-1]
+
+
 def test_what_one_stored_is_served_on_the_others(three: list[Node]) -> None:
     three[0].put(1)
     for one in three[1:]:
@@ -89,6 +100,15 @@ def test_a_tail_beyond_the_last_chunk_and_a_prefix_that_is_here_already(three: l
     assert got.blocks == 40 and got.is_right and got.tiers == {"dram": 7, "peer": 33}, got
 
 
+def test_what_several_engines_wait_for_is_fetched_once(three: list[Node]) -> None:
+    three[0].put(3)
+    before = sent_by(three[0])
+    with ThreadPoolExecutor(4) as engines:
+        found = list(engines.map(lambda _: three[1].get(3), range(4)))
+    assert all(got.blocks == BLOCKS and got.is_right for got in found), found
+    assert sent_by(three[0]) == before + BLOCKS
+
+
 def test_a_question_for_what_nobody_has_is_answered_at_once(three: list[Node]) -> None:
     with Asker(three[2]) as asker:
         keys = asker.hashed(999, BLOCKS).keys
@@ -102,11 +122,7 @@ def test_without_a_directory_every_node_works_alone(healed: list[Node], director
     healed[0].put(number)
     wait_until(lambda: healed[1].get(number, locates=1.0).blocks == BLOCKS)
     if way == "emptied":
-        import socket
-
-        with socket.create_connection(("127.0.0.1", directory.port)) as wire:
-            wire.sendall(b"FLUSHALL\r\n")
-            assert wire.recv(64).startswith(b"+OK")
+        directory.empty()
     else:
         (directory.kill if way == "killed" else directory.stop)()
         with Asker(healed[2]) as asker:
@@ -152,7 +168,7 @@ def test_a_holder_that_stops_costs_its_waiters_no_more_than_their_time(healed: l
         assert healed[0].network is not None
         os.kill(healed[0].network.pid, signal.SIGSTOP)
         began_at = time.monotonic()
-        awaited = asker._ask(m.Await(asker.number, [keys[located.blocks - 1]], 0.7, located.number), m.Awaited)
+        awaited = asker.awaits(keys, located, 0.7)
         took = time.monotonic() - began_at
         assert awaited.blocks == 0 and awaited.reason in (MissReason.DEADLINE, MissReason.UNREACHABLE), awaited
         assert took < 0.7 + LATE_SECONDS
@@ -207,21 +223,3 @@ def test_a_courier_that_is_upgraded_before_and_after_its_sidecar(healed: list[No
         starts(healed[0])
         healed[0].put(number + 50)
         wait_until(lambda: healed[1].get(number + 50, locates=1.0).blocks == BLOCKS)  # noqa: B023
-
-
-def test_nothing_is_imported_that_is_not_configured(tmp_path: Path) -> None:
-    text = (
-        "import sys, kvstore.network.part, kvstore.cli.main, kvstore.service.serve, kvstore.edge.pages\n"
-        "rooms = ('kvstore.courier', 'kvstore.peers', 'kvstore.pool', 'kvstore.elsewhere', 'tiering.remote',"
-        " 'valkey')\n"
-        "print([one for one in sys.modules if one.startswith(rooms)])"
-    )
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.strip() == "[]", done.stdout + done.stderr
-    alone = Node(tmp_path / "alone", None, {}, {})
-    alone.start_sidecar()
-    try:
-        assert not (alone.folder / "kv" / "courier.sock").exists()
-        assert alone.stat()["elsewhere"] is None
-    finally:
-        alone.close()

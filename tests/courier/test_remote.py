@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,10 +15,9 @@ import pytest
 
 pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
 
-from courier.nodes import Asker, Node, pool
+from courier.nodes import Asker, Node, ending, pool
 from edge.children import children_of
 from kvstore.block.account import MissReason
-from kvstore.protocol import messages as m
 from network.running import ENVIRONMENT
 from valkey_server import ValkeyServer, server_of_module
 from waiting import wait_until
@@ -36,18 +34,9 @@ def two(tmp_path_factory: pytest.TempPathFactory, engine: ValkeyServer) -> Itera
         yield nodes
 
 
-def say(engine: ValkeyServer, *words: bytes) -> bytes:
-    """A command, and its first answer as bytes."""
-    with socket.create_connection(("127.0.0.1", engine.port)) as wire:
-        wire.settimeout(10.0)
-        wire.sendall(b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(one), one) for one in words))
-        wire.shutdown(socket.SHUT_WR)
-        return b"".join(iter(lambda: wire.recv(1 << 20), b""))
-
-
 def frames(engine: ValkeyServer) -> set[bytes]:
     """Names of all that are there."""
-    return {line for line in say(engine, b"KEYS", b"kvf:f:*").split(b"\r\n") if line.startswith(b"kvf:f:")}
+    return {line for line in engine.say(b"KEYS", b"kvf:f:*").split(b"\r\n") if line.startswith(b"kvf:f:")}
 
 
 def stored(two: Sequence[Node], engine: ValkeyServer, number: int) -> set[bytes]:
@@ -64,7 +53,7 @@ def test_what_one_wrote_another_reads(two: list[Node], engine: ValkeyServer) -> 
     assert got.is_right and got.tiers == {"remote": BLOCKS} and got.located.tier == "remote", got
     assert two[1].get(1).tiers == {"dram": BLOCKS}
     name = next(iter(frames(engine)))
-    assert 0 < int(say(engine, b"TTL", name).strip(b":\r\n")) <= 3600
+    assert 0 < int(engine.say(b"TTL", name).strip(b":\r\n")) <= 3600
 
     def is_told() -> bool:
         (source,) = two[1].stat()["elsewhere"]["sources"]
@@ -78,10 +67,10 @@ def altered(two: list[Node], engine: ValkeyServer, blocks: int, at: int) -> set[
     """Frames of which one bit is another one."""
     names = stored(two, engine, blocks)
     for name in names:
-        _, _, value = say(engine, b"GET", name).partition(b"\r\n")
+        _, _, value = engine.say(b"GET", name).partition(b"\r\n")
         frame = bytearray(value[:-2])
         frame[at] ^= 1
-        assert say(engine, b"SET", name, bytes(frame)).startswith(b"+OK")
+        assert engine.say(b"SET", name, bytes(frame)).startswith(b"+OK")
     return names
 
 
@@ -109,30 +98,12 @@ def test_a_server_that_hangs_costs_no_more_than_the_time_of_who_waits(two: list[
         engine.stop()
         try:
             began_at = time.monotonic()
-            verb = m.Await(asker.number, [keys[located.blocks - 1]], 0.7, located.number)
-            awaited = asker._ask(verb, m.Awaited)
+            awaited = asker.awaits(keys, located, 0.7)
             assert awaited.blocks == 0 and time.monotonic() - began_at < 0.7 + 1.0
             assert awaited.reason in (MissReason.DEADLINE, MissReason.UNREACHABLE), awaited
         finally:
             engine.go_on()
     wait_until(lambda: two[1].get(4, locates=1.0).blocks == BLOCKS)
-
-
-def test_a_courier_that_is_killed_leaves_no_slot(two: list[Node], engine: ValkeyServer) -> None:
-    stored(two, engine, 5)
-    with Asker(two[1]) as asker:
-        keys = asker.hashed(5, BLOCKS).keys
-        located = asker.find(keys)
-        engine.stop()
-        number = asker.wire.submit(m.Await(asker.number, [keys[located.blocks - 1]], 20.0, located.number))
-        wait_until(lambda: two[1].stat()["elsewhere"]["fetching"] > 0)
-        two[1].kill_network(signal.SIGKILL)
-        awaited = asker.wire.wait(number, 30.0).answer
-        assert isinstance(awaited, m.Awaited) and awaited.reason is MissReason.UNREACHABLE, awaited
-        engine.go_on()
-        two[1].start_network()
-    two[1].put(5)
-    assert two[1].get(5).is_right
 
 
 def test_what_was_dropped_is_not_served(two: list[Node], engine: ValkeyServer) -> None:
@@ -168,8 +139,8 @@ def test_the_keeper_starts_the_courier_and_starts_it_again(tmp_path: Path, engin
 def test_a_sidecar_without_couriers_is_asked_nothing(tmp_path: Path, engine: ValkeyServer) -> None:
     """As one of an earlier version, or one that was not told of it."""
     earlier = Node(tmp_path / "earlier", None, {}, {})
-    earlier.start_sidecar()
-    try:
+    with ending(earlier):
+        earlier.start_sidecar()
         flags = ["--observe-socket", str(earlier.folder / "kv" / "observe.sock"), "--data", str(earlier.folder / "kv")]
         remote = ["--remote", f"valkey+unix:{engine.socket_path}", "--listen", "none"]
         earlier.network = earlier._run("network", None, "network", "--json", *flags, *remote)
@@ -178,5 +149,3 @@ def test_a_sidecar_without_couriers_is_asked_nothing(tmp_path: Path, engine: Val
         assert earlier.log().count("courier.sock") == 1, "once, however often it calls"
         earlier.put(1)
         assert earlier.network.poll() is None
-    finally:
-        earlier.close()

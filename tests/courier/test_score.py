@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
 pytest.importorskip("valkey", reason="valkey is not installed (extra: test)")
 
-from courier.nodes import BLOCK_TOKENS, LAYOUT, SOON, Node, pool, prompt, wait_for_peers
+from courier.nodes import BLOCK_TOKENS, LAYOUT, SOON, Node, ending, pool, prompt, wait_for_peers
 from kvstore.wire import score_pb2, store_pb2
 from network.running import Stubs, beside, grpc, network, token_of
 from valkey_server import ValkeyServer, server_of_module
@@ -238,14 +238,13 @@ def test_without_a_directory_the_own_node_is_scored_and_the_answer_says_that_it_
 
 def test_where_other_nodes_are_not_known_only_a_question_that_names_some_is_partial(tmp_path: Path) -> None:
     alone = Node(tmp_path / "alone", None, {}, {})
-    alone.start_sidecar()
-    try:
+    with ending(alone):
+        alone.start_sidecar()
         alone.put(1, BLOCKS)
         with network(*beside(alone.folder / "kv", alone.tokens, alone.address)):
             of_own = (alone.stat()["node"], {"dram": BLOCKS * BLOCK_TOKENS})
             answer = ask(alone, token_ids=prompt(1, BLOCKS))
             assert told(answer) == [of_own] and not answer.is_partial and not answer.partial_detail
+            assert alone.stat()["elsewhere"] is None
             answer = ask(alone, token_ids=prompt(1, BLOCKS), nodes=["0" * 32, of_own[0]])
             assert told(answer) == [("0" * 32, {}), of_own] and answer.is_partial and answer.partial_detail
-    finally:
-        alone.close()

@@ -13,11 +13,10 @@ import pytest
 
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
 
-from courier.nodes import Asker, Node, make_keys, pool, wait_for_peers  # noqa: E402
+from courier.nodes import Asker, Node, ending, make_keys, pool, wait_for_peers  # noqa: E402
 from kv_bench.process import free_port  # noqa: E402
 from kvstore.block.identity import Namespace  # noqa: E402
-from kvstore.courier.asking import Dialled, PeerAway  # noqa: E402
-from kvstore.courier.dialling import GrpcPeers  # noqa: E402
+from kvstore.courier.dialling import Dialled, GrpcPeers, PeerAway  # noqa: E402
 from kvstore.peers.tokens import PullTerms, ask_mac  # noqa: E402
 from kvstore.wire import peer_pb2  # noqa: E402
 from kvstore.wire.peer_pb2_grpc import PeerStub  # noqa: E402
@@ -49,7 +48,7 @@ def test_a_ticket_s_node_is_asked_while_it_publishes(two: list[Node]) -> None:
 
     with Asker(two[0]) as giver, Asker(two[1]) as taker:
         keys = giver.hashed(3, BLOCKS).keys
-        ticket = giver._ask(m.SealTicket(giver.number, keys, 60.0), m.Sealed).ticket
+        ticket = giver.ticket(keys)
         located = taker.locate(keys, ticket)
         for _ in range(50):
             if located.number:
@@ -57,8 +56,7 @@ def test_a_ticket_s_node_is_asked_while_it_publishes(two: list[Node]) -> None:
             located = taker.locate(keys, ticket)
         assert located.number and located.blocks == BLOCKS, located
         got: list[m.Awaited] = []
-        verb = m.Await(taker.number, [keys[-1]], 20.0, located.number)
-        waiter = threading.Thread(target=lambda: got.append(taker._ask(verb, m.Awaited)))
+        waiter = threading.Thread(target=lambda: got.append(taker.awaits(keys, located, 20.0)))
         waiter.start()
         two[0].put(3, 12)
         two[0].put(3, BLOCKS)
@@ -70,16 +68,14 @@ def test_a_ticket_s_node_is_asked_while_it_publishes(two: list[Node]) -> None:
 @pytest.mark.slow
 def test_nothing_is_fetched_from_a_node_with_other_keys(two: list[Node], tmp_path: Path) -> None:
     other = Node(tmp_path / "other", None, {"peers": [two[0].address]}, {})
-    other.start()
-    try:
+    with ending(other):
+        other.start()
         two[0].put(5)
         with Asker(other) as asker:
             for _ in range(20):
                 found = asker.locate(asker.hashed(5, BLOCKS).keys)
                 assert not found.number and not found.blocks
         wait_until(lambda: any("key_mismatch" in one for one in other.stat()["elsewhere"]["reasons"]))
-    finally:
-        other.close()
 
 
 def test_who_has_no_keys_is_told_nothing_and_pins_nothing(two: list[Node]) -> None:
@@ -131,7 +127,7 @@ def test_nodes_know_each_other_by_certificates(two: list[Node], tmp_path: Path) 
         pems = {key: str(tmp_path / f"{at}.{key}") for key in ("certificate", "key")}
         settings = {"peers": peers, "seal": "always", **pems, "client_ca": str(issuer.ca)}
         nodes.append(Node(tmp_path / f"c{at}", two[0].keys, settings, {}, port=port))
-    try:
+    with ending(*nodes):
         for at, one in enumerate(nodes):
             one.start_sidecar()
             node = one.stat()["node"]
@@ -154,10 +150,6 @@ def test_nodes_know_each_other_by_certificates(two: list[Node], tmp_path: Path) 
         nodes[0].put(8)
         wait_until(lambda: any("does not answer" in one for one in nodes[1].stat()["elsewhere"]["reasons"]))
         assert nodes[1].get(8, locates=2.0).blocks == 0
-    finally:
-        for one in nodes:
-            print(one.log()[-2000:])
-            one.close()
 
 
 def test_without_certificates_no_other_host_is_dialled_whatever_a_directory_says() -> None:
@@ -211,7 +203,7 @@ def test_a_drop_and_a_purge_name_every_node_that_they_do_not_reach(tmp_path: Pat
         peers = [f"127.0.0.1:{one}" for one in (ports[1 - at], away)]
         nodes.append(Node(tmp_path / f"n{at}", keys, {"peers": peers}, {}, port=ports[at], tenants=("second",)))
     here, there = nodes
-    try:
+    with ending(*nodes):
         for one in nodes:
             one.start()
         wait_for_peers(nodes, 1)
@@ -232,6 +224,3 @@ def test_a_drop_and_a_purge_name_every_node_that_they_do_not_reach(tmp_path: Pat
         wait_until(lambda: not [one for one in here.stat()["elsewhere"]["sources"] if one["kind"] == "peer"])
         told = json.loads(here.command("drop", space, "--tenant", "default", "--json").stdout)
         assert told["not_reached"] == [down, other], "it is not forgotten when it is down"
-    finally:
-        for one in nodes:
-            one.close()

@@ -10,7 +10,7 @@ pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
 pytest.importorskip("ucxx", reason="ucxx is not installed (extra: ucx)")
 
 from courier.nodes import Node, pool, wait_for_peers
-from kvstore.courier.asking import LONGEST_UNREACHED_SECONDS, UNREACHED_SECONDS, UsableTransports
+from kvstore.pool.choice import LONGEST_UNREACHED_SECONDS, UNREACHED_SECONDS, UsableTransports
 from waiting import wait_until
 
 BLOCKS = 12

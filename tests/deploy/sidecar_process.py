@@ -7,11 +7,15 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import kvstore
+from service.sidecar import patient
+from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -36,14 +40,18 @@ def flags_in(arguments: Sequence[str]) -> set[str]:
 
 
 @contextmanager
-def serving(*flags: str, under: Sequence[str] = ()) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """A sidecar, and what it printed once it took connections. under: a command that starts the command behind it."""
+def serving(
+    *flags: str, under: Sequence[str] = (), environment: Mapping[str, str] | None = None, **options: Any
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """A sidecar, and what it printed once it took connections. under: a command that starts the command behind it.
+    options: of the process."""
     process = subprocess.Popen(
         [*under, *SERVE, "--json", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, **PATHS},
+        env={**os.environ, **PATHS, **(environment or {})},
+        **options,
     )
     try:
         assert process.stdout is not None and process.stderr is not None
@@ -53,3 +61,15 @@ def serving(*flags: str, under: Sequence[str] = ()) -> Iterator[tuple[subprocess
     finally:
         process.kill()
         process.communicate()
+
+
+def stores_and_reads(said: Mapping[str, Any], durability: str) -> None:
+    """An engine does so with ten blocks, at a sidecar that said that."""
+    layout = small_layout()
+    pages, blank = random_pages(layout, 10), blank_pages(layout, 10)
+    with patient(kvstore.open(f"unix:{said['serving'][0]}")) as store:
+        handle = store.namespace(model=MODEL, layout=layout)
+        assert handle.put(ids(640), pages, durability=durability).reason is None
+        with handle.lease(handle.match(ids(640)), deadline_ms=5000) as lease:
+            assert handle.get(lease, blank).tokens == 640
+    assert same_tokens(pages, blank, range(640))

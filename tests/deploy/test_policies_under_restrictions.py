@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,14 @@ import pytest
 
 import kvstore
 from deploy.restricted import MISSING, settings_of
-from deploy.sidecar_process import DEPLOY
+from deploy.sidecar_process import DEPLOY, PATHS, serving, stores_and_reads
 from kvstore.block.errors import BadInput
 from kvstore.cli import ask
 from kvstore.node import SystemClock
-from service.sidecar import patient
-from service.test_serve import PATHS
-from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
 
 UNIT = DEPLOY / "systemd" / "kvstore.service"
 RESTRICTED = Path(__file__).with_name("restricted.py")
 PR_SET_MDWE = 65
-LAYOUT = small_layout()
 
 
 def deny_write_execute() -> None:
@@ -53,54 +49,22 @@ def denied() -> Callable[[], None]:
 def served(
     directory: Path,
     config: str,
-    command: list[str] | None = None,
+    under: Sequence[str] = (),
     environment: dict[str, str] | None = None,
     **options: Any,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Facts of a sidecar that a block went through, and its log."""
     (directory / "c.toml").write_text(config)
-    data = directory / "kv"
-    sizes = ["--data", str(data), "--dram", "16MiB"]
-    process = subprocess.Popen(
-        [
-            *(command or []),
-            sys.executable,
-            "-m",
-            "kvstore",
-            "serve",
-            "--json",
-            "--config",
-            str(directory / "c.toml"),
-            *sizes,
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **PATHS, **(environment or {})},
-        **options,
-    )
-    try:
-        assert process.stdout is not None and process.stderr is not None
-        line = process.stdout.readline()
-        assert line, process.stderr.read()
-        with patient(kvstore.open(f"unix:{json.loads(line)['serving'][0]}")) as store:
-            handle = store.namespace(model=MODEL, layout=LAYOUT)
-            pages = random_pages(LAYOUT, 10)
-            assert handle.put(ids(640), pages).reason is None
-            blank = blank_pages(LAYOUT, 10)
-            with handle.lease(handle.match(ids(640)), deadline_ms=5000) as lease:
-                assert handle.get(lease, blank).tokens == 640
-            assert same_tokens(pages, blank, range(640))
-        facts = ask.stat(str(data / "admin.sock"), SystemClock())
+    flags = ["--config", str(directory / "c.toml"), "--data", str(directory / "kv"), "--dram", "16MiB"]
+    with serving(*flags, under=under, environment=environment, **options) as (process, said):
+        stores_and_reads(said, "volatile")
+        facts = ask.stat(str(directory / "kv" / "admin.sock"), SystemClock())
         process.terminate()
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 0, errors
-        return {"policy": facts.policy, "note": facts.policy_note, "state": facts.state}, [
-            json.loads(one) for one in errors.splitlines() if one.startswith("{")
-        ]
-    finally:
-        process.kill()
-        process.communicate()
+    return {"policy": facts.policy, "note": facts.policy_note, "state": facts.state}, [
+        json.loads(one) for one in errors.splitlines() if one.startswith("{")
+    ]
 
 
 def warnings(log: list[dict[str, Any]]) -> list[str]:

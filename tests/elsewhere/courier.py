@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+
+import pytest
 
 from kvstore.block.about import sealers_of, stamps_of
 from kvstore.block.account import HitTier
@@ -16,9 +19,27 @@ from kvstore.block.identity import Namespace, TenantKeys, root_key
 from kvstore.protocol import courier as c
 from kvstore.protocol import messages as m
 from kvstore.protocol.messages import ReserveReply
+from kvstore.service.connections import DoorLimits
+from service.sidecar import Sidecar
 from tiering.frame import HEADER_BYTES, digest, frame_bytes
 from tiering.tier import extent_of, slot_of
-from torture.peer import Peer
+from torture.peer import Peer, packed_namespace
+from waiting import wait_until
+
+SPACE = Namespace.unpack(packed_namespace())
+PAYLOAD = [8192]
+
+
+def chain(blocks: int) -> list[bytes]:
+    return [secrets.token_bytes(32) for _ in range(blocks)]
+
+
+@pytest.fixture
+def sidecar_with_couriers(tmp_path: Path) -> Iterator[Sidecar]:
+    """Under whichever name a module gives it."""
+    with Sidecar(tmp_path, DoorLimits(connections=64), couriers=True, dram="16MiB") as sidecar:
+        yield sidecar
+        wait_until(lambda: sidecar.core.awaits.counts().parked == 0)
 
 
 class RawCourier(Peer):

@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from elsewhere.courier import OtherNode, RawCourier
+from elsewhere.courier import PAYLOAD, SPACE, OtherNode, RawCourier, chain, sidecar_with_couriers
 from kvstore.block.account import HitTier
 from kvstore.block.identity import Namespace, TenantKeys
 from kvstore.block.layout import Layout
-from kvstore.elsewhere.adoption import AdoptFault
 from kvstore.protocol import messages as m
 from service.sidecar import Sidecar
 from tiering.frame import HEADER_BYTES
-from torture.peer import Peer, packed_namespace
+from torture.peer import come_in, opened_by
 from waiting import wait_until
 
-SPACE = Namespace.unpack(packed_namespace())
-PAYLOAD = [8192]
-
-
-@pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    with Sidecar(tmp_path, couriers=True, dram="16MiB") as sidecar:
-        yield sidecar
-
-
-def chain(blocks: int) -> list[bytes]:
-    return [secrets.token_bytes(32) for _ in range(blocks)]
+sidecar = sidecar_with_couriers
 
 
 def tenant(sidecar: Sidecar) -> TenantKeys:
@@ -47,7 +34,7 @@ def refused(sidecar: Sidecar) -> dict[str, int]:
 def test_what_a_peer_sealed_is_read_here_under_a_header_of_our_own(sidecar: Sidecar) -> None:
     keys, payloads = chain(3), [secrets.token_bytes(PAYLOAD[0]) for _ in range(3)]
     other = OtherNode(tenant(sidecar), SPACE, PAYLOAD)
-    with closing(RawCourier(sidecar.courier_path)) as courier, closing(Peer(str(sidecar.path))) as engine:
+    with closing(RawCourier(sidecar.courier_path)) as courier, closing(come_in(sidecar.path)) as engine:
         space = courier.open(SPACE, PAYLOAD)
         reply = courier.reserve(space, keys)
         assert reply.blocks == [0, 1, 2]
@@ -55,20 +42,18 @@ def test_what_a_peer_sealed_is_read_here_under_a_header_of_our_own(sidecar: Side
         headers = [other.header(0, keys, at, payload) for at, payload in enumerate(payloads)]
         assert courier.adopt(reply.reservation, 0, 0, headers[:2], HitTier.REMOTE) == m.Counted(2)
         assert courier.adopt(reply.reservation, 0, 2, headers[2:]) == m.Counted(3)
-        engine.ask(m.Hello(m.OLDEST_VERSION, m.NEWEST_VERSION))
-        granted = engine.ask(m.OpenNamespace(packed_namespace(), PAYLOAD))
-        assert isinstance(granted, m.Granted)
-        found = engine.ask(m.MatchPrefix(granted.grant.number, keys))
+        number = opened_by(engine)
+        found = engine.ask(m.MatchPrefix(number, keys))
         assert isinstance(found, m.Matched)
         assert found.reply.tiers == ((HitTier.REMOTE, 2), (HitTier.PEER, 1))
-        leased = engine.ask(m.LeasePrefix(granted.grant.number, keys, 0, 1000.0))
+        leased = engine.ask(m.LeasePrefix(number, keys, 0, 1000.0))
         assert isinstance(leased, m.Leased)
         assert leased.reply.tiers == ((HitTier.REMOTE, 2), (HitTier.PEER, 1)), "the first lease counts them so"
         spans = sidecar.core.spans(leased.reply.places[0])
         assert [bytes(one.view[HEADER_BYTES : HEADER_BYTES + PAYLOAD[0]]) for one in spans] == payloads
         assert all(bytes(one.view[:HEADER_BYTES]) != header for one, header in zip(spans, headers, strict=True))
         assert 77 not in leased.reply.generations, "nothing foreign is kept but digests"
-        again = engine.ask(m.MatchPrefix(granted.grant.number, keys))
+        again = engine.ask(m.MatchPrefix(number, keys))
         assert isinstance(again, m.Matched) and again.reply.tiers == ((HitTier.DRAM, 3),)
         counts = sidecar.report.facts().looked.granted
         assert counts[HitTier.REMOTE] == 2 * counts[HitTier.PEER] > 0
@@ -196,10 +181,6 @@ def test_a_courier_that_lies_at_random_loses_its_own_bytes(sidecar: Sidecar, see
         assert sidecar.core.usage().counters.get("fetched_blocks", 0) == stored
         assert sidecar.core.usage().reservations == 0 and sidecar.core.usage().dram.reserved == 0
     assert sum(refused(sidecar).values()) > 0
-
-
-def test_each_fault_has_a_name_of_its_own() -> None:
-    assert len({str(one) for one in AdoptFault}) == len(AdoptFault)
 
 
 def test_parts_of_a_family_are_adopted_each_in_its_slots(tmp_path: Path) -> None:

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import secrets
 import select
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from math import inf
 from pathlib import Path
 
 import pytest
 
-from elsewhere.courier import OtherNode, RawCourier
+from elsewhere.courier import PAYLOAD, SPACE, OtherNode, RawCourier, chain, sidecar_with_couriers
 from kvstore.block.account import HitTier, MissReason
-from kvstore.block.identity import Identity, Namespace
+from kvstore.block.identity import Identity
 from kvstore.client.connection import checked_facts
 from kvstore.elsewhere.desk import MOST_OF_TENANT
 from kvstore.protocol import courier as c
 from kvstore.protocol import messages as m
 from kvstore.protocol.hand_off_ticket import HandOff
-from kvstore.service.connections import DoorLimits
 from service.sidecar import Sidecar
 from tiering.counts.awaits import AwaitEnd
-from torture.peer import Peer, packed_namespace
+from torture.peer import Peer, opened_by, packed_namespace
 from waiting import wait_until
 
-SPACE = Namespace.unpack(packed_namespace())
-PAYLOAD = [8192]
-
-
-@pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    with Sidecar(tmp_path, DoorLimits(connections=64), couriers=True, dram="16MiB") as sidecar:
-        yield sidecar
-        wait_until(lambda: sidecar.core.awaits.counts().parked == 0)
+sidecar = sidecar_with_couriers
 
 
 class Engine(Peer):
@@ -44,9 +33,7 @@ class Engine(Peer):
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
         assert isinstance(self.ask(m.Hello(m.OLDEST_VERSION, m.NEWEST_VERSION)), m.Welcome)
-        granted = self.ask(m.OpenNamespace(packed_namespace(), PAYLOAD))
-        assert isinstance(granted, m.Granted)
-        self.space = granted.grant.number
+        self.space = opened_by(self)
         self.next = 2
 
     def send(self, verb: m.Verb) -> int:
@@ -113,10 +100,6 @@ class Fetcher(RawCourier):
         headers = [self.other.header(0, keys, at, bytes(PAYLOAD[0])) for at in reply.blocks]
         assert self.adopt(reply.reservation, 0, 0, headers, tier) == m.Counted(len(headers))
         return reply.present + len(headers)
-
-
-def chain(blocks: int) -> list[bytes]:
-    return [secrets.token_bytes(32) for _ in range(blocks)]
 
 
 def located(sidecar: Sidecar, engine: Engine, courier: Fetcher, keys: list[bytes], blocks: int) -> m.Located:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from elsewhere.courier import block_bytes
+from elsewhere.courier import PAYLOAD, block_bytes, chain
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.identity import KeyRing, Namespace, TenantKeys
 from kvstore.config import DramConfig, Limits
@@ -20,7 +20,6 @@ from kvstore.node import build_store
 from kvstore.service.parked import Parking
 from workbench import FakeClock, small_layout
 
-PAYLOAD = [8192]
 BLOCK = block_bytes(PAYLOAD)
 DRAM = 64 * 16 * BLOCK // 12 * 12  # a whole number of extents
 SPACE = Namespace("fetched", small_layout(), "raw")
@@ -55,10 +54,6 @@ class Bench:
         if reply.lease:
             self.fetched.leased(reply.lease)
         return reply.lease, reply.tiers, reply.reason
-
-
-def chain(blocks: int) -> list[bytes]:
-    return [secrets.token_bytes(32) for _ in range(blocks)]
 
 
 def bench_of(dram_bytes: int, **limits: float) -> Bench:

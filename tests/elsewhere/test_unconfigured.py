@@ -12,15 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from service.test_serve import PATHS
+from programs import PATHS, run_python
 
+ROOMS = ("kvstore.courier", "kvstore.elsewhere", "kvstore.peers", "kvstore.pool", "tiering.remote", "valkey")
 ABSENT = (
-    "kvstore.courier",
-    "kvstore.elsewhere",
+    *ROOMS,
     "kvstore.network",
-    "kvstore.peers",
-    "kvstore.pool",
-    "tiering.remote",
     "cryptography",
     "grpc",
     "ucxx",
@@ -29,7 +26,6 @@ ABSENT = (
     "prometheus_client",
     "starlette",
     "uvicorn",
-    "valkey",
 )
 SAY = f"""
 import atexit, sys
@@ -84,3 +80,12 @@ def test_nothing_of_it_is_imported(tmp_path: Path) -> None:
         sidecar.send_signal(signal.SIGTERM)
         _, said = sidecar.communicate(timeout=60)
     assert said.splitlines()[-1] == "[]", said
+
+
+def test_the_edge_and_the_network_import_what_is_configured_alone() -> None:
+    text = f"""
+import sys, kvstore.network.part, kvstore.edge.pages
+rooms = {ROOMS!r}
+print([one for one in sys.modules if one.startswith(rooms)])
+"""
+    assert run_python(text) == "[]"

@@ -44,18 +44,17 @@ class Lie(enum.Enum):
 
 @dataclass(frozen=True)
 class SocketMedium:
-    """Plain sockets. checks_beside: digests in a second thread."""
+    """Plain sockets."""
 
     name: str
     seal: str
-    checks_beside: bool = False
     late_seconds: float = 0.3
 
     def door(self) -> SocketFrameDoor:
         return SocketFrameDoor("127.0.0.1:0", SystemClock(), random_bytes, seal=self.seal)
 
     def transport(self) -> SocketPullTransport:
-        return SocketPullTransport(SystemClock(), seal=self.seal, checks_beside=self.checks_beside)
+        return SocketPullTransport(SystemClock(), seal=self.seal)
 
     @contextlib.contextmanager
     def lying_holder(self, source: Source, lie: Lie) -> Iterator[t.PullOffer]:
@@ -239,9 +238,8 @@ class _UcxLiar:
 
 
 CLEAR = SocketMedium("sockets", "auto")
-BESIDE = SocketMedium("sockets, digests beside", "auto", True)
 SEALED = SocketMedium("sockets, sealed", "always")
 UCX, UCX_SEALED = UcxMedium("ucx", "auto"), UcxMedium("ucx, sealed", "always")
 MEDIA = [CLEAR, *([UCX] if ucx._IS_HERE else [])]
-FURTHER_MEDIA = [BESIDE, SEALED, *([UCX_SEALED] if ucx._IS_HERE else [])]
+FURTHER_MEDIA = [SEALED, *([UCX_SEALED] if ucx._IS_HERE else [])]
 """`make test-all` has these as well."""

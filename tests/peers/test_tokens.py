@@ -88,17 +88,6 @@ def test_an_offer_is_taken_once_in_its_time_with_its_secret(offers: Offers) -> N
     assert source.releases == 1 and offer.frames is None
 
 
-def test_offers_end_with_their_time_and_are_bounded(offers: Offers) -> None:
-    sources = [Source(1) for _ in range(3)]
-    for at, source in enumerate(sources):
-        offers.add(source.offered(), SECRET, False, 100.0 + at)
-    with pytest.raises(t.PullBusy):
-        offers.add(Source(1).offered(), SECRET, False, 103.0)
-    assert offers.end_due(101.0 + t.OFFER_SECONDS) == 102.0 + t.OFFER_SECONDS
-    assert [source.releases for source in sources] == [1, 1, 0]
-    offers.add(Source(1).offered(), SECRET, False, 103.0)
-
-
 def test_no_byte_of_a_hello_is_the_holder_s_choice() -> None:
     """It chooses the token and where the puller connects: another service there would read it."""
     token = b"\r\nFLUSHALL\r\n".ljust(32, b" ")

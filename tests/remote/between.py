@@ -1,4 +1,4 @@
-"""Between an engine and its server, for tests: a proxy that does harm, and a server that says what it is told."""
+"""Between a client and its server, for tests: a proxy that does harm, and a server that says what it is told."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class Harm(StrEnum):
 class _Planned:
     harm: Harm
     after: int
+    bit: int
 
 
 @dataclass
@@ -49,9 +50,9 @@ class Proxy:
         self.port = int(self._door.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def plan(self, harm: Harm, after: int) -> None:
-        """Once, to the bytes that come from now on."""
-        self._planned = _Planned(harm, after)
+    def plan(self, harm: Harm, after: int, bit: int = 0) -> None:
+        """Once, to the bytes that come from now on. bit: that is flipped."""
+        self._planned = _Planned(harm, after, bit)
 
     def well(self) -> None:
         """No more harm, but for connections that stall already."""
@@ -116,7 +117,7 @@ class Proxy:
         rest = data[planned.after :]
         match planned.harm:
             case Harm.FLIP:
-                near.sendall(bytes([rest[0] ^ 1]) + rest[1:])
+                near.sendall(bytes([rest[0] ^ 1 << planned.bit]) + rest[1:])
             case Harm.INSERT:
                 near.sendall(b"$3\r\nabc\r\n" + rest)
             case Harm.DRIP:

@@ -11,7 +11,7 @@ from remote import test_workers
 from remote.between import Harm, proxy, saying
 from remote.distance import distance
 from remote.frames import frame, halves, key_of
-from remote.test_valkey import empty, on, server, slot, soon
+from remote.test_valkey import on, server, slot, soon
 from tiering.remote.driver import RemoteTimedOut
 from valkey_server import ValkeyServer, valkey_server
 
@@ -45,7 +45,7 @@ def test_half_an_answer_ends_at_the_deadline(answer: bytes) -> None:
 @pytest.mark.parametrize("after", [0, 3, 5000])
 def test_a_server_that_drips_ends_at_the_deadline(after: int, server: ValkeyServer) -> None:
     """Every byte comes in time; their sum does not."""
-    empty(server)
+    server.empty()
     with proxy(server.port) as between:
         engine = on(between.port)
         engine.write(key_of(1), *halves(1), 0)
@@ -76,7 +76,7 @@ def test_a_stopped_server_costs_the_deadline_and_is_used_again(tmp_path: Path) -
 
 
 def test_a_connection_that_was_made_too_late_serves_the_next_call(server: ValkeyServer) -> None:
-    empty(server)
+    server.empty()
     with distance(server.port) as way:
         engine = on(way.port)
         engine.write(key_of(1), *halves(1), 0)

@@ -14,7 +14,6 @@ import pytest
 
 from remote.between import Harm, Proxy, proxy
 from remote.frames import FRAME_BYTES, frame, halves, is_of, key_of
-from remote.test_valkey import empty
 from tiering.clock import SystemClock
 from tiering.remote import workers
 from tiering.remote.driver import RemoteFault
@@ -84,7 +83,7 @@ class World:
                 self.server.kill()
                 self.server.start()
             case 2:
-                empty(self.server)
+                self.server.empty()
             case 3:
                 self.replace(number, frame((number + 1) % BLOCKS))
             case 4:

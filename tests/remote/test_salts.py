@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from remote.frames import STAMP, halves, prefix_key
-from remote.test_valkey import CLOCK, PATIENT, empty, said
+from remote.test_valkey import CLOCK, PATIENT
 from tiering.remote.driver import RemoteFault, remote_key, salt_key
 from tiering.remote.salts import MOST_SALTS, SALT_SECONDS, WARM_SECONDS, NamespaceSalts
 from tiering.remote.valkey import ValkeyAddress, ValkeyEngine
@@ -37,7 +37,7 @@ server = server_of_module
 
 @pytest.fixture
 def engine(server: ValkeyServer) -> Iterator[ValkeyEngine]:
-    empty(server)
+    server.empty()
     one = ValkeyEngine(ValkeyAddress("127.0.0.1", server.port), CLOCK, **PATIENT)
     yield one
     one.close()
@@ -89,7 +89,7 @@ def test_a_purge_takes_all_namespaces(engine: ValkeyEngine) -> None:
 def test_a_lost_salt_is_another_one(engine: ValkeyEngine, server: ValkeyServer) -> None:
     here = Node(engine)
     before = here.name()
-    empty(server)
+    server.empty()
     here.clock.ahead += SALT_SECONDS
     assert here.name() != before
 
@@ -139,13 +139,13 @@ def test_a_drop_that_cannot_be_told_is_a_fault(server: ValkeyServer) -> None:
 
 
 def calls(server: ValkeyServer) -> int:
-    told = said(server, b"INFO stats\r\n").decode()
+    told = server.say(b"INFO", b"stats").decode()
     return int(told.partition("total_commands_processed:")[2].split()[0])
 
 
 def test_what_lies_where_a_salt_should_and_is_none_makes_room(engine: ValkeyEngine, server: ValkeyServer) -> None:
     key = salt_key(TENANT)
-    said(server, b"*3\r\n$5\r\nRPUSH\r\n$%d\r\n%b\r\n$1\r\nx\r\n" % (len(key), key))
+    server.say(b"RPUSH", key, b"x")
     node = Node(engine)
     node.put()
     assert node.has()

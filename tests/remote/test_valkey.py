@@ -141,7 +141,7 @@ class RemoteEngineContract:
 class TestTcp(RemoteEngineContract):
     @pytest.fixture
     def engine(self, server: ValkeyServer) -> Iterator[ValkeyEngine]:
-        empty(server)
+        server.empty()
         one = on(server.port)
         yield one
         one.close()
@@ -150,7 +150,7 @@ class TestTcp(RemoteEngineContract):
 class TestUnixSocket(RemoteEngineContract):
     @pytest.fixture
     def engine(self, server: ValkeyServer) -> Iterator[ValkeyEngine]:
-        empty(server)
+        server.empty()
         one = ValkeyEngine(ValkeyAddress.parse(f"valkey+unix:{server.socket_path}"), CLOCK, **PATIENT)
         yield one
         one.close()
@@ -165,7 +165,7 @@ class TestTls(RemoteEngineContract):
 
     @pytest.fixture
     def engine(self, server: ValkeyServer, certificate: tuple[Path, Path]) -> Iterator[ValkeyEngine]:
-        empty(server)
+        server.empty()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*certificate)
         with proxy(server.port, context) as between:
@@ -193,21 +193,11 @@ def certified(folder: Path) -> tuple[Path, Path]:
     return folder / "cert.pem", folder / "key.pem"
 
 
-def empty(server: ValkeyServer) -> None:
-    assert said(server, b"FLUSHALL\r\n") == b"+OK\r\n"
-
-
-def said(server: ValkeyServer, command: bytes) -> bytes:
-    with socket.create_connection(("127.0.0.1", server.port)) as one:
-        one.sendall(command)
-        return one.recv(4096)
-
-
 # --- connections ---
 
 
 def test_a_connection_is_kept_and_one_that_is_out_of_step_is_not(server: ValkeyServer) -> None:
-    empty(server)
+    server.empty()
     with proxy(server.port) as between:
         engine = on(between.port)
         for _ in range(5):
@@ -245,7 +235,7 @@ def test_a_server_that_was_restarted_costs_no_call(tmp_path: Path) -> None:
 def test_flushall_is_a_miss(server: ValkeyServer) -> None:
     engine = on(server.port)
     engine.write(key_of(1), *halves(1), 0)
-    empty(server)
+    server.empty()
     assert not engine.read(key_of(1), slot()) and engine.write(key_of(1), *halves(1), 0)
     engine.close()
 
@@ -494,9 +484,9 @@ def test_no_address_is_refused_in_one_line(url: str, said: str) -> None:
 
 
 def test_a_value_of_another_type_is_none_of_ours_and_says_nothing_of_the_engine(server: ValkeyServer) -> None:
-    empty(server)
+    server.empty()
     engine, key = on(server.port), key_of(1)
-    assert said(server, b"*3\r\n$5\r\nRPUSH\r\n$%d\r\n%b\r\n$1\r\nx\r\n" % (len(key), key)) == b":1\r\n"
+    assert server.say(b"RPUSH", key, b"x") == b":1\r\n"
     with pytest.raises(WrongSize, match="another type") as found:
         engine.read(key, slot())
     assert not found.value.is_of_engine

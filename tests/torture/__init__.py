@@ -7,3 +7,14 @@ child     a process that uses a whole store, from several threads
 witness   what such a process said, and whether the directory keeps it
 campaign  many such processes: killed at random moments, or at every failpoint
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Report = Callable[[int], None]
+"""Called with how much of a run is done."""
+
+
+def quiet(done: int) -> None:
+    """A `Report` that tells no one."""

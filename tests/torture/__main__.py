@@ -36,6 +36,7 @@ from collections.abc import Callable, Mapping
 from attack.test_index_damage import index_damage
 from attack.test_nvme_damage import damage
 from simulation.test_nvme_power import live
+from torture import Report
 from torture import clients as sidecar
 from torture.campaign import nursery, points, stores
 from torture.door import half_open, messages
@@ -45,6 +46,7 @@ from torture.nested import nested
 from torture.nested_disk import directories
 from torture.nested_door import clients as odd_answers
 from torture.nested_door import door as odd_requests
+from torture.nursery import Nursery
 from torture.points import POINTS
 
 
@@ -102,30 +104,23 @@ def main() -> int:
             progress(number + 1)
         return dict(total)
 
-    def reached(progress: Progress) -> dict[str, int]:
-        with nursery() as children:
-            return points(children, options.points, options.seed, progress)
+    def killed(
+        made: Callable[[], Nursery], ends: Callable[[Nursery, int, int, Report], dict[str, int]], times: int
+    ) -> Callable[[Progress], dict[str, int]]:
+        def work(progress: Progress) -> dict[str, int]:
+            with made() as children:
+                return ends(children, times, options.seed, progress)
 
-    def killed(progress: Progress) -> dict[str, int]:
-        with nursery() as children:
-            return stores(children, options.stores, options.seed, progress)
-
-    def clients_killed(progress: Progress) -> dict[str, int]:
-        with sidecar.nursery() as children:
-            return sidecar.clients(children, options.clients, options.seed, progress)
-
-    def sidecars_killed(progress: Progress) -> dict[str, int]:
-        with sidecar.nursery() as children:
-            return sidecar.restarts(children, options.restarts, options.seed, progress)
+        return work
 
     try:
         run("flips", options.flips, lambda progress: damage(options.flips, options.seed, progress))
         run("index flips", options.index_flips, lambda told: index_damage(options.index_flips, options.seed, told))
         run("power", options.power, lives)
-        run("points", options.points * len(POINTS), reached)
-        run("stores", options.stores, killed)
-        run("clients", options.clients, clients_killed)
-        run("restarts", options.restarts, sidecars_killed)
+        run("points", options.points * len(POINTS), killed(nursery, points, options.points))
+        run("stores", options.stores, killed(nursery, stores, options.stores))
+        run("clients", options.clients, killed(sidecar.nursery, sidecar.clients, options.clients))
+        run("restarts", options.restarts, killed(sidecar.nursery, sidecar.restarts, options.restarts))
         run("messages", options.messages, lambda progress: messages(options.messages, options.seed, progress))
         run("half-open", 2 * options.half_open, lambda told: half_open(options.half_open, options.seed, report=told))
         within, seed = options.nested, options.seed

@@ -17,6 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from torture import Report, quiet
 from torture.nursery import Nursery
 from torture.points import AT_FIRST, ONCE_A_SESSION, POINTS
 from torture.witness import Witness
@@ -31,16 +32,14 @@ READY_WITHIN_SECONDS = 60
 REACHED_WITHIN_SECONDS = 60
 MOST_PASSAGES, FEW_PASSAGES = 6, 2
 
-Report = Callable[[int], None]
 
-
-def stores(nursery: Nursery, kills: int, seed: int, report: Report | None = None) -> dict[str, int]:
+def stores(nursery: Nursery, kills: int, seed: int, report: Report = quiet) -> dict[str, int]:
     """That many processes, each killed at a random moment of its work; what happened."""
     return _campaign(nursery, _by_directory([""] * kills), seed, report)
 
 
 def points(
-    nursery: Nursery, times: int, seed: int, report: Report | None = None, names: Iterable[str] = POINTS
+    nursery: Nursery, times: int, seed: int, report: Report = quiet, names: Iterable[str] = POINTS
 ) -> dict[str, int]:
     """That many processes for each failpoint, killed when they reach it; how many were, by failpoint.
 
@@ -67,7 +66,7 @@ def _by_directory(plan: Iterable[str]) -> list[list[str]]:
 
 
 def _campaign(
-    nursery: Nursery, plans: list[list[str]], seed: int, report: Report | None, *, is_short: bool = False
+    nursery: Nursery, plans: list[list[str]], seed: int, report: Report, *, is_short: bool = False
 ) -> dict[str, int]:
     counts: Counter[str] = Counter()
     guard = threading.Lock()
@@ -75,8 +74,7 @@ def _campaign(
     def done() -> None:
         with guard:
             counts["kills"] += 1
-            if report is not None:
-                report(counts["kills"])
+            report(counts["kills"])
 
     with ThreadPoolExecutor(DIRECTORIES_AT_ONCE) as pool:
         work = [

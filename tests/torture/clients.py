@@ -29,6 +29,7 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.block.errors import StoreError
 from kvstore.client.lease import Lease
 from model.store_model import Prompt
+from torture import Report, quiet
 from torture.engine import DEPTH, LAYOUTS, LETTERS, Space, opened
 from torture.nursery import Child, Nursery
 from torture.outside import Sidecar
@@ -57,8 +58,6 @@ LIVES = [(False, False), (True, True), (True, False), (False, True)]
 AWAY = (MissReason.UNREACHABLE, MissReason.WARMING, MissReason.DEADLINE)
 PHASES = ("leasing", "copying", "holding", "filling", "scribbling", "hanging")
 
-Report = Callable[[int], None]
-
 
 def nursery() -> Nursery:
     """Where the clients come from."""
@@ -68,7 +67,7 @@ def nursery() -> Nursery:
 # Clients that are killed and stopped ----------------------------------------------------------------------------------
 
 
-def clients(nursery: Nursery, count: int, seed: int, report: Report | None = None) -> dict[str, int]:
+def clients(nursery: Nursery, count: int, seed: int, report: Report = quiet) -> dict[str, int]:
     """That many clients, one after the other; what happened."""
     counts: Counter[str] = Counter()
     done = 0
@@ -84,8 +83,7 @@ def clients(nursery: Nursery, count: int, seed: int, report: Report | None = Non
                         for one in work:
                             counts.update(one.result())
                             done += 1
-                            if report is not None:
-                                report(done)
+                            report(done)
                     finally:
                         pool.shutdown(wait=False, cancel_futures=True) if done < numbers.stop else None
                     sidecar.settled(first)
@@ -128,7 +126,7 @@ def _one_client(nursery: Nursery, sidecar: Sidecar, seed: int) -> Counter[str]:
 # Sidecars that are killed ---------------------------------------------------------------------------------------------
 
 
-def restarts(nursery: Nursery, count: int, seed: int, report: Report | None = None) -> dict[str, int]:
+def restarts(nursery: Nursery, count: int, seed: int, report: Report = quiet) -> dict[str, int]:
     """That many kills of a sidecar, in several lives of a keeper; what happened."""
     counts: Counter[str] = Counter()
     lives = min(count, max(2, -(-count // KILLS_PER_LIFE)))
@@ -138,7 +136,7 @@ def restarts(nursery: Nursery, count: int, seed: int, report: Report | None = No
         is_calm, has_disk = LIVES[number % len(LIVES)]
         try:
             life = Life(nursery, Random(seed * 1_000_003 + number), counts, is_calm=is_calm, has_disk=has_disk)
-            life.run(kills, lambda: report(counts["restarts"]) if report is not None else None)
+            life.run(kills, lambda: report(counts["restarts"]))
         except (AssertionError, StoreError, OSError) as error:
             kind = f"{'calm' if is_calm else 'crowded'}, {'with' if has_disk else 'without'} a disk"
             raise AssertionError(f"seed {seed}, life {number} ({kind}), {counts['restarts']} kills: {error}") from error

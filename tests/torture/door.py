@@ -17,7 +17,6 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
@@ -26,11 +25,11 @@ from kvstore.protocol import messages as m
 from service.sidecar import number_of
 from tiering.frame import KEY_BYTES
 from tiering.tier import SLOT_BITS
+from torture import Report, quiet
 from torture.doorstep import OTHER_TENANT, SLACK_BYTES, Household, Sidecar, visit
 from torture.mutations import ADMIN, OFTEN, VALID, Booty, attack, expected
 from torture.peer import LONG_SECONDS, Peer, packed_namespace
 
-Report = Callable[[int], None]
 BATCH = 500
 """Messages, after which well-behaved clients are asked how they are."""
 VICTIM_MODEL = "victim-2a7f8d51"
@@ -68,7 +67,7 @@ class Victim(Household):
         assert visible == 2, f"{visible} of 2 blocks of the other tenant's reservation are there"
 
 
-def messages(count: int, seed: int, report: Report | None = None) -> dict[str, int]:
+def messages(count: int, seed: int, report: Report = quiet) -> dict[str, int]:
     """That many mutated messages; what came of them."""
     random, counts = Random(seed), Counter[str]()
     with Sidecar() as sidecar:
@@ -94,8 +93,7 @@ def messages(count: int, seed: int, report: Report | None = None) -> dict[str, i
                     raise AssertionError(f"seed {seed}, messages {first} to {counts['messages']}: {error}") from error
                 most = sidecar.most_bytes(4)
                 assert sidecar.resident_bytes() <= most, f"{sidecar.resident_bytes()} bytes of memory; at most {most}"
-                if report is not None:
-                    report(counts["messages"])
+                report(counts["messages"])
             victim.settle()
         finally:
             household.close()
@@ -250,7 +248,7 @@ def _check_answer(reply: m.Reply, victim: Victim) -> None:
 # Half-open ------------------------------------------------------------------------------------------------------------
 
 
-def half_open(count: int, seed: int, silence_seconds: float = 10.0, report: Report | None = None) -> dict[str, int]:
+def half_open(count: int, seed: int, silence_seconds: float = 10.0, report: Report = quiet) -> dict[str, int]:
     """That many connections that stop before they said who they are, and as many that read nothing."""
     _allow_descriptors(count + 200)
     random, counts = Random(seed), Counter[str]()
@@ -268,8 +266,7 @@ def half_open(count: int, seed: int, silence_seconds: float = 10.0, report: Repo
                         one = open_one(sidecar.sockets["default"], random)
                         held += [one] if one is not None else []
                         counts[way if one is not None else "turned_away"] += 1
-                        if report is not None:
-                            report(number + 1 + count * (way == "unread"))
+                        report(number + 1 + count * (way == "unread"))
                     _check_crowd(sidecar, household, way, counts)
                     for one in held[: len(held) // 2]:
                         one.close()

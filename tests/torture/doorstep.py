@@ -24,14 +24,12 @@ from kvstore.client.sidecar_store import SidecarStore
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from kvstore.service.connections import DoorLimits
-from kvstore.status.tree import SidecarStatus
+from programs import PATHS as PATHS
 from service.sidecar import patient
 from torture import outside
 from torture.peer import LONG_SECONDS
 from workbench import blank_pages, ids, random_pages, same_tokens, small_layout
 
-ROOT = Path(__file__).resolve().parents[2]
-PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"}
 SIZES = {"dram": "32MiB", "nvme": "64MiB", "extent": "1MiB"}
 SLACK_BYTES = 64 << 20
 """What a sidecar's process may grow by beside what its limits name: threads' stacks, arenas, rows of its index."""
@@ -59,16 +57,6 @@ class Sidecar(outside.Sidecar):
         assert (facts.pid, facts.run) == (self.pid, self.run), f"process {facts.pid} serves instead of {self.pid}"
         for line in self.log_file.read_text().splitlines():
             assert json.loads(line)["level"] == "info", f"the sidecar's log says {line}"
-
-    def facts(self) -> SidecarStatus:
-        """What `kvstore stat` shows, asked for as it does."""
-        wire = FramedSocket(self.admin, "torture", b"", SystemClock(), LONG_SECONDS)
-        try:
-            answer = wire.call(m.Stat(), LONG_SECONDS).answer
-            assert isinstance(answer, m.StatReply), f"no facts: {answer}"
-            return answer.facts
-        finally:
-            wire.close()
 
     def resident_bytes(self) -> int:
         """Of the sidecar's process, without the memory of blocks, which has a budget of its own."""

@@ -18,10 +18,10 @@ from pathlib import Path
 from random import Random
 
 from kvstore.protocol import messages as m
+from torture import Report, quiet
 from torture.doorstep import OTHER_TENANT, PATHS, Household, Sidecar
-from torture.peer import Peer, packed_namespace
+from torture.peer import Peer, opened_by
 
-Report = Callable[[int], None]
 QUEUE_WAIT_MS = 5.0
 """Of the others, at p99."""
 QUIET_TRIP_MS = 1.0
@@ -41,7 +41,7 @@ def flood(
     seconds: float,
     seed: int,
     kinds: Sequence[str] = (),
-    report: Report | None = None,
+    report: Report = quiet,
     most_ms: float = QUEUE_WAIT_MS,
 ) -> dict[str, float | str]:
     """So many seconds of these kinds of floods together, of all if none is named; what the others waited for, in
@@ -71,8 +71,7 @@ def flood(
                     def look() -> None:
                         nonlocal most
                         most = max(most, sidecar.resident_bytes())
-                        if report is not None:
-                            report(round(time.monotonic() - began))
+                        report(round(time.monotonic() - began))
 
                     began, without_core = time.monotonic(), sidecar.waited_for_core()
                     told |= _served(sidecar, "flooded", seconds, look)
@@ -120,12 +119,11 @@ def _served(sidecar: Sidecar, name: str, seconds: float, look: Callable[[], None
     def behave(peer: Peer, mine: list[float], seed: int) -> None:
         try:
             random = Random(seed)
-            granted = peer.ask(m.OpenNamespace(packed_namespace(), [8192]))
-            assert isinstance(granted, m.Granted), granted
+            namespace = opened_by(peer)
             keys = [random.randbytes(32) for _ in range(64)]
             number = 2
             while time.monotonic() < ends_at:
-                verb = [m.MatchPrefix(granted.grant.number, keys), m.Ping(), m.Release([number])][number % 3]
+                verb = [m.MatchPrefix(namespace, keys), m.Ping(), m.Release([number])][number % 3]
                 began = time.perf_counter()
                 answer = peer.ask(verb, number)
                 mine.append(time.perf_counter() - began)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from random import Random
 
 from kvstore.protocol import messages as m
-from torture.peer import Peer, packed_namespace
+from torture.peer import come_in, opened_by
 
 _BATCH_BYTES = 64 << 10
 
@@ -44,11 +44,8 @@ class Stream:
     """One connection that is always full."""
 
     def __init__(self, path: str, random: Random, kind: str) -> None:
-        self.peer = Peer(path)
-        welcome = self.peer.ask(m.Hello(1, 1, f"flooder {kind}"))
-        granted = self.peer.ask(m.OpenNamespace(packed_namespace(), [8192]))
-        assert isinstance(welcome, m.Welcome) and isinstance(granted, m.Granted)
-        number, keys = granted.grant.number, [random.randbytes(32) for _ in range(4)]
+        self.peer = come_in(path)
+        number, keys = opened_by(self.peer), [random.randbytes(32) for _ in range(4)]
         reserved = self.peer.ask(m.Reserve(number, keys, 0))
         if isinstance(reserved, m.Reserved) and reserved.reply.reservation:
             self.peer.ask(m.Commit(reserved.reply.reservation, 0, 0, [[bytes(16)] * 2] * len(reserved.reply.blocks)))

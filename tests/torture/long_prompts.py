@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +22,7 @@ from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.sidecar_store import SidecarStore
+from torture import Report, quiet
 
 LAYOUT = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16")
 FRAME_BYTES = 8 << 10
@@ -31,7 +31,6 @@ SHORT_PROMPTS = 100
 """That are stored, and asked for in turn."""
 SHORT_MS_P99 = 50.0
 PACE_SECONDS = 0.001
-Report = Callable[[int], None]
 
 
 @dataclass
@@ -55,7 +54,7 @@ def blank(tokens: int) -> Pages:
 
 
 def mixed(
-    store: SidecarStore, long: int, short: int, long_tokens: int, short_tokens: int, report: Report | None = None
+    store: SidecarStore, long: int, short: int, long_tokens: int, short_tokens: int, report: Report = quiet
 ) -> Told:
     """So many of each."""
     handle = store.namespace(model="f" * 40, layout=LAYOUT)
@@ -72,8 +71,7 @@ def mixed(
             into = blank(long_tokens)
             for number, one in enumerate(longs, 1):
                 told.long_seconds.append(_ask(handle, "long", one, into, told))
-                if report is not None:
-                    report(number)
+                report(number)
         except BaseException as error:
             failures.append(error)
         finally:
@@ -102,7 +100,7 @@ def _ask(handle: NamespaceHandle, which: str, one: np.ndarray, into: Pages, told
     return seconds
 
 
-def long_prompts(long: int, short: int, report: Report | None = None) -> dict[str, float | str]:
+def long_prompts(long: int, short: int, report: Report = quiet) -> dict[str, float | str]:
     """The same against a sidecar of its own, as it is by default; what came of the leases, and how long they took."""
     blocks = (long * LONG_TOKENS + SHORT_PROMPTS * SHORT_TOKENS) // LAYOUT.block_tokens
     with Sidecar({"dram": (blocks * FRAME_BYTES * 5 // 4) + (256 << 20), "nvme": "off"}) as sidecar:

@@ -35,10 +35,10 @@ def mutated(random: Random, value: Any, wire: bool = False) -> Any:
     """A copy with changes. wire: integers have 64 bits and text is UTF-8, so that MessagePack can hold it."""
     copy = _copy(value)
     for _ in range(random.choice((1, 1, 1, 2, MOST_AT_ONCE))):
-        places = _places(copy)
-        if not places:  # nothing is left within
+        found = places(copy)
+        if not found:  # nothing is left within
             return copy
-        within, key = random.choice(places)
+        within, key = random.choice(found)
         if (isinstance(within, list) and key >= len(within)) or (isinstance(within, dict) and key not in within):
             continue  # an earlier change took it away
         _change(random, within, key, wire)
@@ -51,7 +51,7 @@ def _copy(value: Any) -> Any:
     return [_copy(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def _places(value: Any, most: int = 400) -> list[tuple[Any, Any]]:
+def places(value: Any, most: int = 400) -> list[tuple[Any, Any]]:
     """Every value within, as its container and its key there."""
     found: list[tuple[Any, Any]] = []
     left = [value]

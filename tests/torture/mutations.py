@@ -17,7 +17,7 @@ import msgspec
 from kvstore.block.account import HitTier
 from kvstore.protocol import messages as m
 from kvstore.protocol.courier import QuestionAnswered
-from torture.mutate import mutated
+from torture.mutate import mutated, places
 from torture.peer import packed_namespace
 
 HUGE = (0, 1, -1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, -(2**31) - 1, -(2**63))
@@ -111,14 +111,6 @@ REPLY_TAGS = ("welcome", "granted", "matched", "leased", "done", "failed", "coun
 # Values ---------------------------------------------------------------------------------------------------------------
 
 
-def _places(value: Any, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
-    found = [path] if path else []
-    if isinstance(value, list):
-        for at, one in enumerate(value[:50]):
-            found += _places(one, (*path, at))
-    return found
-
-
 def _change_value(random: Random, booty: Booty, message: list[Any]) -> None:
     """A number, a verb, an argument, or something within one, for what it should not be."""
     message[:] = mutated(random, message, wire=True)
@@ -126,10 +118,7 @@ def _change_value(random: Random, booty: Booty, message: list[Any]) -> None:
 
 def _change_alike(random: Random, booty: Booty, message: list[Any]) -> None:
     """A value for another one of its type: what is a message still, and reaches whoever serves it."""
-    *path, last = random.choice(_places(message))
-    within = message
-    for step in path:
-        within = within[step]
+    within, last = random.choice(places(message))
     old = within[last]
     if isinstance(old, bool):
         within[last] = not old
@@ -139,12 +128,12 @@ def _change_alike(random: Random, booty: Booty, message: list[Any]) -> None:
         )
     elif isinstance(old, float):
         within[last] = random.choice([*ODD_FLOATS, 0.0, 0.5, 1e-9])
-    elif isinstance(old, str) and path:
+    elif isinstance(old, str):
         within[last] = random.choice(["", "victim", "x" * 128, "\x00\x1b[2J\u202e", "\U0001f5dd" * 128])
     elif isinstance(old, bytes):
         flipped = bytes([old[0] ^ 1]) + old[1:] if old else b"x"
         within[last] = random.choice([b"", flipped, old[:-1], random.randbytes(len(old)), *booty.keys_of_others[:1]])
-    elif isinstance(old, list) and len(path) > 0:
+    elif isinstance(old, list) and within is not message:
         within[last] = random.choice([[], old[:1], old * 2, old[::-1], old * 50])
 
 
@@ -161,14 +150,6 @@ def _flip(random: Random, body: bytes) -> bytes:
         if changed:
             changed[random.randrange(len(changed))] ^= 1 << random.randrange(8)
     return bytes(changed)
-
-
-def _cut(random: Random, body: bytes) -> bytes:
-    return body[: random.randrange(len(body) + 1)]
-
-
-def _more(random: Random, body: bytes) -> bytes:
-    return body + random.choice([b"\0", random.randbytes(9), body, b"\xc1"])
 
 
 def _lying(random: Random, body: bytes) -> bytes:
@@ -218,10 +199,6 @@ def _large(random: Random, body: bytes) -> bytes:
     )()
 
 
-def _noise(random: Random, body: bytes) -> bytes:
-    return random.randbytes(random.choice([0, 1, 7, 64, 4000]))
-
-
 # Frames ---------------------------------------------------------------------------------------------------------------
 
 
@@ -249,14 +226,14 @@ _VALUES: dict[str, Callable[[Random, Booty, list[Any]], None]] = {
 }
 _BODIES: dict[str, Callable[[Random, bytes], bytes]] = {
     "bits": _flip,
-    "cuts": _cut,
-    "more": _more,
+    "cuts": lambda random, body: body[: random.randrange(len(body) + 1)],
+    "more": lambda random, body: body + random.choice([b"\0", random.randbytes(9), body, b"\xc1"]),
     "lengths within": _lying,
     "text": _bad_text,
     "nesting": _nested,
     "twice": _twice,
     "large": _large,
-    "noise": _noise,
+    "noise": lambda random, body: random.randbytes(random.choice([0, 1, 7, 64, 4000])),
 }
 _FRAMES: dict[str, Callable[[Random, bytes], bytes]] = {"lengths": _lying_frame, "cut frames": _cut_frame}
 KINDS = (*_VALUES, *_BODIES, *_FRAMES)

@@ -22,11 +22,10 @@ import struct
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -49,10 +48,11 @@ from tiering.dram.extents import Extent
 from tiering.dram.keeping import Ledger
 from tiering.errors import BlockCorrupt
 from tiering.slab_header import PAGE_BYTES, read_slab_header
+from torture import Report, quiet
 from torture.mutate import EDGES, WIDE, as_json, invalid_pages, mutated, odd
 from torture.mutations import VALID, Booty
 
-Report = Callable[[int], None]
+T = TypeVar("T")
 MOST_GROWN_BYTES = 64 << 20
 MOST_LINE = 3000
 """Characters of an error's line."""
@@ -69,12 +69,19 @@ class Ring:
     slab_key = mac_key
 
 
-def refused(error: Exception) -> str:
-    """A declared exception: its line can be printed, and sent."""
-    line = str(error)
-    assert line and len(line) <= MOST_LINE, f"a line of {len(line)} characters: {line[:200]}"
-    msgspec.msgpack.encode(m.failed(m.RequestFault.BAD_INPUT, line))
-    return "refused"
+class Refused(Exception):
+    """A parser refused what it was given, with an exception that it declares."""
+
+
+def given_to(parser: Callable[..., T], *given: Any, refuses: type[Exception] = ValueError) -> T:
+    """What it makes of it. refuses: what it may raise; its line can be printed, and sent."""
+    try:
+        return parser(*given)
+    except refuses as error:
+        line = str(error)
+        assert line and len(line) <= MOST_LINE, f"a line of {len(line)} characters: {line[:200]}"
+        msgspec.msgpack.encode(m.failed(m.RequestFault.BAD_INPUT, line))
+        raise Refused from error
 
 
 # Namespaces -----------------------------------------------------------------------------------------------------------
@@ -117,10 +124,7 @@ def some_payloads(random: Random, count: int) -> list[Any]:
 
 
 def packed(random: Random) -> str:
-    try:
-        namespace = Namespace.unpack(packed_bytes(random))
-    except ValueError as error:
-        return refused(error)
+    namespace = given_to(Namespace.unpack, packed_bytes(random))
     again = namespace.pack()
     if len(again) <= MAX_PACKED_BYTES:
         assert Namespace.unpack(again).digest() == namespace.digest(), "packed again it is another one"
@@ -130,10 +134,7 @@ def packed(random: Random) -> str:
     sizes: Any = [part.raw_bytes for part in parts]
     if random.random() < 0.5:
         sizes = mutated(random, sizes)
-    try:
-        check_can_be_kept(namespace, sizes)
-    except BadInput as error:
-        return refused(error)
+    given_to(check_can_be_kept, namespace, sizes, refuses=BadInput)
     kept, found = unpack_about(pack_about(namespace, sizes))
     assert kept == list(sizes) and found.digest() == namespace.digest()
     return "taken"
@@ -164,10 +165,7 @@ def ticket(random: Random) -> str:
     if random.random() < 0.05:
         body = invalid_pages(random, body)
     sealed = msgspec.msgpack.decode(msgspec.msgpack.encode(TICKET.seal(GRANT)))[:1] + _ticket_mac(body) + body
-    try:
-        opened = LeaseTicket.open(sealed, GRANT)
-    except ValueError as error:
-        return refused(error)
+    opened = given_to(LeaseTicket.open, sealed, GRANT)
     reply, keys, account = opened.reply(), opened.prompt_keys(), opened.account()
     assert len(keys) >= (reply.blocks if reply.lease else 0) and account.asked >= 0
     account.cut(64 * reply.blocks, MissReason.EVICTED)
@@ -229,16 +227,10 @@ ANSWERS = [
 
 def admin_answer(random: Random) -> str:
     body = msgspec.msgpack.encode(mutated(random, random.choice(ANSWERS), wire=True))
-    try:
-        answer = m.unpack_reply(invalid_pages(random, body) if random.random() < 0.05 else body).answer
-    except ValueError as error:
-        return refused(error)
+    answer = given_to(m.unpack_reply, invalid_pages(random, body) if random.random() < 0.05 else body).answer
     if not isinstance(answer, m.StatReply):
         return "taken"
-    try:
-        found = checked_facts(answer.facts)
-    except ValueError as error:
-        return refused(error)
+    found = given_to(checked_facts, answer.facts)
     json.dumps(StatReport(found).to_dict(), allow_nan=False)
     StatReport(found).group()
     json.dumps(NamespacesReport(found).to_dict(), allow_nan=False)
@@ -261,10 +253,7 @@ SETTINGS: dict[str, Any] = {
 def settings(random: Random) -> str:
     text = as_toml(mutated(random, SETTINGS))
     raw = text.encode("utf-8", random.choice(("surrogatepass", "replace")))
-    try:
-        read_settings(invalid_pages(random, raw) if random.random() < 0.1 else raw)
-    except BadInput as error:
-        return refused(error)
+    given_to(read_settings, invalid_pages(random, raw) if random.random() < 0.1 else raw, refuses=BadInput)
     return "taken"
 
 
@@ -289,10 +278,8 @@ LINES: list[Any] = [
 
 def trace(random: Random) -> str:
     lines = [as_json(random, mutated(random, line) if random.random() < 0.6 else line) for line in LINES]
-    try:
-        read = read_trace("trace", lines, random.choice((None, None, 512, 1, 0, -1, 1 << 31, 1 << 70)))
-    except BadInput as error:
-        return refused(error)
+    block_tokens = random.choice((None, None, 512, 1, 0, -1, 1 << 31, 1 << 70))
+    read = given_to(read_trace, "trace", lines, block_tokens, refuses=BadInput)
     assert read.requests and len(read.blocks) == read.starts[-1]
     return "taken"
 
@@ -301,10 +288,7 @@ PROMPT: Any = {"token_ids": [1, 2, 3], "extra_keys": ["salt", {"hex": "00ff", "f
 
 
 def prompts(random: Random) -> str:
-    try:
-        read_prompts("prompts", [as_json(random, mutated(random, PROMPT))])
-    except BadInput as error:
-        return refused(error)
+    given_to(read_prompts, "prompts", [as_json(random, mutated(random, PROMPT))], refuses=BadInput)
     return "taken"
 
 
@@ -354,10 +338,8 @@ def ledger(random: Random) -> str:
             struct.pack_into(
                 "<QQ", memory.view, PAGE_BYTES, random.choice((0, 7)), random.choice((0, 1, *WIDE[:7], (1 << 64) - 1))
             )
-        try:
-            found = Ledger.found(memory, b"u" * 16, random.choice((EXTENT_BYTES, 5 * 12_288, 4096)))
-        except BlockCorrupt as error:
-            return refused(error)
+        extent_bytes = random.choice((EXTENT_BYTES, 5 * 12_288, 4096))
+        found = given_to(Ledger.found, memory, b"u" * 16, extent_bytes, refuses=BlockCorrupt)
         for slot, generation in enumerate(found.generations):
             struct.pack("<Q", generation + 1)
             found.strike(slot)
@@ -369,10 +351,7 @@ def ledger(random: Random) -> str:
 
 
 def _taken_about(about: bytes) -> str:
-    try:
-        payloads, namespace = unpack_about(about)
-    except ValueError as error:
-        return refused(error)
+    payloads, namespace = given_to(unpack_about, about)
     assert len(payloads) == len(namespace.layout.parts)
     return "taken"
 
@@ -381,10 +360,7 @@ def _taken_about(about: bytes) -> str:
 
 
 def slab_header(random: Random) -> str:
-    try:
-        header = read_slab_header(_slab_page(random, KEYS.mac), Ring())
-    except BlockCorrupt as error:
-        return refused(error)
+    header = given_to(read_slab_header, _slab_page(random, KEYS.mac), Ring(), refuses=BlockCorrupt)
     assert header.size_bytes > 2 * PAGE_BYTES and header.pack(KEYS.mac)
     return _taken_about(header.about)
 
@@ -397,10 +373,7 @@ BOOTY = Booty(1, 2, 3, 4, [bytes(32)] * 3)
 def request(random: Random) -> str:
     verb = VALID[random.choice(tuple(VALID))](random, BOOTY)
     message = mutated(random, [7, msgspec.to_builtins(verb, builtin_types=(bytes,))], wire=True)
-    try:
-        read = m.unpack_request(msgspec.msgpack.encode(message))
-    except ValueError as error:
-        return refused(error)
+    read = given_to(m.unpack_request, msgspec.msgpack.encode(message))
     assert m.name_of(read.verb) and m.pack(read)
     return "taken"
 
@@ -408,37 +381,32 @@ def request(random: Random) -> str:
 # The campaign ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Target:
-    """share: of all cases."""
-
-    run: Callable[[Random], str]
-    share: float
-
-
-TARGETS = {
-    "packed namespaces": Target(packed, 0.45),
-    "tickets": Target(ticket, 0.1),
-    "admin answers": Target(admin_answer, 0.08),
-    "settings": Target(settings, 0.05),
-    "traces": Target(trace, 0.07),
-    "prompts": Target(prompts, 0.05),
-    "ledgers": Target(ledger, 0.05),
-    "slab headers": Target(slab_header, 0.11),
-    "requests": Target(request, 0.04),
+TARGETS: dict[str, tuple[Callable[[Random], str], float]] = {
+    "packed namespaces": (packed, 0.45),
+    "tickets": (ticket, 0.1),
+    "admin answers": (admin_answer, 0.08),
+    "settings": (settings, 0.05),
+    "traces": (trace, 0.07),
+    "prompts": (prompts, 0.05),
+    "ledgers": (ledger, 0.05),
+    "slab headers": (slab_header, 0.11),
+    "requests": (request, 0.04),
 }
+"""Each with its share of all cases."""
 
 
-def nested(count: int, seed: int, report: Report | None = None) -> dict[str, int]:
+def nested(count: int, seed: int, report: Report = quiet) -> dict[str, int]:
     """That many cases in this process; how many were taken and refused, by target."""
     counts: Counter[str] = Counter()
-    names, shares = list(TARGETS), [one.share for one in TARGETS.values()]
+    names, shares = list(TARGETS), [share for _, share in TARGETS.values()]
     before = 0
     for number in range(count):
         random = Random(f"{seed} {number}")  # each case can be repeated alone
         name = random.choices(names, shares)[0]
         try:
-            counts[f"{name} {TARGETS[name].run(random)}"] += 1
+            counts[f"{name} {TARGETS[name][0](random)}"] += 1
+        except Refused:
+            counts[f"{name} refused"] += 1
         except Exception as error:
             raise AssertionError(
                 f"seed {seed}, case {number}, {name}: {type(error).__name__}: {error!s:.300}"
@@ -446,14 +414,13 @@ def nested(count: int, seed: int, report: Report | None = None) -> dict[str, int
         if number == min(2000, count // 2):  # what is loaded and cached is there by then
             gc.collect()
             before = resident_bytes()
-        if report is not None and number % 500 == 499:
+        if number % 500 == 499:
             report(number + 1)
     gc.collect()
     grown = max(0, resident_bytes() - before)
     assert grown <= MOST_GROWN_BYTES, f"seed {seed}: memory grew by {grown >> 20} MiB in {count} cases"
     counts["grown_mib"] = grown >> 20
-    if report is not None:
-        report(count)
+    report(count)
     return dict(sorted(counts.items()))
 
 

@@ -36,11 +36,11 @@ from tiering.nvme.slab import (
     split_record_key,
 )
 from tiering.slab_header import PAGE_BYTES, SlabHeader, parse_slab_header
+from torture import Report, quiet
 from torture.mutate import as_json, mutated
 from torture.nested import SLAB
 from workbench import blank_pages, ids, open_at, random_pages, same_tokens, small_layout
 
-Report = Callable[[int], None]
 LAYOUT = small_layout()
 BLOCKS = 3
 MODELS = ("a" * 40, "b" * 40)
@@ -226,7 +226,7 @@ CHANGES: dict[str, Callable[[Random, Directory], None]] = {
 }
 
 
-def directories(count: int, seed: int, report: Report | None = None) -> dict[str, int]:
+def directories(count: int, seed: int, report: Report = quiet) -> dict[str, int]:
     """That many changed directories, and what came of opening them."""
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="kv-within-") as scratch:
@@ -243,8 +243,7 @@ def directories(count: int, seed: int, report: Report | None = None) -> dict[str
             except Exception as error:
                 what = f"{type(error).__name__}: {error!s:.300}"
                 raise AssertionError(f"seed {seed}, directory {number}, {name}: {what}") from error
-            if report is not None:
-                report(number + 1)
+            report(number + 1)
     return dict(sorted(counts.items()))
 
 

@@ -35,14 +35,14 @@ from kvstore.protocol.messages import Grant, LeaseReply, MatchReply, ReserveRepl
 from tiering.dram.extents import Extent
 from tiering.frame import Stamp
 from tiering.tier import place_of
+from torture import Report, quiet
 from torture.doorstep import OTHER_TENANT, PATHS, Household, Sidecar
 from torture.mutate import mutated
 from torture.mutations import VALID, Booty
 from torture.nested import MOST_GROWN_BYTES, NAMESPACES, packed_bytes, some_payloads
-from torture.peer import Peer, packed_namespace
+from torture.peer import come_in, packed_namespace
 from workbench import blank_pages, ids, random_pages, small_layout
 
-Report = Callable[[int], None]
 BATCH = 2000
 IN_ONE_CONNECTION = 200
 
@@ -50,7 +50,7 @@ IN_ONE_CONNECTION = 200
 # To a sidecar ---------------------------------------------------------------------------------------------------------
 
 
-def door(count: int, seed: int, report: Report | None = None, most_ms: float = float("inf")) -> dict[str, float]:
+def door(count: int, seed: int, report: Report = quiet, most_ms: float = float("inf")) -> dict[str, float]:
     """That many requests. most_ms: that a ping of the other tenant may take."""
     random, counts = Random(seed), Counter[str]()
     with Sidecar() as sidecar:
@@ -73,8 +73,7 @@ def door(count: int, seed: int, report: Report | None = None, most_ms: float = f
                     raise AssertionError(f"seed {seed}, requests {done} to {sum(counts.values())}: {error}") from error
                 grown = sidecar.resident_bytes() - sidecar.rest_bytes
                 assert grown <= MOST_GROWN_BYTES, f"seed {seed}: the sidecar grew by {grown >> 20} MiB"
-                if report is not None:
-                    report(sum(counts.values()))
+                report(sum(counts.values()))
             assert pinger.poll() is None, f"the other tenant's client ended, with status {pinger.returncode}"
             told: dict[str, float] = json.loads(pinger.communicate("\n")[0])
             assert told["ping_ms_max"] <= most_ms, f"another tenant waited for {told['ping_ms_max']:.1f} ms: {told}"
@@ -87,10 +86,8 @@ def door(count: int, seed: int, report: Report | None = None, most_ms: float = f
 
 def _ask_oddly(sidecar: Sidecar, random: Random, most: int, counts: Counter[str]) -> None:
     """On one connection, until it is ended or has had enough."""
-    peer = Peer(sidecar.sockets["default"])
+    peer = come_in(sidecar.sockets["default"])
     try:
-        welcome = peer.ask(m.Hello(1, 1, "attacker"))
-        assert isinstance(welcome, m.Welcome), welcome
         granted = peer.ask(m.OpenNamespace(packed_namespace(), [8192]))
         booty = Booty(granted.grant.number if isinstance(granted, m.Granted) else 0, 1, 1, 1, [bytes(32)] * 3)
         for number in range(2, 2 + most):
@@ -242,7 +239,7 @@ class OddSidecar:
         self._extent.close()
 
 
-def clients(count: int, seed: int, report: Report | None = None) -> dict[str, int]:
+def clients(count: int, seed: int, report: Report = quiet) -> dict[str, int]:
     """That many verbs of a client whose sidecar answers what it should not; only what is declared may be raised."""
     random, counts = Random(seed), Counter[str]()
     prompt = ids(3 * 64)
@@ -284,7 +281,7 @@ def clients(count: int, seed: int, report: Report | None = None) -> dict[str, in
                 except Exception as error:
                     what = f"{type(error).__name__}: {error}"
                     raise AssertionError(f"seed {seed}, verb {number}, {name}: {what}") from error
-                if report is not None and number % 100 == 99:
+                if number % 100 == 99:
                     report(number + 1)
             store.close()
     return dict(sorted(counts.items()))

@@ -12,14 +12,13 @@ import sys
 import time
 
 from kvstore.protocol import messages as m
-from torture.peer import Peer
+from torture.peer import come_in
 
 PACE_SECONDS = 0.002
 
 
 def main() -> None:
-    peer = Peer(sys.argv[1])
-    assert isinstance(peer.ask(m.Hello(1, 1, "pinger")), m.Welcome)
+    peer = come_in(sys.argv[1])
     os.write(1, b"\n")  # it begins
     trips: list[float] = []
     while not select.select([0], [], [], PACE_SECONDS)[0]:

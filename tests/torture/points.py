@@ -10,9 +10,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from tiering.nvme.frame_index import Change, FrameIndex
 from tiering.nvme.lmdb_index import LmdbMaker
@@ -29,7 +30,7 @@ from tiering.nvme.slab import (
     split_entries,
     split_record_key,
 )
-from tiering.nvme.slab_files import DirectFiles, Files
+from tiering.nvme.slab_files import DirectFiles
 from tiering.slab_header import PAGE_BYTES, parse_slab_header
 from tiering.tier import place_of
 from torture.nursery import Voice
@@ -137,12 +138,21 @@ class Trigger:
             self.end(point)
 
 
-class PointedFiles:
+class Pointed:
+    """What it does not name goes to what is within."""
+
+    def __init__(self, inner: Any, trigger: Trigger) -> None:
+        self._inner, self._trigger = inner, trigger
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class PointedFiles(Pointed):
     """`Files` of a store, each call named by what it is for."""
 
     def __init__(self, directory: Path, trigger: Trigger) -> None:
-        self._inner: Files = DirectFiles(directory, trigger.reach)
-        self._trigger = trigger
+        super().__init__(DirectFiles(directory, trigger.reach), trigger)
         self._lock = threading.Lock()
         self._sizes = self._inner.sizes()
         self._written: dict[str, set[str]] = {}  # kinds of what was written since the last sync, by slab
@@ -155,9 +165,6 @@ class PointedFiles:
                 self._inner.read(STAMP_NAME, page * PAGE_BYTES, memoryview(buffer))
             last = latest_stamp([bytes(page) for page in pages])
             self._session = last.session if last is not None else 0
-
-    def sizes(self) -> dict[str, int]:
-        return self._inner.sizes()
 
     def create(self, name: str, size_bytes: int) -> None:
         self._inner.create(name, size_bytes)
@@ -190,12 +197,6 @@ class PointedFiles:
         for kind in kinds:
             whole = {"frame": "frames", "void": "voids"}.get(kind, kind)
             self._trigger.reach(f"{'slab headers' if kind.endswith('slab header') else whole}: synced")
-
-    def confirm(self, name: str) -> None:
-        self._inner.confirm(name)
-
-    def bring_back(self, name: str) -> None:
-        self._inner.bring_back(name)
 
     def remove(self, name: str) -> None:
         self._trigger.reach("slab to be removed")
@@ -241,19 +242,12 @@ class PointedFiles:
         self._inner.write(name, offset, memoryview(mixed))
 
 
-class PointedIndex:
+class PointedIndex(Pointed):
     """`FrameIndex` of a store, each batch named by all that it does."""
 
     def __init__(self, inner: FrameIndex, trigger: Trigger) -> None:
-        self._inner = inner
-        self._trigger = trigger
+        super().__init__(inner, trigger)
         self._unsynced: list[str] = []
-
-    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        return self._inner.get(keys)
-
-    def iterate(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
-        return self._inner.iterate(prefix)
 
     def apply(self, changes: Sequence[Change]) -> None:
         kinds = self._kinds(changes)
@@ -312,12 +306,11 @@ def _held(record: bytes | None) -> set[int]:
     return {at for at, state in enumerate(entries["state"].tolist()) if state != EMPTY}
 
 
-class PointedMaker:
+class PointedMaker(Pointed):
     """`IndexMaker` of a store."""
 
     def __init__(self, directory: Path, trigger: Trigger) -> None:
-        self._inner = LmdbMaker(directory, trigger.reach)
-        self._trigger = trigger
+        super().__init__(LmdbMaker(directory, trigger.reach), trigger)
 
     def open(self, *, clean: bool) -> FrameIndex:
         index = self._inner.open(clean=clean)
