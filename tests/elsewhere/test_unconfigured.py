@@ -24,10 +24,8 @@ ABSENT = (
     "cryptography",
     "grpc",
     "ucxx",
-    "fastapi",
     "h11",
     "prometheus_client",
-    "starlette",
     "uvicorn",
     "valkey",
 )
