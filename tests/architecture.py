@@ -139,6 +139,7 @@ ROOMS_IMPORT_ONLY = {
         "kvstore.peers",
         "kvstore.pool",
         "tiering.clock",
+        "tiering.files",
         "tiering.frame",
         "tiering.remote",
     ),
@@ -176,8 +177,6 @@ CLOSED_ROOMS = {
     # The sidecar's process has no web framework and no grpc: the edge is a process of its own.
     "kvstore": {
         "triton": (),
-        "fastapi": ("kvstore/console/http_api.py",),
-        "starlette": ("kvstore/console/http_api.py",),
         "pydantic": (),
         "grpc": (
             "kvstore/network/grpc_server.py",

@@ -220,7 +220,7 @@ def listening_socket(path: Path, mode: int) -> socket.socket:
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
-        if _is_left_socket(path):
+        if is_left_socket(path):
             path.unlink()
         sock.bind(os.fspath(path))
         try:
@@ -239,7 +239,8 @@ def remove_socket(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _is_left_socket(path: Path) -> bool:
+def is_left_socket(path: Path) -> bool:
+    """Whether it is a UNIX socket at which no process listens. Raises `Unfit` for what is no socket."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise Unfit(f"it is {what_stands_at(path)}, where a socket is to be")

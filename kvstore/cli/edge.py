@@ -212,7 +212,7 @@ def _run(
     as_json: bool = False,
 ) -> int:
     """read: reads the settings again, for a child of serve: its parts are tried again where they cannot start."""
-    from kvstore.edge.process import serve_edge
+    from kvstore.edge.process import EdgeProcess
     from kvstore.service.keeper import CHILD_NICE
 
     with suppress(OSError):  # a service manager may forbid either
@@ -238,7 +238,7 @@ def _run(
         return keeper is None or os.getppid() == keeper
 
     try:
-        serve_edge(makes, started, beat, is_wanted, read)
+        EdgeProcess(makes, started, read).serve(beat, is_wanted)
     finally:
         watch.close()
     return OK

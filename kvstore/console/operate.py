@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Annotated, Protocol
+from typing import Annotated, ClassVar, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -55,6 +55,7 @@ class OperatorVerbs(Protocol):
 class DropOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of `/api/operator/drop`. namespace: its id, at least the digits shown; confirm: the same again."""
 
+    summary: ClassVar[str] = "Drop a namespace"
     ticket: Ticket
     tenant: Name
     namespace: Digits
@@ -64,6 +65,7 @@ class DropOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PurgeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of `/api/operator/purge`. confirm: the tenant's name again."""
 
+    summary: ClassVar[str] = "Purge a tenant"
     ticket: Ticket
     tenant: Name
     confirm: Name
@@ -73,6 +75,7 @@ class WarmOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of `/api/operator/warm`. prompts: JSON lines, as `kvstore warm` reads them; confirm: the namespace's id
     again."""
 
+    summary: ClassVar[str] = "Warm prefixes"
     ticket: Ticket
     tenant: Name
     namespace: Digits

@@ -53,35 +53,31 @@ class EdgePart:
         """It may have been built alone, and not started."""
 
 
-def serve_edge(
-    makes: Mapping[str, Callable[[], EdgePart]],
-    started: Callable[[Sequence[EdgePart]], None],
-    beat: Callable[[str], None],
-    is_wanted: Callable[[], bool],
-    settings: Callable[[], Settings] | None,
-) -> None:
-    """Serve until SIGTERM or SIGINT; SIGHUP reads credentials again. makes: builds each part, by name. started: called
-    with the parts that have started. beat: tells the supervisor that the process runs, and what its parts lack.
-    is_wanted: whether the parent process still runs. settings: reads them again, in a child of the supervisor: a part
-    that cannot start there is tried again, and ends any other program. Raises `BadInput`, `OSError`."""
-    sys.setswitchinterval(SWITCH_SECONDS)
-    asyncio.run(_Edge(makes, started, settings).run(beat, is_wanted))
+class EdgeProcess:
+    """Serves until SIGTERM or SIGINT; SIGHUP reads credentials again."""
 
-
-class _Edge:
     def __init__(
         self,
         makes: Mapping[str, Callable[[], EdgePart]],
         started: Callable[[Sequence[EdgePart]], None],
         settings: Callable[[], Settings] | None,
     ) -> None:
+        """makes: builds each part, by name. started: called with the parts that have started. settings: reads them
+        again, in a child of the supervisor: a part that cannot start there is tried again, and ends any other
+        program."""
         self._makes, self._started, self._settings = makes, started, settings
         self._parts: dict[str, EdgePart] = {}
         self._wrong: dict[str, str] = {}
         self._served: list[tuple[HttpListener, asyncio.Task[None]]] = []
         self._over = asyncio.Event()
 
-    async def run(self, beat: Callable[[str], None], is_wanted: Callable[[], bool]) -> None:
+    def serve(self, beat: Callable[[str], None], is_wanted: Callable[[], bool]) -> None:
+        """beat: tells the supervisor that the process runs, and what its parts lack. is_wanted: whether the parent
+        process still runs. Raises `BadInput`, `OSError`."""
+        sys.setswitchinterval(SWITCH_SECONDS)
+        asyncio.run(self._run(beat, is_wanted))
+
+    async def _run(self, beat: Callable[[str], None], is_wanted: Callable[[], bool]) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._over.set)

@@ -4,6 +4,7 @@ token."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from kvstore.block.errors import BadInput
 from kvstore.protocol.words import printable
@@ -55,3 +56,25 @@ def checked_tokens(text: str, where: str) -> dict[str, Caller]:
             raise BadInput(f"{where}, line {number}: that token is somebody else's too; draw one for each")
         readers[token] = Caller(printable(name.strip()))
     return readers
+
+
+class Tokens:
+    """Callers by their tokens, compared by digests under a key of this process, so that timing reveals nothing."""
+
+    def __init__(self, file: bytes, name: str, key: bytes) -> None:
+        """file: a token file's contents; name: for messages. Raises `BadInput`."""
+        self._key = key
+        callers = checked_tokens(file.decode("utf-8", "replace"), name)
+        self._callers = {self._digest(token): caller for token, caller in callers.items()}
+
+    def caller(self, token: str) -> Caller | None:
+        """None for an unknown one."""
+        return self._callers.get(self._digest(token.strip())) if len(token) <= MOST_TOKEN else None
+
+    def bearer(self, authorization: str) -> Caller | None:
+        """Likewise. authorization: the header."""
+        kind, _, token = authorization.partition(" ")
+        return self.caller(token) if kind.lower() == "bearer" else None
+
+    def _digest(self, token: str) -> bytes:
+        return blake2b(token.encode("utf-8", "replace"), key=self._key, digest_size=32).digest()

@@ -96,6 +96,21 @@ async def answer(
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
+async def whole_body(scope: Message, receive: Receive, most: int) -> bytes:
+    """Raises `HttpRefused` for one of more bytes, which is not read if its length was given."""
+    too_long = HttpRefused(413, f"a body of more than {most} bytes")
+    if int(dict(scope["headers"]).get(b"content-length", b"0")) > most:
+        raise too_long
+    body, has_more = bytearray(), True
+    while has_more:
+        message = await receive()
+        body += message["body"]
+        has_more = message["more_body"]
+        if len(body) > most:
+            raise too_long
+    return bytes(body)
+
+
 class HttpListener:
     """Serves an application in the event loop of `serve`."""
 

@@ -14,7 +14,7 @@ from kvstore.block.identity import ExtraKey, PrefixHasher, as_extra_keys, token_
 from kvstore.network.links import ListedSpace, OpenSpace
 from kvstore.protocol import messages as m
 from kvstore.protocol.messages import MatchReply
-from kvstore.protocol.words import layout_in_words
+from kvstore.protocol.words import checked_seconds, layout_in_words
 from kvstore.status.tree import SidecarStatus
 from kvstore.wire import admin_pb2, store_pb2
 from tiering.frame import KEY_BYTES
@@ -24,8 +24,6 @@ MOST_ANSWER_BYTES = 3 << 20
 MOST_LISTED = 64
 STAT_VERSION = 1
 """Of the form of a status in JSON."""
-MOST_SECONDS = 3600.0
-DROP_SECONDS = 30.0
 _TOKENS_AT_ONCE = 1 << 14
 """So that other calls get the interpreter in between."""
 
@@ -111,10 +109,7 @@ def load_seconds(tokens: Mapping[str, int], tokens_per_second: Mapping[str, floa
 
 def checked_drop_seconds(message: Any) -> float:
     """The time limit of a request to drop. Raises `BadInput`."""
-    seconds = message.seconds if message.HasField("seconds") else DROP_SECONDS
-    if not 0 <= seconds <= MOST_SECONDS:
-        raise BadInput(f"seconds={seconds}; give 0 to {MOST_SECONDS:g}")
-    return float(seconds)
+    return checked_seconds(message.seconds if message.HasField("seconds") else m.DROP_SECONDS)
 
 
 def stat_response(facts: SidecarStatus) -> admin_pb2.StatResponse:

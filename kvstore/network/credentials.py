@@ -16,12 +16,11 @@ import re
 import ssl
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from hashlib import blake2b
 from typing import Generic, TypeVar
 from urllib.parse import unquote
 
 from kvstore.block.errors import BadInput
-from kvstore.edge.tokens import MOST_TOKEN, Caller, checked_tokens, read_credential
+from kvstore.edge.tokens import Caller, read_credential
 from kvstore.protocol.words import printable
 from tiering.clock import Clock
 
@@ -66,26 +65,6 @@ class Rotated(Generic[T]):
             if contents is not None or str(error) != self._seen:
                 self._seen = contents or str(error)
                 _log.warning("new credentials cannot be used, the last good ones stay: %s", error)
-
-
-class Tokens:
-    """Bearer tokens: compared by digests under a key of this process, so that timing reveals nothing."""
-
-    def __init__(self, file: bytes, name: str, key: bytes) -> None:
-        """file: a token file's contents; name: for messages. Raises `BadInput`."""
-        self._key = key
-        callers = checked_tokens(file.decode("utf-8", "replace"), name)
-        self._callers = {self._digest(token): caller for token, caller in callers.items()}
-
-    def caller(self, authorization: str) -> Caller | None:
-        """The caller with that token; None for an unknown one. authorization: the header."""
-        kind, _, token = authorization.partition(" ")
-        if kind.lower() != "bearer" or len(token) > MOST_TOKEN:
-            return None
-        return self._callers.get(self._digest(token.strip()))
-
-    def _digest(self, token: str) -> bytes:
-        return blake2b(token.encode("utf-8", "replace"), key=self._key, digest_size=32).digest()
 
 
 def caller_of_uris(uris: Iterable[str | bytes]) -> Caller | None:

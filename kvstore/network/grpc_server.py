@@ -9,7 +9,7 @@ for its life. If reflection is served, its stream does so for some seconds.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -18,10 +18,10 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.client.framing import TimedOut
-from kvstore.edge.tokens import Caller
+from kvstore.edge.tokens import Tokens
 from kvstore.edge.watch import StatusWatch
 from kvstore.network.callers import KEPT, GrpcCallers
-from kvstore.network.credentials import Rotated, Tokens, caller_of_uris, node_of_uris
+from kvstore.network.credentials import Rotated, caller_of_uris, node_of_uris
 from kvstore.network.lanes import AtOnce, CallerLanes, Delayed, Lane
 from kvstore.network.links import CallTime, SidecarBusy, TenantLink
 from kvstore.network.services import AdminService, DoorCall, Scorer, ScoreService, StoreService
@@ -70,8 +70,6 @@ others' time."""
 LONG = ("Drop", "Warm", "DropAny")
 Answers = Callable[[Iterator[Any], Any], Iterable[Any]]
 """The answers to a stream's messages, one to one."""
-Identifies = Callable[[Any], Caller | None]
-"""Identifies the caller from a call's context; None for an unknown one."""
 _Send = Callable[[Any], None]
 
 _log = logging.getLogger(__name__)
@@ -83,25 +81,6 @@ class Refused(Exception):
         self.code = code
 
 
-def by_certificate(context: Any) -> Caller | None:
-    """By the client certificate of its connection."""
-    return caller_of_uris(context.auth_context().get("peer_uri", ()))
-
-
-def node_by_certificate(context: Any) -> bytes | None:
-    return node_of_uris(context.auth_context().get("peer_uri", ()))
-
-
-def by_token(tokens: Callable[[], Tokens]) -> Identifies:
-    """By its bearer token."""
-
-    def identify(context: Any) -> Caller | None:
-        given = [value for key, value in context.invocation_metadata() if key == "authorization"]
-        return tokens().caller(given[0]) if len(given) == 1 else None
-
-    return identify
-
-
 class GrpcDoor:
     """Bind it, start it, close it."""
 
@@ -109,19 +88,17 @@ class GrpcDoor:
         self,
         links: Mapping[str, TenantLink],
         watch: StatusWatch,
-        identify: Identifies,
+        tokens: Rotated[Tokens] | None,
         lanes: CallerLanes,
         clock: Clock,
         scorer: Scorer,
     ) -> None:
-        self._links = links
-        self._watch = watch
-        self._identify = identify
-        self._lanes = lanes
-        self._clock = clock
+        """tokens: None if callers have certificates."""
+        self._links, self._watch, self._tokens = links, watch, tokens
+        self._lanes, self._clock = lanes, clock
         self.callers = GrpcCallers()
         self._is_draining = self._has_started = False
-        self._nodes: Callable[[Any], bytes | None] | None = None
+        self._has_node_certificates = False
         self._peer_lanes: dict[bool, Lane] = {}  # by whether it is for pulls
         self._refusals = Delayed(REFUSED_SECONDS, MOST_REFUSED, clock)
         self._health_lane = Lane("health", 16, 256, clock, room_seconds=0.0)
@@ -149,24 +126,23 @@ class GrpcDoor:
         handlers = [grpc.method_handlers_generic_handler(name, methods) for name in REFLECTIONS]
         self._server.add_generic_rpc_handlers(handlers)
 
-    def serve_peers(self, service: Any, nodes: Callable[[Any], bytes | None]) -> None:
-        """Serve other nodes; before `start`. nodes: identifies the calling node from a call's context: empty for any
-        process if there are no certificates, None if it is no node."""
-        self._nodes = nodes
+    def serve_peers(self, service: Any, *, has_certificates: bool) -> None:
+        """Serve other nodes; before `start`. has_certificates: these identify them; else any process is let in."""
+        self._has_node_certificates = has_certificates
         self._peer_lanes = {
             False: Lane("peers", ASK_THREADS, MOST_OF_PEERS, self._clock),
             True: Lane("pulls", PULL_THREADS, MOST_OF_PEERS, self._clock),
         }
         add_PeerServicer_to_server(service, self._server)
 
-    def bind(self, address: str, certificates: Rotated[Any] | None = None) -> int:
-        """Listen there; returns the port. certificates: `certificate_configuration`s, for callers with certificates.
-        Raises `BadInput`."""
+    def bind(self, address: str, certificates: Callable[[], Any] | None = None) -> int:
+        """Listen there; returns the port. certificates: the present `certificate_configuration`, for callers with
+        certificates. Raises `BadInput`."""
         try:
             if certificates is None:
                 return int(self._server.add_insecure_port(address))
             credentials = grpc.dynamic_ssl_server_credentials(
-                certificates.now(), certificates.now, require_client_authentication=True
+                certificates(), certificates, require_client_authentication=True
             )
             return int(self._server.add_secure_port(address, credentials))
         except RuntimeError:
@@ -212,7 +188,7 @@ class GrpcDoor:
                 call = self._call(service, context)
                 lane = self._lanes.of(call.caller, name in LONG)
             serve = self._reflect if service in REFLECTIONS else self._serve
-            if not lane.submit(lambda: serve(lane, behaviour, requests, context, send, call)):
+            if lane.submit(lambda: serve(lane, behaviour, requests, context, send, call)) is None:
                 raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls are in flight; ask again later")
         except Refused as refused:
             code, text = refused.code, str(refused)
@@ -222,7 +198,11 @@ class GrpcDoor:
                 _end(context, send, code, text)
 
     def _call(self, service: str, context: Any) -> DoorCall:
-        caller = self._identify(context)
+        if self._tokens is None:
+            caller = caller_of_uris(_uris(context))
+        else:
+            given = [value for key, value in context.invocation_metadata() if key == "authorization"]
+            caller = self._tokens.now().bearer(given[0]) if len(given) == 1 else None
         if caller is None:
             raise Refused(grpc.StatusCode.UNAUTHENTICATED, "unknown credential")
         self.callers.introduce(context.peer(), caller)
@@ -237,8 +217,7 @@ class GrpcDoor:
         return DoorCall(caller, self._time(context), link)
 
     def _peer_call(self, context: Any) -> tuple[bytes, Callable[[], float]]:
-        assert self._nodes is not None, "the service is there"
-        node = self._nodes(context)
+        node = node_of_uris(_uris(context)) if self._has_node_certificates else b""
         if node is None:
             raise Refused(grpc.StatusCode.UNAUTHENTICATED, f"{PEER} needs the certificate of a node")
         self.callers.introduce(context.peer(), node)
@@ -318,6 +297,12 @@ class _Entrance(grpc.ServerInterceptor):
         # grpc's way to end a call from another thread; on the wire a unary call equals a stream of one message.
         begin.experimental_non_blocking = True  # type: ignore[attr-defined]
         return grpc.stream_stream_rpc_method_handler(begin, handler.request_deserializer, handler.response_serializer)
+
+
+def _uris(context: Any) -> Sequence[bytes]:
+    """Of a caller's certificate."""
+    found: Sequence[bytes] = context.auth_context().get("peer_uri", ())
+    return found
 
 
 def certificate_configuration(contents: list[bytes]) -> Any:

@@ -7,7 +7,6 @@ cancelled: when it is late, and, in a lane full of waiting calls, when another c
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -36,11 +35,11 @@ class Lane:
         self._count = 0
         self._waiting: dict[Callable[[], object], float] = {}  # cancels: begun at; the oldest first
 
-    def submit(self, work: Callable[[], object]) -> bool:
-        """Queue work; False if the lane is full. work: must not raise."""
+    def submit(self, work: Callable[[], T]) -> Future[T] | None:
+        """Queue work; None if the lane is full."""
         with self._lock:
             if self._count >= self._most:
-                return False
+                return None
             self._count += 1
             patient = self._clock.monotonic_seconds() - self._room_seconds
             oldest, since = next(iter(self._waiting.items()), (None, patient))
@@ -49,12 +48,12 @@ class Lane:
         if oldest is not None:
             oldest()
         try:
-            self._pool.submit(self._run, work)
+            done = self._pool.submit(work)
         except RuntimeError:  # closed, or the system has no more threads
-            with self._lock:
-                self._count -= 1
-            return False
-        return True
+            self._leave()
+            return None
+        done.add_done_callback(self._leave)
+        return done
 
     @contextmanager
     def waiting(self, give_up: Callable[[], object]) -> Iterator[None]:
@@ -79,12 +78,13 @@ class Lane:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, work: Callable[[], object]) -> None:
-        try:
-            work()
-        finally:
-            with self._lock:
-                self._count -= 1
+    def finish(self) -> None:
+        """Run all that is queued, and close."""
+        self._pool.shutdown()
+
+    def _leave(self, _: object = None) -> None:
+        with self._lock:
+            self._count -= 1
 
 
 class AtOnce(ThreadPoolExecutor):
@@ -105,44 +105,27 @@ class Delayed:
 
     def __init__(self, seconds: float, most: int, clock: Clock) -> None:
         """most: waiting work; beyond it, work runs at once."""
-        self._seconds, self._most, self._clock = seconds, most, clock
-        self._changed = threading.Condition()
-        self._waiting: deque[tuple[float, Callable[[], object]]] = deque()
+        self._seconds, self._clock = seconds, clock
+        self._lane = Lane("delay", 1, most, clock)
         self._last = 0.0
-        self._ends = False
-        self._thread = threading.Thread(target=self._run, name="kv-network-delay", daemon=True)
-        self._thread.start()
+        self._ends = threading.Event()
 
     def do(self, work: Callable[[], object]) -> None:
-        """work: must not raise."""
-        with self._changed:
-            if len(self._waiting) < self._most and not self._ends:
-                self._last = max(self._clock.monotonic_seconds() + self._seconds, self._last + DELAYED_APART_SECONDS)
-                self._waiting.append((self._last, work))
-                self._changed.notify()
-                return
-        work()
+        """work: must not raise. Called by one thread at a time."""
+        at = max(self._clock.monotonic_seconds() + self._seconds, self._last + DELAYED_APART_SECONDS)
+        if self._lane.submit(lambda: self._run(at, work)) is None:
+            work()
+            return
+        self._last = at
 
     def close(self) -> None:
         """Run all waiting work now."""
-        with self._changed:
-            self._ends = True
-            self._changed.notify()
-        self._thread.join(1.0)
+        self._ends.set()
+        self._lane.finish()
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._waiting and not self._ends:
-                    self._changed.wait()
-                if not self._waiting:
-                    return
-                left = self._waiting[0][0] - self._clock.monotonic_seconds()
-                if left > 0 and not self._ends:
-                    self._changed.wait(left)
-                    continue
-                _, work = self._waiting.popleft()
-            work()
+    def _run(self, at: float, work: Callable[[], object]) -> None:
+        self._ends.wait(max(0.0, at - self._clock.monotonic_seconds()))
+        work()
 
 
 class CallerLanes:

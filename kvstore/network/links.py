@@ -61,6 +61,7 @@ class CallTime:
 class ListedSpace:
     """A namespace of the tenant. place: in the sidecar's list."""
 
+    run: _LinkRun
     id: str
     namespace: Namespace
     listed: m.Opened
@@ -114,21 +115,47 @@ class TenantLink:
         welcome = self._connected(time).wire.welcome
         return (welcome.node or welcome.run).hex()
 
-    def spaces(self, time: CallTime) -> list[ListedSpace]:
+    def spaces(self, time: CallTime, run: _LinkRun | None = None) -> list[ListedSpace]:
         """All of the tenant's, at most `LISTED_SECONDS` old. Raises `StoreError`, `TimedOut`."""
-        return self._spaces(self._connected(time), time)
+        run = run or self._connected(time)
+        if self._clock.monotonic_seconds() - run.listed_at < LISTED_SECONDS:
+            return run.spaces
+        with self._locked(time):
+            if self._clock.monotonic_seconds() - run.listed_at >= LISTED_SECONDS:
+                found: list[ListedSpace] = []
+                first, began_at = 0, self._clock.monotonic_seconds()
+                for _ in range(MOST_PAGES):
+                    page, first = self.page(first, time, run)
+                    found += page
+                    if not first:
+                        break
+                run.spaces, run.listed_at = found, began_at
+            return run.spaces
 
-    def page(self, first: int, time: CallTime) -> tuple[list[ListedSpace], int]:
+    def page(self, first: int, time: CallTime, run: _LinkRun | None = None) -> tuple[list[ListedSpace], int]:
         """Some of them, from that position on, and the position to go on from; 0 at the end."""
-        return self._page(self._connected(time), first, time)
+        run = run or self._connected(time)
+        reply = self._ask(run, m.Namespaces(first), m.NamespacesReply, time)
+        try:
+            listed = [
+                ListedSpace(run, one.id, Namespace.unpack(one.packed), one, first + at)
+                for at, one in enumerate(reply.namespaces)
+            ]
+        except ValueError as error:
+            raise StoreError(f"a namespace of another version: {error}") from None
+        return listed, reply.next
 
-    def space(self, wanted: str, time: CallTime) -> OpenSpace:
+    def space(self, wanted: str, time: CallTime, run: _LinkRun | None = None) -> OpenSpace:
         """The namespace whose id begins so. Raises `BadInput`, which lists the candidates."""
-        run = self._connected(time)
+        run = run or self._connected(time)
         known = run.opened.get(wanted)
         if known is not None:
             return known
-        return self.open(self._chosen(run, wanted, time), time)
+        if len(wanted) > MOST_WANTED:
+            raise BadInput(f"a namespace's id of {len(wanted)} characters; give its first digits")
+        spaces = self.spaces(time, run)
+        models = [printable(one.namespace.model) for one in spaces]
+        return self.open(spaces[pick(wanted, [one.id for one in spaces], models, "", "give more digits")], time)
 
     def spaces_of_model(self, model: str, names: Mapping[str, str], time: CallTime) -> list[ListedSpace]:
         """Those of a model, given by its fingerprint or its name in an engine. names: the latter, by id. Raises
@@ -145,8 +172,13 @@ class TenantLink:
         return found
 
     def open(self, space: ListedSpace, time: CallTime) -> OpenSpace:
-        run = self._connected(time)
-        return run.opened.get(space.id) or self._open(run, space, time)
+        run, tokens = space.run, space.namespace.layout.block_tokens
+        if space.id not in run.opened:
+            verb = m.OpenNamespace(space.listed.packed, space.listed.payload_bytes)
+            grant = self._ask(run, verb, m.Granted, time).grant
+            hasher = PrefixHasher(grant.identity_key, tokens)
+            run.opened[space.id] = OpenSpace(run, space.id, grant.number, tokens, hasher)
+        return run.opened[space.id]
 
     def match(self, space: OpenSpace, keys: Sequence[bytes], time: CallTime) -> MatchReply:
         """The longest stored prefix. Pins, moves and counts nothing."""
@@ -163,7 +195,7 @@ class TenantLink:
 
     def drop(self, wanted: str, seconds: float, time: CallTime) -> int:
         with self._own_connection(time) as run:
-            space = self._open(run, self._chosen(run, wanted, time), time)
+            space = self.space(wanted, time, run)
             return self._ask(run, m.Drop(space.number, seconds), m.Counted, time, seconds + ANSWER_SECONDS).blocks
 
     def warm(
@@ -172,7 +204,7 @@ class TenantLink:
         """Promote prompts to DRAM, until shortly before the call's end; returns the namespace's id, and the outcomes.
         keys_of: the prompts' keys in a namespace."""
         with self._own_connection(time) as run:
-            space = self._open(run, self._chosen(run, wanted, time), time)
+            space = self.space(wanted, time, run)
             chains = keys_of(space)
             reserve = min(1.0, time.left() / 5)  # for the answer
 
@@ -203,15 +235,20 @@ class TenantLink:
         run = self._run
         if run is not None and not run.wire.closed:
             return run
-        if not self._lock.acquire(timeout=time.left()):
-            raise TimedOut
-        try:
+        with self._locked(time):
             run = self._run
             if run is None or run.wire.closed:
                 if self._clock.monotonic_seconds() < self._waits_until:
                     raise Unreachable("the sidecar does not answer")
                 run = self._run = _LinkRun(self._call_up(time))
             return run
+
+    @contextmanager
+    def _locked(self, time: CallTime) -> Iterator[None]:
+        if not self._lock.acquire(timeout=time.left()):
+            raise TimedOut
+        try:
+            yield
         finally:
             self._lock.release()
 
@@ -245,51 +282,6 @@ class TenantLink:
         if answer.fault is m.RequestFault.BUSY:
             raise SidecarBusy(answer.text)
         raise Unreachable(answer.text)
-
-    def _spaces(self, run: _LinkRun, time: CallTime) -> list[ListedSpace]:
-        if self._clock.monotonic_seconds() - run.listed_at < LISTED_SECONDS:
-            return run.spaces
-        if not self._lock.acquire(timeout=time.left()):
-            raise TimedOut
-        try:
-            if self._clock.monotonic_seconds() - run.listed_at >= LISTED_SECONDS:
-                found: list[ListedSpace] = []
-                first, began_at = 0, self._clock.monotonic_seconds()
-                for _ in range(MOST_PAGES):
-                    page, first = self._page(run, first, time)
-                    found += page
-                    if not first:
-                        break
-                run.spaces, run.listed_at = found, began_at
-            return run.spaces
-        finally:
-            self._lock.release()
-
-    def _chosen(self, run: _LinkRun, wanted: str, time: CallTime) -> ListedSpace:
-        if len(wanted) > MOST_WANTED:
-            raise BadInput(f"a namespace's id of {len(wanted)} characters; give its first digits")
-        spaces = self._spaces(run, time)
-        models = [printable(one.namespace.model) for one in spaces]
-        return spaces[pick(wanted, [one.id for one in spaces], models, "", "give more digits")]
-
-    def _page(self, run: _LinkRun, first: int, time: CallTime) -> tuple[list[ListedSpace], int]:
-        reply = self._ask(run, m.Namespaces(first), m.NamespacesReply, time)
-        try:
-            listed = [
-                ListedSpace(one.id, Namespace.unpack(one.packed), one, first + at)
-                for at, one in enumerate(reply.namespaces)
-            ]
-        except ValueError as error:
-            raise StoreError(f"a namespace of another version: {error}") from None
-        return listed, reply.next
-
-    def _open(self, run: _LinkRun, space: ListedSpace, time: CallTime) -> OpenSpace:
-        verb = m.OpenNamespace(space.listed.packed, space.listed.payload_bytes)
-        grant = self._ask(run, verb, m.Granted, time).grant
-        tokens = space.namespace.layout.block_tokens
-        opened = OpenSpace(run, space.id, grant.number, tokens, PrefixHasher(grant.identity_key, tokens))
-        run.opened[space.id] = opened
-        return opened
 
 
 def described(space: ListedSpace) -> str:

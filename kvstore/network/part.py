@@ -9,18 +9,13 @@ from typing import Any
 
 from kvstore.config import NetworkSettings, expanded, host_and_port
 from kvstore.edge.process import END_SECONDS, EdgePart, Soon
+from kvstore.edge.tokens import Tokens
 from kvstore.edge.watch import StatusWatch
 from kvstore.listeners.addresses import listening_sockets, numeric_hosts
 from kvstore.listeners.http_server import HttpListener
 from kvstore.network.callers import own_sockets_at
-from kvstore.network.credentials import Rotated, Tokens, server_context
-from kvstore.network.grpc_server import (
-    GrpcDoor,
-    by_certificate,
-    by_token,
-    certificate_configuration,
-    node_by_certificate,
-)
+from kvstore.network.credentials import Rotated, server_context
+from kvstore.network.grpc_server import GrpcDoor, certificate_configuration
 from kvstore.network.lanes import CallerLanes
 from kvstore.network.links import TenantLink
 from kvstore.network.query import LIMITS, QueryApp
@@ -51,20 +46,15 @@ class RpcPart(EdgePart):
         self._port = 0
         self._links: dict[str, TenantLink] = {}
         self._tokens: Rotated[Tokens] | None = None
-        self._contexts: Rotated[ssl.SSLContext] | None = None
-        self._configurations: Rotated[Any] | None = None
+        self._certificates: Rotated[tuple[ssl.SSLContext, Any]] | None = None
         file, pems = network.token_file, pems_of(network)
         if file is not None:
             key = new_token(32)
             self._tokens = Rotated([file], lambda contents: Tokens(contents[0], file, key), clock)
         if pems:
-
-            def checked(contents: list[bytes]) -> object:
-                server_context(*pems)  # for its errors, which grpc does not report
-                return certificate_configuration(contents)
-
-            self._configurations = Rotated(pems, checked, clock)
-            self._contexts = Rotated(pems, lambda _: server_context(*pems), clock)
+            self._certificates = Rotated(
+                pems, lambda contents: (server_context(*pems), certificate_configuration(contents)), clock
+            )
         self._courier: Any = courier() if courier is not None else None
 
     def start(self, soon: Soon) -> Sequence[HttpListener]:
@@ -78,26 +68,27 @@ class RpcPart(EdgePart):
         sockets = listening_sockets(*host_and_port(http, "--http"), "--http (network.http)") if http is not None else []
         self._links.update({name: TenantLink(name, path, clock) for name, path in self._sockets.items()})
         lanes, scorer = CallerLanes(clock), Scorer(watch, self._courier.holding if has_peers else None)
-        identify = by_certificate if self._contexts is not None and not is_unix else by_token(self._by_token)
-        door = self._door = GrpcDoor(self._links, watch, identify, lanes, clock, scorer)
+        certificates = self._certificates
+        tokens = self._tokens if certificates is None or is_unix else None
+        door = self._door = GrpcDoor(self._links, watch, tokens, lanes, clock, scorer)
         if self._network.reflection:
             door.reflect()
         if self._courier is not None and has_peers:
-            door.serve_peers(self._courier.holder, node_by_certificate if self._contexts else lambda context: b"")
+            door.serve_peers(self._courier.holder, has_certificates=certificates is not None)
         if is_unix:
             self._unix = UnixAddress(expanded(listen.removeprefix(UNIX)))
             self._unix.bind(door.bind)
             listen = f"{UNIX}{self._unix.path}"
         else:
             host, port = host_and_port(listen, "--listen")
+            configuration = (lambda: certificates.now()[1]) if certificates is not None else None
             for one in numeric_hosts(host, port, "--listen (network.listen)"):  # grpc takes a name that it has in part
-                port = door.bind(f"[{one}]:{port}" if ":" in one else f"{one}:{port}", self._configurations)
+                port = door.bind(f"[{one}]:{port}" if ":" in one else f"{one}:{port}", configuration)
             listen, self._port = f"[{host}]:{port}" if ":" in host else f"{host}:{port}", port
         self.line, http_port = f"gRPC on {listen}", None
         if sockets:
-            header = None if self._contexts is not None else lambda given: self._by_token().caller(given)
-            app = QueryApp(self._links, scorer, watch, lanes, header)
-            context = self._contexts.now if self._contexts is not None else None
+            app = QueryApp(self._links, scorer, watch, lanes, self._tokens if certificates is None else None)
+            context = (lambda: certificates.now()[0]) if certificates is not None else None
             listeners.append(HttpListener(sockets, app, LIMITS, clock, context=context))
             http_port = sockets[0].getsockname()[1]
             self.line += f", queries on port {http_port}"
@@ -123,10 +114,6 @@ class RpcPart(EdgePart):
             self._door.close(END_SECONDS)
         for link in self._links.values():
             link.close()
-
-    def _by_token(self) -> Tokens:
-        assert self._tokens is not None, "`check_network` saw to it"
-        return self._tokens.now()
 
 
 def pems_of(network: NetworkSettings) -> list[str]:

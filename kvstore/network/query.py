@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Mapping
+from functools import partial
 from hashlib import blake2b
 from typing import Annotated, Any
 
@@ -24,7 +23,7 @@ from msgspec import Meta
 from kvstore.block.errors import BadInput, StoreError, shown
 from kvstore.block.identity import ExtraKey
 from kvstore.client.framing import TimedOut
-from kvstore.edge.tokens import Caller
+from kvstore.edge.tokens import Caller, Tokens
 from kvstore.edge.watch import StatusWatch
 from kvstore.listeners.http_server import (
     CERTIFICATE,
@@ -35,10 +34,11 @@ from kvstore.listeners.http_server import (
     Send,
     answer,
     introduce,
+    whole_body,
 )
 from kvstore.network.answers import check_blocks, hashed
-from kvstore.network.credentials import caller_of_uris
-from kvstore.network.lanes import AtOnce, CallerLanes
+from kvstore.network.credentials import Rotated, caller_of_uris
+from kvstore.network.lanes import CallerLanes
 from kvstore.network.links import CallTime, OpenSpace, SidecarBusy, TenantLink
 from kvstore.network.services import DoorCall, Scored, Scorer, spaces_of_model
 from tiering.frame import KEY_BYTES
@@ -82,26 +82,16 @@ class QueryApp:
         scorer: Scorer,
         watch: StatusWatch,
         lanes: CallerLanes,
-        by_header: Callable[[str], Caller | None] | None,
+        tokens: Rotated[Tokens] | None,
     ) -> None:
-        """by_header: identifies a caller without TLS; None if callers have certificates."""
+        """tokens: None if callers have certificates."""
         self._links, self._scorer, self._watch, self._clock = links, scorer, watch, watch.clock
-        self._lanes, self._by_header = lanes, by_header
+        self._lanes, self._tokens = lanes, tokens
         self._bodies: Counter[Caller] = Counter()
-        self._at_once = AtOnce(1)
-
-    def _checked(self, caller: Caller | None) -> Caller:
-        """Raises `HttpRefused` for a caller without the right."""
-        if caller is None:
-            text = "unknown credential; send Authorization: Bearer TOKEN, or a client's certificate"
-            raise HttpRefused(401, text, ("www-authenticate", "Bearer"))
-        if caller.tenant not in self._links:
-            raise HttpRefused(403, "that credential is of no tenant that has a socket here")
-        return caller
 
     def _answer(self, path: str, body: bytes, caller: Caller) -> dict[str, Any]:
         """Raises `HttpRefused`."""
-        assert caller.tenant is not None, "`_checked` lets tenants in alone"
+        assert caller.tenant is not None, "tenants are let in alone"
         link = self._links[caller.tenant]
         call = DoorCall(caller, CallTime(self._clock, self._clock.monotonic_seconds() + ANSWER_SECONDS), link)
         try:
@@ -146,62 +136,38 @@ class QueryApp:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """The ASGI interface."""
-        path, headers = scope["path"], scope["headers"]
+        path = scope["path"]
         if path not in PATHS:
             raise HttpRefused(404, f"there is nothing here; there are {' and '.join(PATHS)}")
         if scope["method"] != "POST":
             raise HttpRefused(405, "only POST is served", ("allow", "POST"))
-        if self._by_header is not None:
-            given = [value.decode("latin-1") for name, value in headers if name == b"authorization"]
-            caller = self._by_header(given[0]) if len(given) == 1 else None
-        else:
+        if self._tokens is None:
             caller = caller_of_uris(scope[CERTIFICATE])
-        who = self._checked(caller)
-        introduce(scope, who)
-        length = dict(headers).get(b"content-length", b"0")
-        if int(length) > MOST_BODY_BYTES:
-            raise HttpRefused(413, f"a body of more than {MOST_BODY_BYTES} bytes")
-        body = await self._body(receive, who)
-        await answer(send, 200, msgspec.json.encode(await self._made(path, body, who)))
+        else:
+            given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
+            caller = self._tokens.now().bearer(given[0]) if len(given) == 1 else None
+        if caller is None:
+            text = "unknown credential; send Authorization: Bearer TOKEN, or a client's certificate"
+            raise HttpRefused(401, text, ("www-authenticate", "Bearer"))
+        if caller.tenant not in self._links:
+            raise HttpRefused(403, "that credential is of no tenant that has a socket here")
+        introduce(scope, caller)
+        body = await self._body(scope, receive, caller)
+        made = self._lanes.of(caller).submit(partial(self._answer, path, body, caller))
+        if made is None:
+            raise HttpRefused(429, "too many calls are in flight; ask again later", RETRY)
+        await answer(send, 200, msgspec.json.encode(await asyncio.wrap_future(made)))
 
-    async def _body(self, receive: Receive, caller: Caller) -> bytes:
+    async def _body(self, scope: Message, receive: Receive, caller: Caller) -> bytes:
         if self._bodies[caller] >= MOST_BODIES:
             raise HttpRefused(429, "too many requests are being read; ask again later", RETRY)
         self._bodies[caller] += 1
         try:
-            body, has_more = bytearray(), True
-            while has_more:
-                message = await receive()
-                body += message["body"]
-                has_more = message["more_body"]
-                if len(body) > MOST_BODY_BYTES:
-                    raise HttpRefused(413, f"a body of more than {MOST_BODY_BYTES} bytes")
-            return bytes(body)
+            return await whole_body(scope, receive, MOST_BODY_BYTES)
         finally:
             self._bodies[caller] -= 1
             if not self._bodies[caller]:
                 del self._bodies[caller]
-
-    async def _made(self, path: str, body: bytes, caller: Caller) -> dict[str, Any]:
-        loop = asyncio.get_running_loop()
-        made: asyncio.Future[dict[str, Any]] = loop.create_future()
-
-        def tell(done: Future[dict[str, Any]]) -> None:
-            if made.done():  # its client is gone
-                return
-            if (error := done.exception()) is not None:
-                made.set_exception(error)
-            else:
-                made.set_result(done.result())
-
-        def make() -> None:
-            done = self._at_once.submit(self._answer, path, body, caller)
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(tell, done)
-
-        if not self._lanes.of(caller).submit(make):
-            raise HttpRefused(429, "too many calls are in flight; ask again later", RETRY)
-        return await made
 
 
 def _hashed(query: HttpQuery, space: OpenSpace) -> list[bytes]:

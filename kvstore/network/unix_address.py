@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-import socket
-import stat
 from collections.abc import Callable
+from pathlib import Path
 
 from kvstore.block.errors import BadInput
 from kvstore.config import MAX_SOCKET_BYTES
+from tiering.files import Unfit, is_left_socket, remove_socket
 
 MODE = 0o660
 
@@ -30,13 +30,16 @@ class UnixAddress:
             raise BadInput(f"unix:{path} cannot be listened on: {error.strerror}; give another --listen") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._remove_left()
-        except OSError:
+            if is_left_socket(Path(path)):
+                os.unlink(path)
+            elif os.path.lexists(path):
+                raise BlockingIOError  # a process that knows no such lock
+        except (OSError, Unfit) as error:
             os.close(self._lock)
-            raise BadInput(f"unix:{path} is listened on by another process; give another --listen") from None
-        except BaseException:
-            os.close(self._lock)
-            raise
+            text = f"unix:{path} is listened on by another process; give another --listen"
+            if isinstance(error, Unfit):
+                text = f"unix:{path} is there and no socket; give another path, or remove it"
+            raise BadInput(text) from None
 
     def bind(self, bind: Callable[[str], object]) -> None:
         """Bind it with its intended mode. No other thread may make files meanwhile."""
@@ -48,24 +51,5 @@ class UnixAddress:
         os.chmod(self.path, MODE)
 
     def close(self) -> None:
-        try:
-            os.unlink(self.path)
-        except FileNotFoundError:
-            pass
+        remove_socket(Path(self.path))
         os.close(self._lock)
-
-    def _remove_left(self) -> None:
-        """Remove the socket of a process that has ended. Raises `OSError` if a process listens there."""
-        try:
-            if not stat.S_ISSOCK(os.lstat(self.path).st_mode):
-                raise BadInput(f"unix:{self.path} is there and no socket; give another path, or remove it")
-        except FileNotFoundError:
-            return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-            asking.settimeout(1.0)
-            try:
-                asking.connect(self.path)
-            except ConnectionRefusedError:
-                os.unlink(self.path)
-                return
-        raise OSError("a process listens there")

@@ -17,7 +17,7 @@ import pytest
 
 from console.running import RunningConsole, console, serve_traffic
 from kvstore.cli import ask
-from kvstore.console.history import ASK_EVERY_SECONDS, SidecarHistory
+from kvstore.console.api import ASK_EVERY_SECONDS, ConsoleApi, NoQuery, RequestQuery
 from kvstore.console.rings import WINDOWS
 from kvstore.console.stream import MOST_STREAMS
 from kvstore.edge.watch import StatusWatch
@@ -401,6 +401,8 @@ def test_it_ends_soon_although_a_page_listens(served: tuple[Sidecar, RunningCons
 def test_readers_that_ask_without_end_ask_the_sidecar_now_and_then(tmp_path: Path) -> None:
     clock = StandingClock()
     with Sidecar(tmp_path, dram="2MiB") as sidecar:
-        watch = SidecarHistory(StatusWatch(str(sidecar.observe_path), clock), "test")
-        assert watch.prefixes() is not None and watch.why("a") is not None and watch.prefixes() is not None
+        api = ConsoleApi(StatusWatch(str(sidecar.observe_path), clock), "test", {})
+        api.prefixes(NoQuery(), None)
+        api.request(RequestQuery("a"), None)
+        api.prefixes(NoQuery(), None)
     assert clock.slept == pytest.approx([0.0, ASK_EVERY_SECONDS, ASK_EVERY_SECONDS])

@@ -21,10 +21,8 @@ ABSENT = (
     "cryptography",
     "grpc",
     "ucxx",
-    "fastapi",
     "h11",
     "prometheus_client",
-    "starlette",
     "uvicorn",
 )
 SAY = f"""

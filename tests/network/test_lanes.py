@@ -30,7 +30,7 @@ def waiting(lane: Lane, count: int) -> list[Client]:
 
 def done(lane: Lane) -> bool:
     ended = threading.Event()
-    return lane.submit(ended.set) and ended.wait(60)
+    return lane.submit(ended.set) is not None and ended.wait(60)
 
 
 def all_began(clients: list[Client]) -> None:
