@@ -78,7 +78,7 @@ class Memory:
     @staticmethod
     def of(case: Case, fill: Callable[[torch.Tensor], object]) -> Memory:
         """fill: writes the bytes of a buffer."""
-        views, sizes = _LAYOUTS[case.layout](case)
+        views, sizes = LAYOUTS[case.layout](case)
         buffers = [torch.empty(size, dtype=case.torch_dtype) for size in sizes]
         for buffer in buffers:
             fill(buffer.view(torch.uint8))
@@ -189,24 +189,20 @@ def _fused(case: Case) -> tuple[list[list[View]], list[int]]:
 
 def _transposed(case: Case) -> tuple[list[list[View]], list[int]]:
     """As vLLM keeps pages on a CPU: all layers in one buffer, of each head K as [width, token] and V behind it."""
-    tokens, heads = case.page_tokens, case.heads
-    k_width, v_width = case.widths
-    slab = tokens * (k_width + v_width)
+    tokens, heads, slab = case.page_tokens, case.heads, case.page_tokens * sum(case.widths)
     layer_size = case.pages * heads * slab
     views: list[list[View]] = []
     for layer in range(case.layers):
-        key = (0, layer * layer_size, (case.pages, tokens, heads, k_width), (heads * slab, 1, slab, tokens))
-        value = (
-            0,
-            layer * layer_size + tokens * k_width,
-            (case.pages, tokens, heads, v_width),
-            (heads * slab, v_width, slab, 1),
-        )
-        views.append([key, value])
+        views.append([])
+        for plane, width in enumerate(case.widths):
+            offset = layer * layer_size + tokens * sum(case.widths[:plane])
+            token, number = (width, 1) if plane else (1, tokens)
+            shape = (case.pages, tokens, heads, width)
+            views[-1].append((0, offset, shape, (heads * slab, token, slab, number)))
     return views, [case.layers * layer_size]
 
 
-_LAYOUTS = {
+LAYOUTS = {
     "token-major": _token_major,
     "head-major": _head_major,
     "head-range": _head_range,

@@ -162,9 +162,8 @@ class Moving(Transfer):
         """rows: the page table. payloads: addresses of the blocks' payloads, int64 [blocks]. Raises RuntimeError if
         there is no memory, or the device has failed."""
         blocks, pools = len(rows), copy.pools
-        at_once = (
-            blocks if direction is Direction.LOAD else copy.blocks_at_once
-        )  # what is saved is used segment by segment
+        # What is saved is used segment by segment.
+        at_once = blocks if direction is Direction.LOAD else copy.blocks_at_once
         super().__init__(copy.ways.movers[direction], payloads, copy.layers, at_once)
         self.copy, self.pages, self.payloads = copy, rows, payloads
         takes = copy.ways.reaches(direction, copy.form is not None, copy.slice_bytes * pools.layers)

@@ -214,24 +214,23 @@ def _move_line(
     line = head * groups + group
     numbers = payload.to(tl.pointer_type(INTEGER))
     for plane in tl.static_range(len(FORMS)):
-        FORM: tl.constexpr = FORMS[plane]
-        WIDTH: tl.constexpr = FORM[1]
         lies, place = strides[plane], places[plane]
         pool = tl.load(addresses + plane).to(tl.pointer_type(INTEGER))
         if ALIGNED:
             pool = tl.multiple_of(pool, 16)
         pool += head * lies[2]
         if KIND == "raw":
-            _move_numbers(pool, lies, row, group, tokens, numbers + head * tokens * WIDTH, LOADS, PAGE_TOKENS, FORM)
-            numbers += heads * tokens * WIDTH
-        elif FORM[0] != 0:
-            _move_tokens(pool, lies, row, group, payload, place, line, state, LOADS, PAGE_TOKENS, KIND, FORM)
+            at = numbers + head * tokens * FORMS[plane][1]
+            _move_numbers(pool, lies, row, group, tokens, at, LOADS, PAGE_TOKENS, FORMS, plane)
+            numbers += heads * tokens * FORMS[plane][1]
+        elif FORMS[plane][0] != 0:
+            _move_tokens(pool, lies, row, group, payload, place, line, state, LOADS, PAGE_TOKENS, KIND, FORMS, plane)
         elif PAIRS:
             # 0, of which the compiler does not know that 16 divides it: it gives each thread one pair at a time.
             apart, into = pool + nothing, payload + nothing
-            _write_pairs(apart, lies, row, group, into, place, line, state, PAGE_TOKENS, KIND, WIDTH, PAIRS)
+            _write_pairs(apart, lies, row, group, into, place, line, state, PAGE_TOKENS, KIND, FORMS[plane][1], PAIRS)
         else:
-            _move_channels(pool, lies, row, group, payload, place, line, state, LOADS, PAGE_TOKENS, KIND, FORM)
+            _move_channels(pool, lies, row, group, payload, place, line, state, LOADS, PAGE_TOKENS, KIND, FORMS, plane)
     if KIND != "raw" and not LOADS:
         if line == 0:
             # What no other program writes: between K's scales and its zero points, and behind all.
@@ -242,10 +241,11 @@ def _move_line(
 
 @triton.jit
 def _move_numbers(
-    pool, strides, row, group, tokens, numbers, LOADS: tl.constexpr, PAGE_TOKENS: tl.constexpr, FORM: tl.constexpr
-):
-    WIDTH: tl.constexpr = FORM[1]
-    STEP: tl.constexpr = FORM[2]
+    pool, strides, row, group, tokens, numbers,
+    LOADS: tl.constexpr, PAGE_TOKENS: tl.constexpr, FORMS: tl.constexpr, PLANE: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = FORMS[PLANE][1]
+    STEP: tl.constexpr = FORMS[PLANE][2]
     token = group * 64 + tl.arange(0, 64)
     # The page of each token; -1 for those that are left out, and behind the block's last one.
     page = tl.load(row + token // PAGE_TOKENS, mask=token < tokens, other=-1).to(tl.int64)
@@ -271,10 +271,10 @@ def _pages_of(row, token, TOKENS: tl.constexpr, PAGE_TOKENS: tl.constexpr):
 @triton.jit
 def _move_channels(
     pool, strides, row, group, payload, places, line, state,
-    LOADS: tl.constexpr, PAGE_TOKENS: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr,
+    LOADS: tl.constexpr, PAGE_TOKENS: tl.constexpr, KIND: tl.constexpr, FORMS: tl.constexpr, PLANE: tl.constexpr,
 ):  # fmt: skip
-    WIDTH: tl.constexpr = FORM[1]
-    STEP: tl.constexpr = FORM[2]
+    WIDTH: tl.constexpr = FORMS[PLANE][1]
+    STEP: tl.constexpr = FORMS[PLANE][2]
     page, within = _pages_of(row, group * 64, 64, PAGE_TOKENS)
     lines = pool + page * strides[0] + within * strides[1]
     codes_at = (payload + places[0]).to(tl.pointer_type(tl.int8)) + (line * 64 + tl.arange(0, 64)) * WIDTH
@@ -365,11 +365,11 @@ def _channel_scale(least, most, state, KIND: tl.constexpr, COUNT: tl.constexpr):
 @triton.jit
 def _move_tokens(
     pool, strides, row, group, payload, places, line, state,
-    LOADS: tl.constexpr, PAGE_TOKENS: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr,
+    LOADS: tl.constexpr, PAGE_TOKENS: tl.constexpr, KIND: tl.constexpr, FORMS: tl.constexpr, PLANE: tl.constexpr,
 ):  # fmt: skip
-    WIDTH: tl.constexpr = FORM[1]
-    STEP: tl.constexpr = FORM[2]
-    TOKENS: tl.constexpr = FORM[3]
+    WIDTH: tl.constexpr = FORMS[PLANE][1]
+    STEP: tl.constexpr = FORMS[PLANE][2]
+    TOKENS: tl.constexpr = FORMS[PLANE][3]
     GROUPS: tl.constexpr = (WIDTH + STEP - 1) // STEP
     for token in range(0, 64, TOKENS):
         page, within = _pages_of(row, group * 64 + token, TOKENS, PAGE_TOKENS)

@@ -121,9 +121,17 @@ class Story:
 
         self.route.device.compute().step(body, **{"writes" if writes else "reads": regions})
 
+    def copy(self) -> BlockCopy:
+        return copy_of(self.codec, self.planes, self.table, self.route)
+
+    def end(self) -> None:
+        """Slots are given up, which is a race where something of this is under way."""
+        for slot in self.slots:
+            self.route.chaos.release([region_of(slot)], "gives up a slot")
+        self.route.close()
+
     def run(self, rounds: int = 2) -> None:
-        chaos = self.route.chaos
-        copy = copy_of(self.codec, self.planes, self.table, self.route)
+        chaos, copy = self.route.chaos, self.copy()
         assert isinstance(copy, DeviceCopy)
         for turn in range(rounds):
             values, others = planes_of(self.pages, 10 * turn), planes_of(self.pages, 10 * turn + 1)
@@ -197,31 +205,27 @@ def test_a_flaw_in_the_middle_ends_it_and_nothing_is_under_way_then() -> None:
         values = planes_of(story.pages, 1)
         values[1][0][story.table[2 * 3 + 1], 7, 0, 2] = value
         story.steps(values)
-        copy = copy_of(int8.KC64, story.planes, story.table, story.route)
+        copy = story.copy()
         encoded = list(copy.encode(story.tokens, story.slots, digest))
         want = plain_of(int8.KC64, values, story.table).encode(story.tokens, slots_of(int8.KC64, 7), digest)
         assert len(encoded) == 4 and encoded == list(want) and encoded[3] is flaw
-        for slot in story.slots:
-            story.route.chaos.release([region_of(slot)], "gives up a slot")
-        story.route.close()
+        story.end()
 
 
 def test_who_stops_early_has_his_slots_for_himself() -> None:
     for seed in range(4):
         story = Story(ChaosRoute(seed, segment_of("raw")), blocks=7, is_locked=True)
         story.steps(planes_of(story.pages, 1))
-        encoding = copy_of("raw", story.planes, story.table, story.route).encode(story.tokens, story.slots, digest)
+        encoding = story.copy().encode(story.tokens, story.slots, digest)
         assert isinstance(next(encoding), list)
         encoding.close()
-        for slot in story.slots:
-            story.route.chaos.release([region_of(slot)], "gives up a slot")
-        story.route.close()
+        story.end()
 
 
 def test_an_interrupt_does_not_end_the_wait_for_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     story = Story(ChaosRoute(1, segment_of("raw"), eagerness=0.0), blocks=7, is_locked=True)
     story.steps(planes_of(story.pages, 1))
-    encoding = copy_of("raw", story.planes, story.table, story.route).encode(story.tokens, story.slots, digest)
+    encoding = story.copy().encode(story.tokens, story.slots, digest)
     assert isinstance(next(encoding), list)
     wait, interrupts = ChaosEvent.synchronize, count(1)
 
@@ -233,16 +237,14 @@ def test_an_interrupt_does_not_end_the_wait_for_what_is_under_way(monkeypatch: p
     monkeypatch.setattr(ChaosEvent, "synchronize", interrupted)
     with pytest.raises(KeyboardInterrupt):
         encoding.close()
-    for slot in story.slots:
-        story.route.chaos.release([region_of(slot)], "gives up a slot")
-    story.route.close()
+    story.end()
 
 
 def test_what_was_first_can_be_used_while_the_rest_is_under_way() -> None:
     """On a device that does only what is waited for, the first segment comes without the others."""
     story = Story(ChaosRoute(1, segment_of("raw"), eagerness=0.0), blocks=7, is_locked=True)
     story.steps(planes_of(story.pages, 1))
-    encoding = copy_of("raw", story.planes, story.table, story.route).encode(story.tokens, story.slots, digest)
+    encoding = story.copy().encode(story.tokens, story.slots, digest)
     assert isinstance(next(encoding), list) and any(story.slots[0].view) and not any(story.slots[6].view)
     assert len(good(encoding)) == 6 and any(story.slots[6].view)
     story.route.close()
@@ -297,7 +299,7 @@ def test_blocks_behind_a_damaged_one_do_not_count(codec: str, reaches: bool) -> 
     story = Story(ChaosRoute(4, segment_of(codec), reaches=reaches), codec, is_locked=reaches)
     values = planes_of(story.pages, 2)
     digests = good(plain_of(codec, values, story.table).encode(story.tokens, story.slots, digest))
-    copy = copy_of(codec, story.planes, story.table, story.route)
+    copy = story.copy()
     for damaged in (3, 1):
         story.slots[damaged].view[-1] ^= 1
         assert copy.decode(story.slots, story.tokens, 0, digests, digest) == damaged
@@ -358,9 +360,7 @@ def test_a_kernel_that_fails_is_told_and_waited_for() -> None:
     encoding = copy.encode(story.tokens, story.slots, digest)
     with pytest.raises(OSError, match="does not compile"):
         good(encoding)
-    for slot in story.slots:
-        story.route.chaos.release([region_of(slot)], "gives up a slot")
-    story.route.close()
+    story.end()
 
 
 def test_both_ways_are_measured_and_one_that_moves_other_bytes_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from math import prod
 
 import pytest
 import torch
@@ -178,9 +177,9 @@ def test_nothing_in_a_slice_lies_over_anything_else(
     spans = []
     for plane in form.planes:
         spans.append((plane.codes_at, heads * tokens * plane.width, 1))
-        spans.append((plane.scales_at, heads * prod(plane.scales) * 2, 2))
+        spans.append((plane.scales_at, heads * math.prod(plane.scales) * 2, 2))
         if plane.axis is Axis.CHANNEL:
-            spans.append((plane.zeros_at, heads * prod(plane.scales) * element_bytes, element_bytes))
+            spans.append((plane.zeros_at, heads * math.prod(plane.scales) * element_bytes, element_bytes))
     end = 0
     for at, size, width in sorted(spans):
         assert at % width == 0 and end <= at < end + 4, "in order, without a gap that alignment does not need"
@@ -189,11 +188,13 @@ def test_nothing_in_a_slice_lies_over_anything_else(
     assert form.size_bytes % ALIGN_BYTES == 0
 
 
-def test_bits_per_number() -> None:
+def test_axes_and_bits_per_number() -> None:
     """As small as the formats promise, for 64 tokens of 8 heads of 128."""
-    count = 8 * 64 * 256
-    assert 8 * slice_form(8, 64, (128, 128), 2).size_bytes / count == pytest.approx(8.3125)
-    assert 8 * slice_form(1, 64, (576,), 2).size_bytes / (64 * 576) == pytest.approx(8.25)
+    keys_and_values, latent = slice_form(8, 64, (128, 128), 2), slice_form(1, 64, (576,), 2)
+    assert [plane.axis for plane in keys_and_values.planes] == [Axis.CHANNEL, Axis.TOKEN]
+    assert [plane.axis for plane in latent.planes] == [Axis.LATENT]
+    assert 8 * keys_and_values.size_bytes / (8 * 64 * 256) == pytest.approx(8.3125)
+    assert 8 * latent.size_bytes / (64 * 576) == pytest.approx(8.25)
 
 
 @pytest.mark.parametrize("axis", list(Axis))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -21,6 +20,7 @@ from kv_kernels import compiled, int8_loops, plain, routes
 from kv_kernels.copies import Flaw
 from kv_kernels.host import Paged
 from kv_kernels.int8_form import Axis, SliceForm, slice_form
+from paged_memory import LAYOUTS, Case, Memory, ones, page_table
 from tiering.frame import digest
 from tiering.tier import FrameSpan
 
@@ -28,39 +28,6 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 CANARY = 0xA5
 
 Shape = tuple[int, int, int, int]
-
-
-def _separate(planes: list[torch.Tensor]) -> list[torch.Tensor]:
-    """[pages, page_tokens, heads, width]."""
-    return [plane.clone() for plane in planes]
-
-
-def _head_major(planes: list[torch.Tensor]) -> list[torch.Tensor]:
-    """[pages, heads, page_tokens, width]."""
-    return [plane.transpose(1, 2).contiguous().transpose(1, 2) for plane in planes]
-
-
-def _fused(planes: list[torch.Tensor]) -> list[torch.Tensor]:
-    """K and V of a head side by side, with room between the pages."""
-    joined = torch.cat(planes, 3)
-    pages, tokens, heads, width = joined.shape
-    room = joined.new_zeros(pages, tokens + 3, heads, width + 5)
-    room[:, :tokens, :, :width] = joined
-    return list(room[:, :tokens, :, :width].split([plane.shape[3] for plane in planes], 3))
-
-
-def _transposed(planes: list[torch.Tensor]) -> list[torch.Tensor]:
-    """K of a head as [width, token], as vLLM's pages on a CPU have it."""
-    first = planes[0].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
-    return [first, *_head_major(planes[1:])]
-
-
-LAYOUTS: dict[str, Callable[[list[torch.Tensor]], list[torch.Tensor]]] = {
-    "separate": _separate,
-    "head major": _head_major,
-    "fused": _fused,
-    "transposed": _transposed,
-}
 
 
 def numbers(kind: str, shape: Shape, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -89,18 +56,8 @@ def numbers(kind: str, shape: Shape, dtype: torch.dtype, seed: int) -> torch.Ten
     return (x.clamp(-65504, 65504) if dtype is torch.float16 else x).to(dtype)
 
 
-KINDS = (
-    "plain",
-    "outlier",
-    "heavy-tailed",
-    "tiny",
-    "denormal",
-    "zeros of both signs",
-    "zeros",
-    "equal",
-    "steps",
-    "large",
-)
+KINDS = ["plain", "outlier", "heavy-tailed", "tiny", "denormal", "zeros", "equal", "steps", "large"]
+KINDS += ["zeros of both signs"]
 
 
 def room(form: SliceForm, layers: int) -> tuple[FrameSpan, np.ndarray[Any, Any]]:
@@ -135,49 +92,39 @@ def test_both_routes_write_the_same_bytes_and_the_same_pages(
     page_tokens: int,
     seed: int,
 ) -> None:
-    tokens = max(64 * groups, page_tokens)
-    per_block = tokens // page_tokens
-    chance = Random(seed)
-    pages = 2 * per_block + 2
-    table = chance.sample(range(pages), 2 * per_block)
-    layers = [
-        LAYOUTS[layout]([
-            numbers(kind, (pages, page_tokens, heads, width), DTYPES[dtype], seed + 7 * layer + at)
-            for at, width in enumerate(widths)
-        ])
-        for layer in range(2)
-    ]  # fmt: skip
-    form = slice_form(heads, tokens, widths, DTYPES[dtype].itemsize)
-    block = chance.randrange(2)
-    spans, around = zip(*[room(form, len(layers)) for _ in range(2)], strict=True)
-    loops = int8_loops.Int8Copy(form, Paged(layers, table, page_tokens, tokens), dtype)
-    other = plain.PlainCopy(form, Paged(layers, table, page_tokens, tokens))
-    digests = loops.encode_block(block * tokens, spans[0], digest)
-    assert digests == other.encode_block(block * tokens, spans[1], digest)
+    tokens, chance = max(64 * groups, page_tokens), Random(seed)
+    case = Case(layout, dtype, page_tokens, tokens // page_tokens, heads, widths)
+    form, table = (
+        slice_form(heads, tokens, widths, case.torch_dtype.itemsize),
+        page_table(case, seed).flatten().tolist(),
+    )
+
+    def both(memory: Memory) -> list[Any]:
+        paged = Paged(memory.planes, table, page_tokens, tokens)
+        return [int8_loops.Int8Copy(form, paged, dtype), plain.PlainCopy(form, paged)]
+
+    source = Memory.of(case, ones)
+    for at, plane in enumerate([plane for layer in source.planes for plane in layer]):
+        plane.copy_(numbers(kind, tuple(plane.shape), case.torch_dtype, seed + at))
+    block = chance.randrange(case.blocks)
+    spans, around = zip(*[room(form, case.layers) for _ in range(2)], strict=True)
+    digests, others = [
+        copy.encode_block(block * tokens, span, digest) for copy, span in zip(both(source), spans, strict=True)
+    ]
+    assert digests == others
     assert all((memory[:64] == CANARY).all() and (memory[-64:] == CANARY).all() for memory in around)
     if not isinstance(digests, list):
         return  # what is in such a payload is garbage
     assert bytes(around[0]) == bytes(around[1])
-    skip = chance.randrange(per_block) * page_tokens
-    landed = []
-    for route in range(2):
-        into = [
-            [LAYOUTS[layout]([torch.full_like(p, float("nan")) for p in layer])[at] for at in range(len(widths))]
-            for layer in layers
-        ]
-        copy: Any = (
-            int8_loops.Int8Copy(form, Paged(into, table, page_tokens, tokens), dtype)
-            if route == 0
-            else plain.PlainCopy(form, Paged(into, table, page_tokens, tokens))
-        )
-        assert copy.decode_block(spans[0], block * tokens, skip, digests, digest)
-        landed.append(into)
-    wanted = table[block * per_block + skip // page_tokens : (block + 1) * per_block]
-    for one, other in zip(*landed, strict=True):
-        for mine, theirs in zip(one, other, strict=True):
-            assert torch.equal(bits(mine), bits(theirs))
-            written = (~torch.isnan(mine)).flatten(1).any(1)
-            assert written.nonzero().flatten().tolist() == sorted(wanted)
+    skip = chance.randrange(case.pages_per_block)
+    mine, theirs = Memory.of(case, ones), Memory.of(case, ones)
+    for copy in (both(mine)[0], both(theirs)[1]):
+        assert copy.decode_block(spans[0], block * tokens, skip * page_tokens, digests, digest)
+    assert torch.equal(mine.bits(), theirs.bits())
+    wanted = table[block * case.pages_per_block + skip : (block + 1) * case.pages_per_block]
+    for plane in [plane for layer in mine.planes for plane in layer]:
+        written = (~torch.isnan(plane)).flatten(1).any(1)
+        assert written.nonzero().flatten().tolist() == sorted(wanted)
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))

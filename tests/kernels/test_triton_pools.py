@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kv_kernels import int8, plain, triton_pools
 from kv_kernels.int8 import dequantize, quantize
-from kv_kernels.int8_form import Axis, SliceForm, slice_form
+from kv_kernels.int8_form import SliceForm, slice_form
 from kv_kernels.plain import PoolTable
 from paged_memory import DEVICE, Case, Memory, kernels_can_run, ones, page_table, random_bits
 
@@ -84,22 +84,6 @@ def test_scatter_is_the_twin_and_touches_nothing_else(case: Case) -> None:
             for page in range(case.pages):
                 filled = bool((plane[page].contiguous().view(torch.uint8) == 0xFF).all())
                 assert filled == (page not in named)
-
-
-@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[5]], ids=str)
-def test_there_and_back(case: Case) -> None:
-    """scatter(gather(x)) == x in other pages, and gather(scatter(y)) == y."""
-    memory, table = Memory.of(case, random_bits(5)).copy(DEVICE), _on_device(page_table(case, 6))
-    payloads = payloads_for(case).to(DEVICE)
-    triton_pools.save(memory.pools, None, table, payloads[:, HEADER:], table)
-    other, elsewhere = Memory.of(case, ones).copy(DEVICE), _on_device(page_table(case, 7))
-    triton_pools.load(other.pools, None, elsewhere, payloads[:, HEADER:])
-    for planes, copies in zip(memory.planes, other.planes, strict=True):
-        for plane, copy in zip(planes, copies, strict=True):
-            assert torch.equal(_bits(plane[table.flatten().long()]), _bits(copy[elsewhere.flatten().long()]))
-    again = payloads_for(case).to(DEVICE)
-    triton_pools.save(other.pools, None, elsewhere, again[:, HEADER:], elsewhere)
-    assert torch.equal(again, payloads)
 
 
 @pytest.mark.parametrize("strides", [(1 << 30, 64, 64, 1), (64, 1 << 26, 64, 1), (64, 1, 64, 1 << 26)], ids=str)
@@ -310,7 +294,7 @@ def test_quantizing_is_the_twin_bit_for_bit(case: Case) -> None:
     """With header and tail as they were."""
     memory, table = troubled(case, 1), page_table(case, 2)
     want, got = twin_payloads(case, memory, table), kernel_payloads(case, memory, table)
-    assert torch.equal(got, want), _where(got, want, case)
+    assert torch.equal(got, want)
     end = HEADER + case.layers * form_of(case).size_bytes
     assert bool((got[:, :HEADER] == 0xA5).all()) and bool((got[:, end:] == 0xA5).all())
 
@@ -375,27 +359,6 @@ def test_other_roundings_give_other_codes(mistake: str, monkeypatch: pytest.Monk
     assert not torch.equal(got, twin_payloads(case, memory, table))
 
 
-def test_along_the_wrong_axis_a_biased_channel_would_be_lost() -> None:
-    """The kernels' own round trip, at the error of the right axis; a twin that takes the other one is far from it."""
-    case = Case("token-major", "bfloat16", 16, 4, 2, (64, 64), layers=1, blocks=1)
-    memory, table = Memory.of(case, numbers(case, 11)), page_table(case, 12)
-    for plane, channel in zip(memory.planes[0], (5, 9), strict=True):
-        plane[..., channel] += 300
-    payloads = kernel_payloads(case, memory, table)
-    back = Memory.of(case, ones).copy(DEVICE)
-    triton_pools.load(back.pools, form_of(case), table.to(DEVICE), payloads.to(DEVICE)[:, HEADER:])
-
-    def error(x: torch.Tensor, y: torch.Tensor) -> float:
-        """Of the channels that have no bias."""
-        others = [channel for channel in range(64) if channel not in (5, 9)]
-        return float((x - y).double()[..., others].norm() / x.double()[..., others].norm())
-
-    key, value = (block_of(plane, table[0]) for plane in memory.planes[0])
-    key_back, value_back = (block_of(plane.cpu(), table[0]) for plane in back.planes[0])
-    assert error(key, key_back) < 0.006 < 0.2 < error(key, dequantize(*quantize(key, Axis.TOKEN), key.dtype))
-    assert error(value, value_back) > 0.2 > 0.006 > error(value, dequantize(*quantize(value, Axis.CHANNEL), key.dtype))
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, about numbers that are meant to be wrong
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -450,11 +413,3 @@ def test_every_scale_is_rounded_up_as_the_twin_does() -> None:
 def _same(piece: torch.Tensor, at: int, numbers: torch.Tensor) -> bool:
     data = numbers.contiguous().view(torch.uint8).flatten()
     return torch.equal(piece[at : at + len(data)], data)
-
-
-def _where(got: torch.Tensor, want: torch.Tensor, case: Case) -> str:
-    """The first byte that differs, for a message that helps."""
-    block, byte = (got != want).nonzero()[0].tolist() if not torch.equal(got, want) else (0, 0)
-    form = form_of(case)
-    layer, at = divmod(byte - HEADER, form.size_bytes)
-    return f"block {block}, layer {layer}, byte {at} of {form}"
