@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from functools import partial
+from typing import TypeVar
 
 from tiering.clock import Clock
 from tiering.counts.histogram import Histogram, HistogramCounts
@@ -29,6 +30,8 @@ from tiering.tier import MoveCounts, TierMiss
 MOST_PASSES = 64
 """Moves of higher priorities that may pass a priority with waiting moves before one of its own is due."""
 BUGS_KEPT = 16
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -421,7 +424,11 @@ class MoveQueue:
         for _ in range(self._limits.attempts):
             if self._is_late(task):
                 break
-            finding, again = self._attempt(task)
+            outcome = self._guarded(partial(self._outcome, task))
+            if outcome is None:  # a bug: its state is unknown, so it is not retried
+                self._failed(task)
+                return TierMiss.DOWN
+            finding, again = outcome
             if not again:
                 break
         return finding
@@ -429,17 +436,6 @@ class MoveQueue:
     def _is_late(self, task: _Task) -> bool:
         with self._lock:
             return task.deadline is not None and task.deadline < self._clock.monotonic_seconds()
-
-    def _attempt(self, task: _Task) -> tuple[TierMiss | None, bool]:
-        outcome: tuple[TierMiss | None, bool] = TierMiss.DOWN, False
-
-        def run() -> None:
-            nonlocal outcome
-            outcome = self._outcome(task)
-
-        if not self._is_sound(run):  # its state is unknown: it is not retried
-            self._failed(task)
-        return outcome
 
     def _outcome(self, task: _Task) -> tuple[TierMiss | None, bool]:
         assert task.work is not None
@@ -508,17 +504,15 @@ class MoveQueue:
 
     def _make(self, calls: list[_Call]) -> None:
         for callback, move in calls:
-            self._is_sound(partial(callback, move))
+            self._guarded(partial(callback, move))
 
-    def _is_sound(self, work: Callable[[], object]) -> bool:
-        """Do it; returns whether it ended as it should. A bug in one move must not end the thread that all the others
-        wait for."""
+    def _guarded(self, work: Callable[[], T]) -> T | None:
+        """What it returns; None after a bug, which must not end the thread that all others wait for."""
         try:
-            work()
+            return work()
         except Exception as error:
             self._keep(error)
-            return False
-        return True
+            return None
 
     def _keep(self, error: Exception) -> None:
         text = "".join(traceback.format_exception(error))

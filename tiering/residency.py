@@ -706,10 +706,6 @@ class FurtherParts:
             owners = np.frombuffer(table.owners, np.int32)[1:]
             yield owners, np.frombuffer(table.places, np.int64).reshape(-1, table.parts)[1:]
 
-    def entries(self) -> int:
-        """Parts of rows that have memory."""
-        return sum(len(table.places) for table in self._tables.values())
-
     def check(self) -> None:
         """Each row with further parts is once in the table for that number, at the slot that it knows."""
         found = 0

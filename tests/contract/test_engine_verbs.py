@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +86,15 @@ class Engine:
 
 
 class EngineVerbs:
-    """The contract."""
+    """The contract; `opened` makes a store, and closes it."""
+
+    def opened(self, directory: Path, **options: Any) -> AbstractContextManager[Engine]:
+        raise NotImplementedError
 
     @pytest.fixture
     def engine(self, tmp_path: Path) -> Iterator[Engine]:
-        raise NotImplementedError
+        with self.opened(tmp_path) as engine:
+            yield engine
 
     # Leases that are handed on
 
@@ -112,6 +116,14 @@ class EngineVerbs:
         assert gone.account.hit_tokens == 0 and gone.account.asked == 512
         assert not engine.reads(engine.theirs, gone)
         engine.core.check()
+
+    def test_a_lease_that_ran_out_cannot_be_handed_on(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path, limits=Limits(lease_seconds=0.05)) as engine:
+            lease = engine.lease()
+            time.sleep(0.06)
+            assert engine.theirs.attach(lease.ticket()).reason is MissReason.STALE_HINT
+            assert engine.reads(engine.mine, lease)
+            lease.release()
 
     def test_an_attached_lease_that_is_forgotten_ends(self, engine: Engine) -> None:
         lease = engine.lease()
@@ -446,22 +458,14 @@ class EngineVerbs:
 
 
 class TestEmbedded(EngineVerbs):
-    @pytest.fixture
-    def engine(self, tmp_path: Path) -> Iterator[Engine]:
-        with kvstore.embedded(str(tmp_path / "kv"), dram="1MiB") as store:
+    @contextmanager
+    def opened(self, directory: Path, **options: Any) -> Iterator[Engine]:
+        with kvstore.embedded(str(directory / "kv"), dram="1MiB", **options) as store:
             yield Engine(store, store, store)
 
-    def test_a_lease_that_ran_out_cannot_be_handed_on(self, tmp_path: Path) -> None:
-        with kvstore.embedded(str(tmp_path / "x"), dram="1MiB", limits=Limits(lease_seconds=0.05)) as store:
-            engine = Engine(store, store, store)
-            lease = engine.lease()
-            time.sleep(0.06)
-            assert engine.theirs.attach(lease.ticket()).reason is MissReason.STALE_HINT
-            assert engine.reads(engine.mine, lease)
-
     def test_a_ticket_of_another_store(self, engine: Engine, tmp_path: Path) -> None:
-        with kvstore.embedded(str(tmp_path / "x"), dram="1MiB") as store, engine.lease() as lease:
-            assert Engine(store, store, store).theirs.attach(lease.ticket()).blocks == 0
+        with self.opened(tmp_path / "x") as other, engine.lease() as lease:
+            assert other.theirs.attach(lease.ticket()).blocks == 0
 
     def test_a_session_is_for_sidecars(self, tmp_path: Path) -> None:
         with pytest.raises(BadInput) as raised:
@@ -469,30 +473,16 @@ class TestEmbedded(EngineVerbs):
         assert one_line(raised.value, "session=", "unix:PATH")
 
 
-@contextmanager
-def two_clients(directory: Path, **options: Any) -> Iterator[Engine]:
-    """Of one session."""
-    with (
-        Sidecar(directory, dram="1MiB", **options) as sidecar,
-        sidecar.client() as one,
-        sidecar.client(one.session) as two,
-    ):
-        yield Engine(sidecar.store, one, two)
-
-
 class TestSidecar(EngineVerbs):
-    @pytest.fixture
-    def engine(self, tmp_path: Path) -> Iterator[Engine]:
-        with two_clients(tmp_path) as engine:
-            yield engine
-
-    def test_a_lease_that_ran_out_cannot_be_handed_on(self, tmp_path: Path) -> None:
-        with two_clients(tmp_path, limits=Limits(lease_seconds=0.05)) as engine:
-            lease = engine.lease()
-            time.sleep(0.06)
-            assert engine.theirs.attach(lease.ticket()).reason is MissReason.STALE_HINT
-            assert engine.reads(engine.mine, lease)
-            lease.release()
+    @contextmanager
+    def opened(self, directory: Path, **options: Any) -> Iterator[Engine]:
+        """Two clients of one session."""
+        with (
+            Sidecar(directory, dram="1MiB", **options) as sidecar,
+            sidecar.client() as one,
+            sidecar.client(one.session) as two,
+        ):
+            yield Engine(sidecar.store, one, two)
 
     def test_a_ticket_of_another_session(self, tmp_path: Path) -> None:
         with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.client() as one, sidecar.client() as stranger:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from kvstore.block.account import MissReason
@@ -26,9 +25,8 @@ from kvstore.core.store import Store
 from kvstore.keys.store_keys import StoreKeys
 from kvstore.node import EmbeddedStore, StoreParts, build_store
 from model.store_model import BLOCK_TOKENS, OpenStore, Owned, Prompt
-from simulation.disk import SimulatedFiles
-from simulation.index import SimulatedIndex
-from simulation.power import Power, PowerLoss
+from simulation.machine import Machine
+from simulation.power import PowerLoss
 from tiering.clock import Clock
 from tiering.errors import TierUnavailable
 from tiering.files import DirectoryLock, make_directory
@@ -79,37 +77,25 @@ def watched_files(files: Files, before: Hook) -> Any:
     return Watched(files, before, partial(OSError, errno.EIO, os.strerror(errno.EIO)))
 
 
-class Disk:
+class Disk(Machine):
     """Files and an index on one supply of power; also the `IndexMaker` of the tier that is opened on them.
 
     before_files, before_index: hooks of the processes to come and of the one that has it open.
     """
 
     def __init__(self) -> None:
-        self.power = Power()
-        self.files = SimulatedFiles(self.power)
-        self.index = SimulatedIndex(self.power)
+        super().__init__()
         self.before_files: Hook = nothing
         self.before_index: Hook = nothing
-        self._uids = 0
-
-    # `IndexMaker`
 
     def open(self, *, clean: bool) -> FrameIndex:
         self.before_index("open")
-        self.index.reopen()
         off = partial(TierUnavailable, "the disk is gone")
-        return Watched(self.index, lambda call: self.before_index(call), off)  # type: ignore[return-value]
+        return Watched(super().open(clean=clean), lambda call: self.before_index(call), off)  # type: ignore[return-value]
 
     def discard(self) -> None:
         self.before_index("discard")
-        self.index = SimulatedIndex(self.power)
-
-    # What happens to it
-
-    def new_uid(self) -> bytes:
-        self._uids += 1
-        return self._uids.to_bytes(16, "big")
+        super().discard()
 
     def process(self) -> Files:
         """The files for one process."""
@@ -125,13 +111,7 @@ class Disk:
         """Now: nothing reaches the disk any more."""
         self.power.last = self.power.steps
 
-    def crash(self, random: Random, *, index_too: bool = False) -> None:
-        """On again, with what the disk kept. No process may use it meanwhile."""
-        self.files.crash(random)
-        self.index.crash(random)
-        if index_too:
-            self.discard()
-        self.power.back()
+    crash = Machine.lose_power
 
 
 class RealDisk:

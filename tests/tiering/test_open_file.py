@@ -38,25 +38,14 @@ def denied(extent: Extent, *, writable: bool = False) -> int:
     return descriptor
 
 
-def mapping(extent: Extent) -> Callable[[], object]:
-    descriptor = denied(extent)
-    memory = mmap.mmap(descriptor, extent.size_bytes, prot=mmap.PROT_READ)
-    os.close(descriptor)
-    return memory.close
+def mapped(*, writable: bool = False, **options: int) -> Callable[[Extent], Callable[[], object]]:
+    def hold(extent: Extent) -> Callable[[], object]:
+        descriptor = denied(extent, writable=writable)
+        memory = mmap.mmap(descriptor, extent.size_bytes, **options)
+        os.close(descriptor)
+        return memory.close
 
-
-def writable_mapping(extent: Extent) -> Callable[[], object]:
-    descriptor = denied(extent, writable=True)
-    memory = mmap.mmap(descriptor, extent.size_bytes)
-    os.close(descriptor)
-    return memory.close
-
-
-def private_mapping(extent: Extent) -> Callable[[], object]:
-    descriptor = denied(extent)
-    memory = mmap.mmap(descriptor, extent.size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
-    os.close(descriptor)
-    return memory.close
+    return hold
 
 
 def descriptor_alone(extent: Extent) -> Callable[[], object]:
@@ -80,9 +69,17 @@ def on_its_way(extent: Extent) -> Callable[[], object]:
     return theirs.close
 
 
-@pytest.mark.parametrize(
-    "hold", [mapping, writable_mapping, private_mapping, descriptor_alone, opened_once_more, on_its_way]
-)
+HOLDS = {
+    "mapping": mapped(prot=mmap.PROT_READ),
+    "writable mapping": mapped(writable=True),
+    "private mapping": mapped(flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ),
+    "descriptor": descriptor_alone,
+    "opened once more": opened_once_more,
+    "on its way": on_its_way,
+}
+
+
+@pytest.mark.parametrize("hold", HOLDS.values(), ids=HOLDS)
 def test_what_somebody_denies_to_have_open_counts_as_taken(hold: Callable[[Extent], Callable[[], object]]) -> None:
     pool = ExtentPool(2 * MIB, MIB)
     first, second = pool.create(), pool.create()

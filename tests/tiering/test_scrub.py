@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from random import Random
 
 import pytest
 
-from simulation.disk import SimulatedFiles
-from simulation.index import SimulatedIndex
-from simulation.machine import MAC_KEY, OneKey
+from simulation.machine import MAC_KEY, Machine
 from tiering.frame import Sealer, Stamp, digest
-from tiering.nvme.frame_index import FrameIndex
 from tiering.nvme.scrub import LEAST_CHARGE_BYTES, CheckResult, Scrub, ScrubLimits
 from tiering.nvme.tier import NvmeTier, Resident
 from tiering.slab_header import SlabSizes
@@ -22,26 +18,18 @@ SEED = 20261120
 RATE = 1 << 20  # a power of two, and so are all times and sizes here: no sum is rounded
 PAGE = 4096
 SLAB_BYTES = 2 * PAGE + 256 * 1024
+SIZES = SlabSizes(64 * SLAB_BYTES, SLAB_BYTES)
 PAYLOADS = [PAGE, 60 * 1024, 124 * 1024]  # with their headers 8, 64 and 128 KiB; 32, 4 and 2 of them in a slab
 
 
-@dataclass
-class Shelf:
+class Shelf(Machine):
     """A tier of small slabs with frames of three sizes, and what stands where."""
 
-    budget_bytes: int = 64 * SLAB_BYTES
+    tier: NvmeTier
 
-    def __post_init__(self) -> None:
-        self.index = SimulatedIndex()
-        self.uids = iter(range(1, 1 << 20))
-        self.tier = NvmeTier(
-            SimulatedFiles(),
-            self,
-            OneKey(),
-            SlabSizes(self.budget_bytes, SLAB_BYTES),
-            lambda: next(self.uids).to_bytes(16, "big"),
-        )
-        assert not list(self.tier.load())
+    def __init__(self) -> None:
+        super().__init__(64 * SLAB_BYTES)
+        assert not self.start(lambda files, maker, keys, sizes, uid: NvmeTier(files, maker, keys, SIZES, uid))
         stamps = [Stamp(b"key-id-0", 1, b"t" * 16, b"n" * 32, "raw", at, 3, 64, 1, PAYLOADS[at]) for at in range(3)]
         self.stamps, self.sealers = stamps, [Sealer(one, MAC_KEY) for one in stamps]
         self.classes = [SlotClass(one.tenant, one.namespace, one.part, one.frame_bytes) for one in stamps]
@@ -51,12 +39,6 @@ class Shelf:
         ]
         self.there: dict[int, int] = {}  # place -> which frame of all that were ever put
         self.number = 0
-
-    def open(self, *, clean: bool) -> FrameIndex:
-        return self.index
-
-    def discard(self) -> None:
-        self.index = SimulatedIndex()
 
     def put(self, part: int, count: int) -> list[int]:
         """More frames, in a new slab if need be."""

@@ -20,7 +20,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from enum import Enum
 from itertools import islice
 from pathlib import Path
@@ -91,9 +91,7 @@ def open_index(directory: Path, map_bytes: int, *, clean: bool, reach: Reach = g
     `map_bytes` is how large the file may become before the map is moved to a larger one. Raises `IndexDoubtful`
     (discard, open again, rebuild; the message names the check) and `TierUnavailable` (no permission, no space).
     """
-    if lmdb.version()[:2] != (0, 9):
-        raise TierUnavailable(f"the index is in the format of LMDB 0.9, and this is {lmdb.version()}")
-    try:
+    with _opening(directory):
         is_new_directory = _make_directory(directory)
         path = directory / DATA_FILE
         there = _check_file(path)
@@ -111,8 +109,6 @@ def open_index(directory: Path, map_bytes: int, *, clean: bool, reach: Reach = g
             sync_directory(directory)
             if is_new_directory:
                 sync_directory(directory.parent)
-    except (OSError, lmdb.Error) as error:
-        raise _typed(error, directory, "open") from error
     return LmdbIndex(directory, environment, reach)
 
 
@@ -122,9 +118,7 @@ def open_to_read(directory: Path) -> LmdbIndex | None:
     For an inspection from outside: another process always walks the file first. The caller holds a lock on the
     directory that keeps its owner out. Raises as `open_index`; `apply` is refused.
     """
-    if lmdb.version()[:2] != (0, 9):
-        raise TierUnavailable(f"the index is in the format of LMDB 0.9, and this is {lmdb.version()}")
-    try:
+    with _opening(directory):
         there = _check_file(directory / DATA_FILE)
         if there is None:
             return None
@@ -132,8 +126,6 @@ def open_to_read(directory: Path) -> LmdbIndex | None:
         environment = lmdb.open(
             os.fsencode(directory), readonly=True, create=False, lock=False, readahead=False, max_dbs=0
         )
-    except (OSError, lmdb.Error) as error:
-        raise _typed(error, directory, "open") from error
     return LmdbIndex(directory, environment)
 
 
@@ -181,12 +173,9 @@ class LmdbIndex:
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         assert all(0 < len(key) <= LARGEST_KEY_BYTES for key in keys), "a key has 1 to 511 bytes"
         environment = self._open_environment()
-        try:
-            with environment.begin() as transaction:
-                get = transaction.get
-                return [get(key) for key in keys]
-        except lmdb.Error as error:
-            raise _typed(error, self.directory, "read") from error
+        with _typed_errors(self.directory, "read"), environment.begin() as transaction:
+            get = transaction.get
+            return [get(key) for key in keys]
 
     def apply(self, changes: Sequence[Change]) -> None:
         """As in the contract. `TierFull` if the map cannot grow any more; whatever is raised, nothing was applied."""
@@ -220,10 +209,8 @@ class LmdbIndex:
         At most `MOST_OPEN_ITERATIONS` at once.
         """
         environment = self._open_environment()
-        try:
+        with _typed_errors(self.directory, "read"):
             walk = _Walk(environment, prefix)
-        except lmdb.Error as error:
-            raise _typed(error, self.directory, "read") from error
         self._walks.add(walk)
         try:
             while pairs := self._step(walk):
@@ -233,10 +220,8 @@ class LmdbIndex:
             walk.end()
 
     def sync(self) -> None:
-        try:
+        with _typed_errors(self.directory, "sync"):
             self._open_environment().sync(True)
-        except lmdb.Error as error:
-            raise _typed(error, self.directory, "sync") from error
 
     def close(self) -> None:
         """Close the file, without a `sync`. Iterations end with `TierUnavailable`. Safe to call twice."""
@@ -261,10 +246,8 @@ class LmdbIndex:
 
     def _step(self, walk: _Walk) -> list[tuple[bytes, bytes]]:
         self._open_environment()
-        try:
+        with _typed_errors(self.directory, "read"):
             return walk.take(PAIRS_PER_STEP)
-        except lmdb.Error as error:
-            raise _typed(error, self.directory, "read") from error
 
     def _cover_last_page(self, environment: lmdb.Environment) -> None:
         """Make the file as long as its meta page says.
@@ -286,14 +269,12 @@ class LmdbIndex:
             raise full
         # Moving the map pulls it away under every snapshot: what open iterations have yet to read is read now. The file
         # is opened anew because a map that cannot be moved in place would leave an environment without one.
-        try:
+        with _typed_errors(self.directory, "grow"):
             for walk in self._walks:
                 walk.detach()
             environment.close()
             self._environment = None
             self._environment = _environment(self.directory, min(2 * map_bytes, LARGEST_MAP_BYTES))
-        except lmdb.Error as error:
-            raise _typed(error, self.directory, "grow") from error
         return self._environment
 
 
@@ -568,6 +549,22 @@ def _make_directory(directory: Path) -> bool:
             raise TierUnavailable(f"{directory} is there and no directory, which it has to be; move it away") from None
         return False
     return True
+
+
+@contextmanager
+def _opening(directory: Path) -> Iterator[None]:
+    if lmdb.version()[:2] != (0, 9):
+        raise TierUnavailable(f"the index is in the format of LMDB 0.9, and this is {lmdb.version()}")
+    with _typed_errors(directory, "open"):
+        yield
+
+
+@contextmanager
+def _typed_errors(directory: Path, act: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, lmdb.Error) as error:
+        raise _typed(error, directory, act) from error
 
 
 def _typed(error: OSError | lmdb.Error, directory: Path, act: str) -> TierError:

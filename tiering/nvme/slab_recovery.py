@@ -191,7 +191,7 @@ class SlabRecovery:
 
     # Frames --------------------------------------------------------------------------------------------------------
 
-    def load(self, progress: Progress | None = None) -> Iterator[Found]:
+    def load(self, progress: Progress) -> Iterator[Found]:
         """The frames, slab by slab; each slab is in use once it was handed out. Raises `TierUnavailable`."""
         total = sum(slab.slots.capacity for slab in self._to_load)
         done = 0
@@ -216,8 +216,7 @@ class SlabRecovery:
             yield self._take_in(slab, entries, doubts, damaged)._replace(is_proven=is_proven)
             self._to_load.pop(0)
             done += slab.slots.capacity
-            if progress is not None:
-                progress(done, total)
+            progress(done, total)
         if self._records.is_rebuilding:
             self._records.is_rebuilding = False
             # Slabs that could not be read may be readable in a later run.
@@ -231,13 +230,12 @@ class SlabRecovery:
         elif unread:
             self._commits.join(BatchRequest())
 
-    def _scan(self, slab: NvmeSlab, progress: Progress | None, done: int, total: int) -> Entries:
+    def _scan(self, slab: NvmeSlab, progress: Progress, done: int, total: int) -> Entries:
         found = []
         for first in range(0, slab.slots.capacity, HEADERS_PER_STEP):
             last = min(first + HEADERS_PER_STEP, slab.slots.capacity)
             found.append(self._records.headers(slab, range(first, last)).tobytes())
-            if progress is not None:
-                progress(done + first, total)
+            progress(done + first, total)
         entries = split_entries(b"".join(found))
         is_proven = self._records.rebuilds and self._ended_clean
         if not is_proven:

@@ -338,7 +338,7 @@ class NvmeTier:
 
     # Recovery ------------------------------------------------------------------------------------------------------
 
-    def load(self, progress: Progress | None = None) -> Iterator[Found]:
+    def load(self, progress: Progress = lambda done, total: None) -> Iterator[Found]:
         """Recover what is there, slab by slab. progress: slots done, slots in all. Raises `TierUnavailable`.
 
         A slab can be used once it was handed out; before that it is neither read nor written. After a rebuild a block
