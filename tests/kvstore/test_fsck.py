@@ -509,20 +509,12 @@ def test_slabs_that_wait_to_be_read_speak_for_themselves(kv: Path) -> None:
         pass
     change_index(kv, lambda transaction: transaction.delete(META))
     both = (kv / "keys").read_text()
-    write_keys(kv, {"another": entry_of_tenant(both, "another")})
+    write_keys_text(kv, json.dumps({"version": 1, "tenants": {"another": json.loads(both)["tenants"]["another"]}}))
     opened(kv, tenant="another").close()
     write_keys_text(kv, both)
     result = checked(kv)
     assert result.is_well and result.index is IndexState.GOOD and result.totals()["good"] == 48
     assert keys != (kv / "keys").read_bytes() and found_by_a_store(kv) == ALL
-
-
-def entry_of_tenant(text: str, name: str) -> Any:
-    return json.loads(text)["tenants"][name]
-
-
-def write_keys(kv: Path, tenants: dict[str, Any]) -> None:
-    write_keys_text(kv, json.dumps({"version": 1, "tenants": tenants}))
 
 
 def write_keys_text(kv: Path, text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,7 +18,6 @@ from programs import PATHS, run_python
 from recorded import made_of
 from tiering.policies.adaptive import Adaptive
 from tiering.policies.lru import LeafFirstLru
-from tiering.policies.policy import PolicyMaker
 from workbench import MODEL, open_at, random_pages, small_layout
 
 SEED = 11
@@ -40,7 +38,10 @@ def test_a_replay_tells_what_the_store_does(name: str, tmp_path: Path) -> None:
     """The same prompts through a store with leases, puts and real pages, and through its tables alone."""
     print("seed", SEED)
     maker = kvstore.policy_named(name) if name in POLICIES else by_worth
-    seeded = partial(_seeded, maker)
+
+    def seeded(names: Any, seed: int) -> Any:
+        return maker(names, SEED)
+
     asked = prompts(Random(SEED), 400)
     hits = []
     with open_at(tmp_path, dram="1MiB", extent="1MiB", dram_policy=seeded) as store:
@@ -58,10 +59,6 @@ def test_a_replay_tells_what_the_store_does(name: str, tmp_path: Path) -> None:
     replay = build_replay(seeded, room)
     assert replay.run(made_of(*asked)).dram_hits.tolist() == hits
     replay.check()
-
-
-def _seeded(maker: PolicyMaker, names: Any, seed: int) -> Any:
-    return maker(names, SEED)
 
 
 def test_names_make_policies() -> None:
