@@ -253,11 +253,7 @@ def hand_over(runs: Sequence[CourierRun], table: AliveTable, ways: PeerWays) -> 
 
 
 def _offered(
-    space: CourierSpace,
-    keys: Sequence[bytes],
-    nodes: Sequence[NodeEntry],
-    ways: PeerWays,
-    ends_at: float,
+    space: CourierSpace, keys: Sequence[bytes], nodes: Sequence[NodeEntry], ways: PeerWays, ends_at: float
 ) -> int:
     head = keys[:CHUNK_BLOCKS][-1]
     fit = [one for one in nodes if space.run.fingerprint in one.fingerprints]

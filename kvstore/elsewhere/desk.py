@@ -30,14 +30,7 @@ from kvstore.core.rows.index import RowState, TierRuns
 from kvstore.core.shared import Fetched
 from kvstore.core.store import Store
 from kvstore.elsewhere.adoption import AdoptFault, HeaderRefused, WantedFrame, digests_of
-from kvstore.elsewhere.questions import (
-    FETCHED_TIERS,
-    NO_COURIER,
-    UNREACHABLE,
-    OpenQuestion,
-    TenantQuestions,
-    last_of,
-)
+from kvstore.elsewhere.questions import FETCHED_TIERS, NO_COURIER, UNREACHABLE, OpenQuestion, TenantQuestions, last_of
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import courier as c
 from kvstore.protocol import messages as m
