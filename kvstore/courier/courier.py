@@ -81,7 +81,6 @@ MOST_PINNED_BYTES = 512 << 20
 """By all offers together; a single larger one is allowed."""
 LONGEST_WAIT_SECONDS = 2.0
 """For promotions from slower tiers."""
-BUSY, KEY_MISMATCH, ABSENT = str(MissReason.BUSY), str(MissReason.KEY_MISMATCH), str(MissReason.ABSENT)
 
 _log = logging.getLogger(__name__)
 
@@ -408,33 +407,25 @@ class PeerHolder:
 
     def Has(self, request: peer_pb2.HasRequest, call: AskedBy) -> peer_pb2.HasResponse:
         """How many of these blocks are here."""
-        found = self._asked(request, call, HAS)
-        if isinstance(found, str):
-            return peer_pb2.HasResponse(reason=found)
-        space, terms = found
         try:
+            space, terms = self._asked(request, call, HAS)
             blocks = space.match(terms.keys)
         except Unavailable as away:
             return peer_pb2.HasResponse(reason=str(away.reason))
-        return peer_pb2.HasResponse(blocks=blocks, reason="" if blocks else ABSENT)
+        return peer_pb2.HasResponse(blocks=blocks, reason="" if blocks else str(MissReason.ABSENT))
 
     def OpenPull(self, request: peer_pb2.OpenPullRequest, call: AskedBy) -> peer_pb2.OpenPullResponse:
         """Pin blocks, and answer where to pull them from."""
-        found = self._asked(request, call, PULL)
-        if isinstance(found, str):
-            return peer_pb2.OpenPullResponse(reason=found)
-        space, terms = found
-        door = next((self._doors[one] for one in request.transports if one in self._doors), None)
-        if door is None:
-            return peer_pb2.OpenPullResponse(reason=str(MissReason.UNSUPPORTED))
-        with self._lock:
-            is_busy = sum(self._pulls.values()) >= MOST_PULLS or self._pulls[terms.asking] >= MOST_PULLS_OF_NODE
-            if not is_busy:
-                self._pulls[terms.asking] += 1
-        if is_busy:
-            return peer_pb2.OpenPullResponse(reason=BUSY)
         _, seconds_left = call
         try:
+            space, terms = self._asked(request, call, PULL)
+            door = next((self._doors[one] for one in request.transports if one in self._doors), None)
+            if door is None:
+                raise Unavailable(MissReason.UNSUPPORTED, "no transport of both")
+            with self._lock:
+                if sum(self._pulls.values()) >= MOST_PULLS or self._pulls[terms.asking] >= MOST_PULLS_OF_NODE:
+                    raise Unavailable(MissReason.BUSY, "too many pulls")
+                self._pulls[terms.asking] += 1
             with ExitStack() as undo:
                 undo.callback(self._ended, terms.asking)
                 wait = min(request.wait_ms / 1000, seconds_left(), LONGEST_WAIT_SECONDS)
@@ -442,7 +433,7 @@ class PeerHolder:
         except Unavailable as away:
             return peer_pb2.OpenPullResponse(reason=str(away.reason))
         except PullBusy:
-            return peer_pb2.OpenPullResponse(reason=BUSY)
+            return peer_pb2.OpenPullResponse(reason=str(MissReason.BUSY))
 
     def Offer(self, request: peer_pb2.OfferRequest, call: AskedBy) -> peer_pb2.OfferResponse:
         """Pull what a leaving node has, one offer at a time, as far as there is room without waiting for it."""
@@ -450,18 +441,17 @@ class PeerHolder:
             raise BadInput(
                 f"an offer that begins late or is too long; offer the first {MOST_OFFERED_BLOCKS} blocks at most"
             )
-        found = self._asked(request, call, OFFER)
-        if isinstance(found, str):
-            return peer_pb2.OfferResponse(reason=found)
-        if not self._taking.acquire(blocking=False):
-            return peer_pb2.OfferResponse(reason=BUSY)
+        _, seconds_left = call
         try:
-            _, seconds_left = call
-            blocks, reason = self._courier.take_offer(*found, min(seconds_left(), LEAVING_SECONDS))
+            space, terms = self._asked(request, call, OFFER)
+            if not self._taking.acquire(blocking=False):
+                raise Unavailable(MissReason.BUSY, "another offer is taken")
+            try:
+                blocks, reason = self._courier.take_offer(space, terms, min(seconds_left(), LEAVING_SECONDS))
+            finally:
+                self._taking.release()
         except Unavailable as away:
             return peer_pb2.OfferResponse(reason=str(away.reason))
-        finally:
-            self._taking.release()
         return peer_pb2.OfferResponse(blocks=blocks, reason=str(reason or ""))
 
     def _opened(
@@ -471,16 +461,16 @@ class PeerHolder:
         most = max(1, min(len(terms.keys), MOST_PULL_BLOCKS, MOST_PULL_BYTES // space.block_bytes))
         reply = space.lease(terms.keys[:most], max(0.0, wait))
         if not reply.lease:
-            return peer_pb2.OpenPullResponse(reason=str(reply.reason or MissReason.ABSENT))
+            raise Unavailable(reply.reason or MissReason.ABSENT, "nothing is leased")
         undo.callback(space.run.release, reply.lease)
         columns = space.run.frames(reply.places, writable=False)
         blocks = min(map(len, columns))
         if not blocks:
-            return peer_pb2.OpenPullResponse(reason=str(MissReason.UNREACHABLE))
+            raise Unavailable(MissReason.UNREACHABLE, "the memory of a lease is not there")
         spans = [column[block] for block in range(blocks) for column in columns]
         size = sum(span.nbytes for span in spans)
         if not self._pins(size):
-            return peer_pb2.OpenPullResponse(reason=BUSY)
+            raise PullBusy("as much is pinned as may be")
         undo.callback(self._pins, -size)
         frames_sent = counted_from(1)
 
@@ -525,7 +515,8 @@ class PeerHolder:
         request: peer_pb2.HasRequest | peer_pb2.OpenPullRequest | peer_pb2.OfferRequest,
         call: AskedBy,
         what: bytes,
-    ) -> tuple[CourierSpace, PullTerms] | str:
+    ) -> tuple[CourierSpace, PullTerms]:
+        """Whose blocks, and which. Raises `Unavailable` where the answer is a reason alone, and `BadInput`."""
         joined = request.keys  # read once: each access to a message's field copies it
         if len(joined) % KEY_BYTES:
             raise BadInput(f"keys of {len(joined)} bytes; give {KEY_BYTES} for each block")
@@ -534,13 +525,13 @@ class PeerHolder:
             raise BadInput("the node of the message is another one than that of the caller's certificate")
         run = next((one for one in self._courier.runs() if one.fingerprint == request.fingerprint), None)
         if run is None:
-            return KEY_MISMATCH
+            raise Unavailable(MissReason.KEY_MISMATCH, "no tenant has these keys")
         if self.is_leaving:
-            return BUSY
+            raise Unavailable(MissReason.BUSY, "this node leaves")
         space = run.by_id.get(request.namespace)
         known = space or next(iter(run.by_id.values()), None)
         if known is None:
-            return ABSENT
+            raise Unavailable(MissReason.ABSENT, "no namespace is known")
         keys = [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
         terms = PullTerms(request.nonce, request.node, run.node, request.namespace, request.first_block, keys)
         try:
@@ -549,8 +540,10 @@ class PeerHolder:
             raise BadInput(str(error)) from None
         if not hmac.compare_digest(right, request.mac):
             self._courier.parts.figures.refused("a caller", "mac")
-            return KEY_MISMATCH
-        return (space, terms) if space is not None else ABSENT
+            raise Unavailable(MissReason.KEY_MISMATCH, "another key of the tenant")
+        if space is None:
+            raise Unavailable(MissReason.ABSENT, "this namespace is not known")
+        return space, terms
 
 
 class Courier:

@@ -73,19 +73,16 @@ class GrpcPeers:
         self._lock = threading.Lock()
         self._channels: OrderedDict[Dialled, tuple[Any, Any, PeerStub]] = OrderedDict()
 
-    def who_are_you(
-        self, peer: Dialled, request: peer_pb2.WhoAreYouRequest, seconds: float
-    ) -> peer_pb2.WhoAreYouResponse:
-        answer: peer_pb2.WhoAreYouResponse = self._asked("WhoAreYou", peer, request, seconds)
-        return answer
-
-    def open_pull(self, peer: Dialled, request: peer_pb2.OpenPullRequest, seconds: float) -> peer_pb2.OpenPullResponse:
-        answer: peer_pb2.OpenPullResponse = self._asked("OpenPull", peer, request, seconds)
-        return answer
-
-    def offer(self, peer: Dialled, request: peer_pb2.OfferRequest, seconds: float) -> peer_pb2.OfferResponse:
-        answer: peer_pb2.OfferResponse = self._asked("Offer", peer, request, seconds)
-        return answer
+    def ask(self, verb: str, peer: Dialled, request: Any, seconds: float) -> Any:
+        """The answer of one node to any verb of the service but `Has`."""
+        try:
+            return getattr(self._stub(peer), verb)(request, timeout=seconds)
+        except grpc.RpcError as error:
+            code, details = error.code(), " ".join((error.details() or "").split())[:200]
+            is_late = code is grpc.StatusCode.DEADLINE_EXCEEDED
+            raise PeerAway(f"{code.name.lower()}: {details}", is_late=is_late) from None
+        except ValueError as error:  # its channel was closed meanwhile
+            raise PeerAway(str(error)) from None
 
     def has(self, asked: Sequence[tuple[Dialled, peer_pb2.HasRequest]], seconds: float) -> Answers:
         """Ask all nodes at once, each for that long."""
@@ -101,16 +98,6 @@ class GrpcPeers:
             return [self._taken(call, ends_at) if call is not None else None for call in calls]
 
         return answers
-
-    def _asked(self, verb: str, peer: Dialled, request: Any, seconds: float) -> Any:
-        try:
-            return getattr(self._stub(peer), verb)(request, timeout=seconds)
-        except grpc.RpcError as error:
-            code, details = error.code(), " ".join((error.details() or "").split())[:200]
-            is_late = code is grpc.StatusCode.DEADLINE_EXCEEDED
-            raise PeerAway(f"{code.name.lower()}: {details}", is_late=is_late) from None
-        except ValueError as error:  # its channel was closed meanwhile
-            raise PeerAway(str(error)) from None
 
     def _taken(self, call: Any, ends_at: float) -> peer_pb2.HasResponse | None:
         answer: peer_pb2.HasResponse | None = None

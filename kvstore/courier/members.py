@@ -77,10 +77,10 @@ class NamedPeers:
         """The node at an address; if nodes have certificates, its certificate must have the same id. None for this
         node."""
         request = peer_pb2.WhoAreYouRequest(node=self._here.node)
-        first = self._calls.who_are_you(Dialled(address, b""), request, ANSWER_SECONDS)
+        first: peer_pb2.WhoAreYouResponse = self._calls.ask("WhoAreYou", Dialled(address, b""), request, ANSWER_SECONDS)
         if first.node == self._here.node:
             return None
-        found = self._calls.who_are_you(Dialled(address, first.node), request, ANSWER_SECONDS)
+        found = self._calls.ask("WhoAreYou", Dialled(address, first.node), request, ANSWER_SECONDS)
         return entry_of(found, address)
 
 

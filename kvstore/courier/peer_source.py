@@ -188,7 +188,9 @@ class PeerSource(Source):
         left, names = stops.ends_at - now, ways.usable.names(entry.node, now)
         wait = max(0.0, min(left / 2, BRING_UP_SECONDS))
         request = peer_pb2.OpenPullRequest(**fields, wait_ms=int(1000 * wait), transports=names)
-        answer = ways.calls.open_pull(Dialled(entry.address, entry.node), request, min(left, wait + OPEN_SECONDS))
+        left = min(left, wait + OPEN_SECONDS)
+        answer: peer_pb2.OpenPullResponse
+        answer = ways.calls.ask("OpenPull", Dialled(entry.address, entry.node), request, left)
         if not answer.token:
             return self._not_offered(answer.reason, space.run)
         offer = PullOffer(
@@ -251,11 +253,7 @@ def hand_over(runs: Sequence[CourierRun], table: AliveTable, ways: PeerWays) -> 
 
 
 def _offered(
-    space: CourierSpace,
-    keys: Sequence[bytes],
-    nodes: Sequence[NodeEntry],
-    ways: PeerWays,
-    ends_at: float,
+    space: CourierSpace, keys: Sequence[bytes], nodes: Sequence[NodeEntry], ways: PeerWays, ends_at: float
 ) -> int:
     head = keys[:CHUNK_BLOCKS][-1]
     fit = [one for one in nodes if space.run.fingerprint in one.fingerprints]
@@ -266,7 +264,7 @@ def _offered(
         _, fields = ways.signed(OFFER, space, entry, keys)
         with suppress(PeerAway):  # an earlier version knows no offers
             request = peer_pb2.OfferRequest(**fields)
-            answer = ways.calls.offer(Dialled(entry.address, entry.node), request, left)
+            answer: peer_pb2.OfferResponse = ways.calls.ask("Offer", Dialled(entry.address, entry.node), request, left)
             if answer.blocks:
                 return min(answer.blocks, len(keys))
     return 0

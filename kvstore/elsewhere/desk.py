@@ -30,14 +30,7 @@ from kvstore.core.rows.index import RowState, TierRuns
 from kvstore.core.shared import Fetched
 from kvstore.core.store import Store
 from kvstore.elsewhere.adoption import AdoptFault, HeaderRefused, WantedFrame, digests_of
-from kvstore.elsewhere.questions import (
-    FETCHED_TIERS,
-    NO_COURIER,
-    UNREACHABLE,
-    OpenQuestion,
-    TenantQuestions,
-    last_of,
-)
+from kvstore.elsewhere.questions import FETCHED_TIERS, NO_COURIER, UNREACHABLE, OpenQuestion, TenantQuestions, last_of
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import courier as c
 from kvstore.protocol import messages as m
@@ -190,7 +183,6 @@ class CourierDesk(Parking):
 
     def _questions(self, caller: ClientState, verb: m.Questions) -> m.Answer:
         self._sessions.asked(caller)  # first: questions from here on notify it again
-        verb = _cleaned(verb)
         if verb.told is not None:
             self.told.tell(caller, verb.told)
         ended = []
@@ -200,7 +192,7 @@ class CourierDesk(Parking):
                 return c.QuestionsReply()
             tenant = caller.keys.tenant
             book = self._books.setdefault(tenant, TenantQuestions(self._numbers[tenant]))
-            for answer in verb.answers:
+            for answer in _cleaned(verb.answers):
                 one = book.answered(caller, answer)
                 if one is not None and not self._is_located(book, one):
                     ended.append(one)
@@ -705,6 +697,7 @@ class FiguresTold:
                 return
             if before is None and len(self._told) >= MOST_COURIERS:
                 del self._told[min(self._told, key=lambda one: self._told[one][0])]
+            figures = _cleaned(figures)
             sources = [replace(one, gbps=_number(one.gbps), p99_ms=_number(one.p99_ms)) for one in figures.sources]
             self._told[token] = now, caller, replace(figures, sources=sources)
 

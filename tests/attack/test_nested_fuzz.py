@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from torture.nested import TARGETS, nested
+from torture.nested import TARGETS, nested, outcome
 from torture.nested_disk import CHANGES, directories
 from torture.nested_door import clients, door
 
@@ -48,4 +48,4 @@ def test_a_directory_with_odd_contents_is_opened_or_refused() -> None:
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_case_is_the_same_when_it_is_repeated(name: str) -> None:
     for number in range(5):
-        assert TARGETS[name].run(Random(f"{SEED} {number}")) == TARGETS[name].run(Random(f"{SEED} {number}"))
+        assert outcome(name, Random(f"{SEED} {number}")) == outcome(name, Random(f"{SEED} {number}"))

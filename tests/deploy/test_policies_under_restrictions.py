@@ -47,11 +47,7 @@ def denied() -> Callable[[], None]:
 
 
 def served(
-    directory: Path,
-    config: str,
-    under: Sequence[str] = (),
-    environment: dict[str, str] | None = None,
-    **options: Any,
+    directory: Path, config: str, under: Sequence[str] = (), environment: dict[str, str] | None = None, **options: Any
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Facts of a sidecar that a block went through, and its log."""
     (directory / "c.toml").write_text(config)

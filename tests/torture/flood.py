@@ -38,11 +38,7 @@ CGROUPS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgr
 
 
 def flood(
-    seconds: float,
-    seed: int,
-    kinds: Sequence[str] = (),
-    report: Report = quiet,
-    most_ms: float = QUEUE_WAIT_MS,
+    seconds: float, seed: int, kinds: Sequence[str] = (), report: Report = quiet, most_ms: float = QUEUE_WAIT_MS
 ) -> dict[str, float | str]:
     """So many seconds of these kinds of floods together, of all if none is named; what the others waited for, in
     milliseconds. most_ms: of their wait in the sidecar's queue, at p99, where nothing else has the cores."""

@@ -395,6 +395,14 @@ TARGETS: dict[str, tuple[Callable[[Random], str], float]] = {
 """Each with its share of all cases."""
 
 
+def outcome(name: str, random: Random) -> str:
+    """Of one case: taken, or refused."""
+    try:
+        return TARGETS[name][0](random)
+    except Refused:
+        return "refused"
+
+
 def nested(count: int, seed: int, report: Report = quiet) -> dict[str, int]:
     """That many cases in this process; how many were taken and refused, by target."""
     counts: Counter[str] = Counter()
@@ -404,9 +412,7 @@ def nested(count: int, seed: int, report: Report = quiet) -> dict[str, int]:
         random = Random(f"{seed} {number}")  # each case can be repeated alone
         name = random.choices(names, shares)[0]
         try:
-            counts[f"{name} {TARGETS[name][0](random)}"] += 1
-        except Refused:
-            counts[f"{name} refused"] += 1
+            counts[f"{name} {outcome(name, random)}"] += 1
         except Exception as error:
             raise AssertionError(
                 f"seed {seed}, case {number}, {name}: {type(error).__name__}: {error!s:.300}"
