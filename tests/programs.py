@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,3 +28,31 @@ def start_python(program: str, *arguments: object) -> subprocess.Popen[str]:
     """One that is told by its standard input when it may end."""
     command, env = [sys.executable, "-c", program, *map(str, arguments)], {**os.environ, **PATHS}
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+
+
+KVSTORE = (sys.executable, "-m", "kvstore")
+
+
+@contextmanager
+def serving_program(
+    command: Sequence[str], env: Mapping[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], Any]]:
+    """One that serves until it is killed, and what it printed, as JSON, once it did."""
+    environment = env if env is not None else {**os.environ, **PATHS}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        yield process, json.loads(line)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def refused_start(*words: str, env: Mapping[str, str] | None = None) -> str:
+    """The line with which kvstore does not begin."""
+    environment = env if env is not None else {**os.environ, **PATHS}
+    done = subprocess.run([*KVSTORE, *words], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout, done.stderr
+    return done.stderr

@@ -82,10 +82,9 @@ def routes() -> Iterator[str]:
 def console_fields() -> Iterator[str]:
     """Routes and fields of a running console's own document, with an operator's actions."""
     with TemporaryDirectory() as folder, Sidecar(Path(folder)) as sidecar:
-        (Path(folder) / "token").write_text(TOKEN)
         flags = ["--operator", str(sidecar.admin_path), "--audit-file", str(Path(folder) / "audit")]
-        with console(sidecar.observe_path, "--token-file", str(Path(folder) / "token"), *flags) as shown:
-            document = shown.ask("/openapi.json", Authorization=f"Bearer {TOKEN}").json
+        with console(sidecar.observe_path, *flags, tokens=TOKEN) as shown:
+            document = shown.ask("/openapi.json").json
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             yield f"route console {method} {path}"

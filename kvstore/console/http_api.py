@@ -12,6 +12,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -224,8 +225,9 @@ class ConsoleApp:
         await asked.send({"type": "http.response.start", "status": 200, "headers": headers})
 
         async def tell() -> None:
-            async for message in self._hub.listen():
-                await asked.send({"type": "http.response.body", "body": message, "more_body": True})
+            async with aclosing(self._hub.listen()) as messages:
+                async for message in messages:
+                    await asked.send({"type": "http.response.body", "body": message, "more_body": True})
             await asked.send({"type": "http.response.body"})
 
         async def leave() -> None:

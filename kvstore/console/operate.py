@@ -71,15 +71,10 @@ class PurgeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     confirm: Name
 
 
-class WarmOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of `/api/operator/warm`. prompts: JSON lines, as `kvstore warm` reads them; confirm: the namespace's id
-    again."""
+class WarmOrder(DropOrder, frozen=True):
+    """Body of `/api/operator/warm`, likewise. prompts: JSON lines, as `kvstore warm` reads them."""
 
     summary: ClassVar[str] = "Warm prefixes"
-    ticket: Ticket
-    tenant: Name
-    namespace: Digits
-    confirm: Name
     prompts: Annotated[str, Meta(min_length=1)]
 
 
@@ -142,7 +137,7 @@ class OperatorActions:
             self._acting.release()
 
     def _act(self, order: Order, who: str) -> ActionAnswer:
-        what = next(name for name, kind in ORDERS.items() if isinstance(order, kind))
+        what = next(name for name, kind in ORDERS.items() if type(order) is kind)
         namespace = "" if isinstance(order, PurgeOrder) else order.namespace
         entry = AuditEntry(
             self._new_token(8).hex(), self._clock.wall_seconds(), who, what, printable(order.tenant), namespace

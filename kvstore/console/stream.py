@@ -6,7 +6,7 @@ A slow page skips messages and gets the newest when it next reads; each message 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 MOST_STREAMS = 16
 COMMENT_SECONDS = 15.0
@@ -41,7 +41,7 @@ class Broadcast:
     def is_full(self) -> bool:
         return self.streams >= MOST_STREAMS
 
-    async def listen(self) -> AsyncIterator[bytes]:
+    async def listen(self) -> AsyncGenerator[bytes, None]:
         """Messages until the page goes away. Check `is_full` first."""
         self.streams += 1
         try:

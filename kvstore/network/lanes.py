@@ -101,7 +101,7 @@ class AtOnce(ThreadPoolExecutor):
 
 
 class Delayed:
-    """Runs work a little later, in order, spread over time. Thread-safe."""
+    """Runs work a little later, in order, spread over time. One thread hands it work."""
 
     def __init__(self, seconds: float, most: int, clock: Clock) -> None:
         """most: waiting work; beyond it, work runs at once."""
@@ -111,7 +111,7 @@ class Delayed:
         self._ends = threading.Event()
 
     def do(self, work: Callable[[], object]) -> None:
-        """work: must not raise. Called by one thread at a time."""
+        """work: must not raise."""
         at = max(self._clock.monotonic_seconds() + self._seconds, self._last + DELAYED_APART_SECONDS)
         if self._lane.submit(lambda: self._run(at, work)) is None:
             work()

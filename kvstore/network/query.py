@@ -36,11 +36,10 @@ from kvstore.listeners.http_server import (
     introduce,
     whole_body,
 )
-from kvstore.network.answers import check_blocks, hashed
 from kvstore.network.credentials import Rotated, caller_of_uris
 from kvstore.network.lanes import CallerLanes
 from kvstore.network.links import CallTime, OpenSpace, SidecarBusy, TenantLink
-from kvstore.network.services import DoorCall, Scored, Scorer, spaces_of_model
+from kvstore.network.services import DoorCall, Scored, Scorer, check_blocks, hashed, spaces_of_model
 from tiering.frame import KEY_BYTES
 
 MOST_BODY_BYTES = 4 << 20

@@ -16,6 +16,8 @@ from typing import Any
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars --no-first-run".split()
 READY = "document.body && document.body.dataset.ready === '1'"
+LEFT = "Inspected target navigated or closed"
+"""What is asked of a page that is being left has no value."""
 PIECES = (
     "Object.fromEntries([...document.querySelectorAll('[data-piece]')]"
     ".map(one => [one.dataset.piece, Number(one.dataset.tokens)]))"
@@ -68,6 +70,8 @@ class Browser:
         while True:
             answer = self._next(30)
             if answer.get("id") == self._number:
+                if answer.get("error", {}).get("message") == LEFT:
+                    return {"result": {}}
                 assert "error" not in answer, answer
                 return answer["result"]
 
@@ -106,6 +110,14 @@ class Browser:
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)
         self.until(f"location.href.startsWith({json.dumps(url)}) && {READY}")
+
+    def log_in(self, url: str, token: str, then: str = f"location.pathname !== '/login' && {READY}") -> None:
+        """By the form, which a page leads to."""
+        self.call("Page.navigate", url=url)
+        self.until("location.pathname === '/login' && document.getElementById('token')")
+        self.value(f"document.getElementById('token').value = '{token}'; document.forms[0].submit()")
+        self.until(then)
+        self.logged.clear()  # of the form: that it has no field for a user's name
 
     def until(self, expression: str, seconds: float = 30) -> None:
         deadline = time.monotonic() + seconds

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from email.message import Message
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+from programs import PATHS, serving_program
 from service.sidecar import Sidecar
-from service.test_serve import PATHS
+from tiering.nvme.lmdb_index import LmdbMaker
 from waiting import wait_until
 from workbench import MODEL, blank_pages, ids, random_pages, small_layout
 
@@ -68,12 +70,16 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 @dataclass
 class RunningConsole:
+    """token: with which it is asked, where a test gives no other credential."""
+
     url: str
-    pid: int
     process: subprocess.Popen[str]
+    token: str = ""
 
     def ask(self, path: str, method: str = "GET", data: bytes | None = None, **headers: str) -> Answered:
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        named = {name.replace("_", "-").lower(): value for name, value in headers.items()}
+        if self.token and not named.keys() & {"authorization", "cookie"}:
+            named["authorization"] = f"Bearer {self.token}"
         request = urllib.request.Request(self.url.rstrip("/") + path, data, named, method=method)
         try:
             with urllib.request.build_opener(_NoRedirect).open(request, timeout=20) as answer:
@@ -81,11 +87,26 @@ class RunningConsole:
         except urllib.error.HTTPError as answer:
             return Answered(answer.code, answer.headers, answer.read())
 
-    def until(self, path: str, holds: Any, **headers: str) -> Any:
+    def ticket(self) -> str:
+        return str(self.ask("/api/operator").json["ticket"])
+
+    def act(self, what: str, order: dict[str, Any], **headers: str) -> Answered:
+        """Have the operator's action done. order: without a ticket, one is taken."""
+        sent = json.dumps(order if "ticket" in order else {**order, "ticket": self.ticket()}).encode()
+        return self.ask(f"/api/operator/{what}", "POST", sent, **{"content_type": "application/json", **headers})
+
+    def log_in(self, token: str) -> str:
+        """The cookie of a form's login."""
+        origin = self.url.rstrip("/")
+        answer = self.ask("/login", "POST", f"token={quote(token)}".encode(), Origin=origin)
+        assert answer.status == 303
+        return str(answer.headers["set-cookie"]).partition(";")[0]
+
+    def until(self, path: str, holds: Any) -> Any:
         answers: list[Answered] = []
 
         def is_there() -> bool:
-            answers.append(self.ask(path, **headers))
+            answers.append(self.ask(path))
             return answers[-1].status == 200 and bool(holds(answers[-1].json))
 
         wait_until(is_there)
@@ -94,29 +115,28 @@ class RunningConsole:
 
 @contextmanager
 def console(
-    socket: Path, *flags: str, listen: str = "127.0.0.1:0", python: str = sys.executable
+    socket: Path, *flags: str, tokens: str = "", listen: str = "127.0.0.1:0", python: str = sys.executable
 ) -> Iterator[RunningConsole]:
-    command = [
-        python,
-        "-m",
-        "kvstore",
-        "console",
-        "--json",
-        "--socket",
-        str(socket),
-        "--listen",
-        listen,
-        *flags,
-    ]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={"PATH": "/usr/bin:/bin", **PATHS}
-    )
-    try:
-        assert process.stdout is not None and process.stderr is not None
-        line = process.stdout.readline()
-        assert line, process.stderr.read()
-        said = json.loads(line)
-        yield RunningConsole(said["console"], said["pid"], process)
-    finally:
-        process.kill()
-        process.communicate()
+    """tokens: of a file that it is given beside the socket; it is asked with the first."""
+    if tokens:
+        file = socket.with_name("console-tokens")
+        file.write_text(tokens)
+        flags = (*flags, "--token-file", str(file))
+    command = [python, "-m", "kvstore", "console", "--json", "--socket", str(socket), "--listen", listen, *flags]
+    with serving_program(command, {"PATH": "/usr/bin:/bin", **PATHS}) as (process, said):
+        yield RunningConsole(said["console"], process, tokens.partition("\n")[0])
+
+
+@contextmanager
+def busy_console(
+    directory: Path, *flags: str, prompts: int = 60, tokens: str = "", **options: Any
+) -> Iterator[tuple[Sidecar, RunningConsole]]:
+    """A sidecar that served traffic, and a console that has seen all of it."""
+    with Sidecar(directory, **{"dram": "2MiB", "nvme": "4MiB", "indexes": LmdbMaker, **options}) as sidecar:
+        assert sidecar.store.warmed(20)
+        with console(sidecar.observe_path, *flags, tokens=tokens) as shown:
+            shown.until("/api/status", lambda one: one["looked"] is not None)
+            serve_traffic(sidecar, prompts)
+            asked = sidecar.admin.facts().looked.asked_tokens
+            shown.until("/api/series?window=15m", lambda one: one["sums"].get("asked") == asked)
+            yield sidecar, shown

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from console.running import RunningConsole, console, serve_traffic
+from console.running import RunningConsole, busy_console, console, serve_traffic
 from kvstore.cli import ask
 from kvstore.console.api import ASK_EVERY_SECONDS, ConsoleApi, NoQuery, RequestQuery
 from kvstore.console.rings import WINDOWS
@@ -23,69 +23,29 @@ from kvstore.console.stream import MOST_STREAMS
 from kvstore.edge.watch import StatusWatch
 from kvstore.node import SystemClock
 from kvstore.protocol.told import RequestTold, SavingsTold
+from programs import PATHS, refused_start
 from service.sidecar import Sidecar
-from service.test_serve import PATHS
-from tiering.nvme.lmdb_index import LmdbMaker
 from waiting import wait_until
-from workbench import MODEL, ids, small_layout
+from workbench import MODEL, FakeClock, ids, small_layout
 
 CLOCK = SystemClock()
-
-
-class StandingClock(SystemClock):
-    """Time that passes while somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.slept: list[float] = []
-
-    def monotonic_seconds(self) -> float:  # type: ignore[override]
-        return self.now
-
-    def sleep(self, seconds: float) -> None:  # type: ignore[override]
-        self.slept.append(seconds)
-        self.now += seconds
-
-
 TOKEN = "correct-horse-battery"
-READS = tuple(
-    f"/api/{one}"
-    for one in (
-        "status",
-        "stat",
-        "series",
-        "misses",
-        "prefixes",
-        "tenants",
-        "namespaces",
-        "engines",
-        "elsewhere",
-        "whatif",
-        "request?id=unknown",
-        "models",
-        "plan",
-        "events",
-    )
+_WITHOUT_PARAMETERS = (
+    "status stat series misses prefixes tenants namespaces engines elsewhere whatif models plan events"
 )
+READS = tuple(f"/api/{one}" for one in (*_WITHOUT_PARAMETERS.split(), "request?id=unknown"))
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Sidecar, RunningConsole]]:
-    directory = tmp_path_factory.mktemp("served")
-    with Sidecar(directory, dram="2MiB", nvme="4MiB", indexes=LmdbMaker) as sidecar:
-        assert sidecar.store.warmed(20)
-        with console(sidecar.observe_path) as shown:
-            shown.until("/api/status", lambda one: one["looked"] is not None)
-            serve_traffic(sidecar)
-            asked = sidecar.admin.facts().looked.asked_tokens
-            shown.until("/api/series?window=15m", lambda one: one["sums"].get("asked") == asked)
-            yield sidecar, shown
+    with busy_console(tmp_path_factory.mktemp("served")) as served:
+        yield served
 
 
 @pytest.fixture
 def locked(tmp_path: Path) -> Iterator[RunningConsole]:
-    (tmp_path / "token").write_text(f"{TOKEN}\n")
-    with Sidecar(tmp_path) as sidecar, console(sidecar.observe_path, "--token-file", str(tmp_path / "token")) as shown:
+    with Sidecar(tmp_path) as sidecar, console(sidecar.observe_path, tokens=f"{TOKEN}\n") as shown:
+        shown.token = ""
         yield shown
 
 
@@ -248,6 +208,7 @@ def test_every_answer_has_its_headers(served: tuple[Sidecar, RunningConsole]) ->
         "/api/series?window=1y",
         "/api/series?window=",
         "/api/misses?window=1h%00",
+        "/api/misses?window=1h%0A",
         "/api/namespaces?first=-1",
         "/api/namespaces?first=9999999999999999999999",
         "/api/namespaces?first=x",
@@ -341,14 +302,7 @@ def test_what_is_wrong_at_the_start_is_one_line(tmp_path: Path, flags: list[str]
     (tmp_path / "TOKEN").write_text(TOKEN)
     (tmp_path / "EMPTY").write_text("\n")
     given = [str(tmp_path / one) if one in ("TOKEN", "EMPTY") else one for one in flags]
-    done = subprocess.run(
-        [sys.executable, "-m", "kvstore", "console", "--socket", "x.sock", *given],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, **PATHS},
-    )
-    assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    assert words in refused_start("console", "--socket", "x.sock", *given)
 
 
 # Beside a sidecar -----------------------------------------------------------------------------------------------------
@@ -363,7 +317,7 @@ def test_a_console_that_is_stopped_or_killed_changes_no_answer(tmp_path: Path) -
         for number in (signal.SIGSTOP, signal.SIGKILL):
             with console(sidecar.observe_path) as shown:
                 shown.until("/api/status", lambda one: one["contact"]["connected"])
-                os.kill(shown.pid, number)
+                os.kill(shown.process.pid, number)
                 assert handle.match(ids(640)).blocks == before == 10
                 facts = ask.stat(str(sidecar.admin_path), CLOCK)
                 assert facts.state == "ready" and facts.door.refused == facts.door.malformed == 0
@@ -399,10 +353,11 @@ def test_it_ends_soon_although_a_page_listens(served: tuple[Sidecar, RunningCons
 
 
 def test_readers_that_ask_without_end_ask_the_sidecar_now_and_then(tmp_path: Path) -> None:
-    clock = StandingClock()
+    clock = FakeClock()
+    began = clock.monotonic
     with Sidecar(tmp_path, dram="2MiB") as sidecar:
         api = ConsoleApi(StatusWatch(str(sidecar.observe_path), clock), "test", {})
         api.prefixes(NoQuery(), None)
         api.request(RequestQuery("a"), None)
         api.prefixes(NoQuery(), None)
-    assert clock.slept == pytest.approx([0.0, ASK_EVERY_SECONDS, ASK_EVERY_SECONDS])
+    assert clock.monotonic - began == pytest.approx(2 * ASK_EVERY_SECONDS)

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 
-from console.browser import CHROMIUM, Browser
-from console.running import LAYOUT, RunningConsole, console, serve_traffic
+from console.browser import CHROMIUM, PIECES, Browser
+from console.running import LAYOUT, RunningConsole, busy_console, console
 from elsewhere.courier import RawCourier
 from kvstore.block.account import MissReason
 from kvstore.console.http_api import HELP, PAGES
@@ -20,7 +20,6 @@ from kvstore.protocol import courier as c
 from kvstore.protocol.told import RequestTold
 from metrics.busy_sidecar import SOURCES, tell_sources
 from service.sidecar import Sidecar
-from tiering.nvme.lmdb_index import LmdbMaker
 from waiting import wait_until
 from workbench import MODEL, ids, random_pages
 
@@ -33,17 +32,8 @@ LOOKS = (("light", 1280, 900), ("dark", 1280, 900), ("light", 360, 740), ("dark"
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Sidecar, RunningConsole]]:
-    directory = tmp_path_factory.mktemp("served")
-    with Sidecar(directory, dram="2MiB", nvme="4MiB", indexes=LmdbMaker) as sidecar:
-        assert sidecar.store.warmed(20)
-        with console(sidecar.observe_path) as shown:
-            before = sidecar.admin.facts().looked.asked_tokens
-            shown.until("/api/status", lambda one: one["looked"] is not None)
-            assert before == 0
-            serve_traffic(sidecar)
-            asked = sidecar.admin.facts().looked.asked_tokens
-            shown.until("/api/series?window=15m", lambda one: one["sums"].get("asked") == asked)
-            yield sidecar, shown
+    with busy_console(tmp_path_factory.mktemp("served")) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +75,7 @@ def test_the_bar_has_the_tokens_of_the_api_and_the_sidecar(
     for window in ("run", "15m"):
         browser.open(f"{shown.url}?window={window}")
         browser.until("document.querySelector('[data-piece]')")
-        pieces = browser.value(
-            "Object.fromEntries([...document.querySelectorAll('[data-piece]')]"
-            ".map(one => [one.dataset.piece, Number(one.dataset.tokens)]))"
-        )
-        assert pieces == {**looked.hit_tokens, **looked.miss_tokens}, window
+        assert browser.value(PIECES) == {**looked.hit_tokens, **looked.miss_tokens}, window
         sentence = browser.value("document.getElementById('sentence').textContent")
         assert f"{looked.asked_tokens:,} prompt tokens" in sentence
         assert f"{sum(looked.hit_tokens.values()):,} did not have to be computed" in sentence
@@ -286,14 +272,9 @@ def test_where_no_sidecar_is_the_page_says_so(tmp_path: Path, browser: Browser) 
 
 
 def test_the_token_is_asked_for_in_a_form(tmp_path: Path, browser: Browser) -> None:
-    token = tmp_path / "token"
-    token.write_text("correct-horse-battery\n")
-    with Sidecar(tmp_path) as sidecar, console(sidecar.observe_path, "--token-file", str(token)) as shown:
-        browser.call("Page.navigate", url=shown.url)
-        browser.until("location.pathname === '/login' && document.getElementById('token')")
-        fill = "document.getElementById('token').value = '{}'; document.forms[0].submit()"
-        browser.value(fill.format("wrong-horse-battery"))
-        browser.until("document.body && document.body.textContent.includes('That is not the token')")
-        browser.value(fill.format("correct-horse-battery"))
-        browser.until("location.pathname === '/' && document.getElementById('health')")
+    token = "correct-horse-battery"
+    with Sidecar(tmp_path) as sidecar, console(sidecar.observe_path, tokens=token) as shown:
+        is_told = "document.body && document.body.textContent.includes('That is not the token')"
+        browser.log_in(shown.url, "wrong-horse-battery", then=is_told)
+        browser.log_in(shown.url, token)
         assert browser.value("document.cookie") == ""

@@ -14,9 +14,8 @@ from statistics import median
 import pytest
 
 from console.browser import CHROMIUM, Browser
-from console.running import RunningConsole, console, serve_traffic
+from console.running import RunningConsole, busy_console
 from kvstore.console.http_api import HELP, PAGES
-from service.sidecar import Sidecar
 from waiting import wait_until
 
 LOADS = 5
@@ -28,9 +27,7 @@ LOADED = "[...performance.getEntriesByType('navigation'), ...performance.getEntr
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningConsole]:
-    with Sidecar(tmp_path_factory.mktemp("served"), dram="2MiB") as sidecar, console(sidecar.observe_path) as shown:
-        serve_traffic(sidecar, 20)
-        shown.until("/api/status", lambda one: one["looked"] is not None)
+    with busy_console(tmp_path_factory.mktemp("served"), prompts=20, nvme=None) as (_, shown):
         yield shown
 
 
@@ -70,9 +67,9 @@ def test_four_pages_that_listen_take_less_than_a_hundredth_of_a_core(shown: Runn
             stack.callback(thread.join, 60)
         stack.callback(over.set)
         wait_until(lambda: min(heard) >= 3)
-        before, began, cpu = list(heard), time.monotonic(), cpu_seconds(shown.pid)
+        before, began, cpu = list(heard), time.monotonic(), cpu_seconds(shown.process.pid)
         time.sleep(VIEWED_SECONDS)  # what is measured is time
-        share = (cpu_seconds(shown.pid) - cpu) / (time.monotonic() - began)
+        share = (cpu_seconds(shown.process.pid) - cpu) / (time.monotonic() - began)
         events = sum(heard) - sum(before)
         print(f"\n{share:.2%} of a core with {VIEWERS} viewers, to whom {events} events came in {VIEWED_SECONDS:.0f} s")
         assert events >= VIEWERS and share < MOST_OF_A_CORE

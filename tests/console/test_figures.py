@@ -36,7 +36,7 @@ from kvstore.console.figures import (
 from kvstore.console.http_api import help_page
 from kvstore.console.reasons import FINE, reasons_of
 from kvstore.console.rings import MOST_SERIES, STEPS, WINDOWS, Rings, SidecarReading
-from kvstore.edge.tokens import Caller, Tokens, checked_token
+from kvstore.edge.tokens import Caller, Tokens
 from kvstore.status.tree import (
     DoorStatus,
     LookupCounts,
@@ -47,25 +47,10 @@ from kvstore.status.tree import (
     WhatIfStatus,
 )
 from tiering.tier import ScrubUsage
+from workbench import FakeClock
 
 NOW = 1_700_000_000.0
 TOKEN = "correct-horse-battery"
-
-
-class _Clock:
-    """`Clock`: time goes on when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic_seconds(self) -> float:
-        return self.now
-
-    def wall_seconds(self) -> float:
-        return NOW + self.now
-
-    def thread_seconds(self) -> float:
-        return 0.0
 
 
 def reading(at: float, asked: int, run: str = "a", began: float = NOW - 1000, **gauges: float) -> SidecarReading:
@@ -330,8 +315,8 @@ def test_spans_are_said_as_people_say_them() -> None:
 # Who may read ---------------------------------------------------------------------------------------------------------
 
 
-def guard(host: str = "127.0.0.1", token: str | None = None, clock: _Clock | None = None) -> Guard:
-    return Guard(host, tokens(token) if token is not None else None, clock or _Clock(), bytes)
+def guard(host: str = "127.0.0.1", token: str | None = None, clock: FakeClock | None = None) -> Guard:
+    return Guard(host, tokens(token) if token is not None else None, clock or FakeClock(), bytes)
 
 
 def tokens(*lines: str) -> Tokens:
@@ -373,14 +358,14 @@ def test_origins_are_compared_with_the_host_that_was_asked() -> None:
 
 
 def test_a_login_lasts_and_ends() -> None:
-    clock = _Clock()
+    clock = FakeClock()
     one = guard(token=TOKEN, clock=clock)
     assert not one.reader(None, None) and not one.reader("Bearer wrong-horse", None)
     assert one.reader(f"Bearer {TOKEN}", None) and not one.reader(f"Basic {TOKEN}", None)
     assert one.log_in("wrong") is None
     name = one.log_in(TOKEN)
     assert name is not None and one.reader(None, f"a=b; {COOKIE}={name}") and not one.reader(None, f"{COOKIE}=x")
-    clock.now += LOGIN_SECONDS + 1
+    clock.advance(LOGIN_SECONDS + 1)
     assert not one.reader(None, f"{COOKIE}={name}")
     name = one.log_in(TOKEN)
     one.log_out(f"{COOKIE}={name}")
@@ -397,17 +382,9 @@ def test_other_tokens_end_every_login() -> None:
 
 
 def test_who_tries_tokens_has_to_wait_and_who_has_one_has_not() -> None:
-    clock = _Clock()
+    clock = FakeClock()
     one = guard(token=TOKEN, clock=clock)
     assert [one.refused_for() for _ in range(MOST_FAILURES)] == [0.0] * MOST_FAILURES
     assert one.refused_for() == FAILURE_SECONDS and one.reader(f"Bearer {TOKEN}", None) == Caller()
-    clock.now += FAILURE_SECONDS + 1
+    clock.advance(FAILURE_SECONDS + 1)
     assert one.refused_for() == 0.0 and one.log_in(TOKEN) is not None
-
-
-@pytest.mark.parametrize("text", ["", "short", "two words of a long enough line", "x" * 5000, "tokén" * 5])
-def test_a_token_file_without_a_token_is_one_line_that_repeats_none_of_it(text: str) -> None:
-    with pytest.raises(BadInput) as refused:
-        checked_token(text, "some/file")
-    assert "some/file" in str(refused.value) and (not text or text not in str(refused.value))
-    assert checked_token(f"{TOKEN}\n", "some/file") == TOKEN

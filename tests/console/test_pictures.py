@@ -83,33 +83,26 @@ def save_small(taken: Path, at: Path) -> None:
 
 @pytest.mark.slow
 def test_each_page_has_a_picture(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text(TOKEN)
     folder = ROOT / FOLDER if FOLDER else tmp_path / "small"
     folder.mkdir(exist_ok=True)
     with Sidecar(tmp_path, dram="6MiB", nvme="10MiB", indexes=LmdbMaker) as sidecar, Browser(tmp_path / "p") as browser:
         assert sidecar.store.warmed(20)
-        flags = ["--token-file", str(tmp_path / "token"), "--operator", str(sidecar.admin_path)]
+        flags = ["--operator", str(sidecar.admin_path), "--audit-file", str(tmp_path / "audit")]
         flags += ["--tenant-socket", f"default={sidecar.path}"]
         store = open_sidecar(
             str(sidecar.path), codecs=codec_named, clock=SystemClock(), session="aa" * 16, engine="transformers"
         )
-        with console(sidecar.observe_path, *flags, "--audit-file", str(tmp_path / "audit")) as shown, patient(store):
+        with console(sidecar.observe_path, *flags, tokens=TOKEN) as shown, patient(store):
             browser.looks(WIDTH, HEIGHT, "light")
-            browser.call("Page.navigate", url=shown.url)
-            browser.until("location.pathname === '/login' && document.getElementById('token')")
-            browser.value(f"document.getElementById('token').value = '{TOKEN}'; document.forms[0].submit()")
-            browser.until("location.pathname === '/' && document.getElementById('health')")
+            browser.log_in(shown.url, TOKEN)
             cache = PrefixCache(small_model("llama", **LARGER), store, chunk_tokens=128, deadline_ms=5000)
             last = ask_for_a_while(sidecar, cache)
             asked = sidecar.admin.facts().looked.asked_tokens
-            bearer = {"authorization": f"Bearer {TOKEN}"}
-            shown.until("/api/series?window=15m", lambda one: one["sums"].get("asked") == asked, **bearer)
+            shown.until("/api/series?window=15m", lambda one: one["sums"].get("asked") == asked)
             wait_until(lambda: ask.why(str(sidecar.admin_path), SystemClock(), last).found[0].told is not None)
             space = sidecar.admin.facts().namespaces[0].id
             order = {"tenant": "default", "namespace": space, "confirm": space, "prompts": json.dumps(conversation(0))}
-            order["ticket"] = shown.ask("/api/operator", **bearer).json["ticket"]
-            sent = json.dumps(order).encode()
-            done = shown.ask("/api/operator/warm", "POST", sent, content_type="application/json", **bearer)
+            done = shown.act("warm", order)
             assert done.status == 200, done.body
             for page in PAGES:
                 query = f"?id={last}" if page == "/request" else QUERIES.get(page, "")

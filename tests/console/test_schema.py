@@ -13,10 +13,8 @@ schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not i
 
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 
-from console.running import console, serve_traffic  # noqa: E402
+from console.running import busy_console  # noqa: E402
 from kvstore.console.http_api import ACTIONS  # noqa: E402
-from service.sidecar import Sidecar  # noqa: E402
-from tiering.nvme.lmdb_index import LmdbMaker  # noqa: E402
 
 TOKEN = "operator-" + "o" * 16
 HEADERS = {"authorization": f"Bearer {TOKEN}"}
@@ -26,14 +24,9 @@ ACCEPTED = importlib.import_module("schemathesis.specs.openapi.checks").positive
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     directory = tmp_path_factory.mktemp("served")
-    with Sidecar(directory, dram="2MiB", nvme="4MiB", indexes=LmdbMaker) as sidecar:
-        assert sidecar.store.warmed(20)
-        (directory / "token").write_text(TOKEN)
-        flags = ["--operator", str(sidecar.admin_path), "--audit-file", str(directory / "audit")]
-        with console(sidecar.observe_path, "--token-file", str(directory / "token"), *flags) as shown:
-            shown.until("/api/status", lambda one: one["looked"] is not None, **HEADERS)
-            serve_traffic(sidecar, prompts=8)
-            yield schemathesis.openapi.from_url(f"{shown.url}openapi.json", headers=HEADERS)
+    flags = ["--operator", str(directory / "admin.sock"), "--audit-file", str(directory / "audit")]
+    with busy_console(directory, *flags, tokens=TOKEN, prompts=8) as (_, shown):
+        yield schemathesis.openapi.from_url(f"{shown.url}openapi.json", headers=HEADERS)
 
 
 @pytest.mark.parametrize("mode", ["positive", "negative"])

@@ -50,8 +50,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningConsole]:
     """Both tenants did something; blue's figures are numbers that nothing else has."""
     directory = tmp_path_factory.mktemp("two")
     (directory / "kvstore.toml").write_text(CONFIGURATION.format(directory=directory))
-    lines = [TOKENS[""], *(f"{name} {TOKENS[name]}" for name in ("red", "blue"))]
-    (directory / "tokens").write_text("\n".join(lines) + "\n")
+    tokens = "\n".join([TOKENS[""], *(f"{name} {TOKENS[name]}" for name in ("red", "blue"))])
     with serving(directory, "--config", str(directory / "kvstore.toml"), "--dram", "16MiB") as (_, said):
         assert said["serving"]
         for name, blocks in (("red", 3), ("blue", 7)):
@@ -62,7 +61,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningConsole]:
                 handle.tell([RequestTold(f"cmpl-{name}", 64 * blocks + 1, {"dram": 64 * blocks}, {"partial_block": 1})])
         socket = directory / "kv" / "observe.sock"
         wait_until(lambda: len(ask.why(str(socket), SystemClock(), "cmpl-").found) == 2)
-        with console(socket, "--token-file", str(directory / "tokens")) as running:
+        with console(socket, tokens=tokens) as running:
             wait_until(lambda: asked(running, "/api/status", "").get("looked") is not None)
             wait_until(lambda: len(asked(running, "/api/prefixes", "")["hottest"]) == 2)
             yield running
@@ -107,10 +106,7 @@ def test_what_is_of_all_tenants_is_none_of_theirs(shown: RunningConsole) -> None
 
 
 def test_a_login_by_a_form_is_the_tenants_too(shown: RunningConsole) -> None:
-    form = f"token={quote(TOKENS['red'])}".encode()
-    answer = shown.ask("/login", "POST", form, content_type="application/x-www-form-urlencoded")
-    cookie = str(answer.headers["set-cookie"]).partition(";")[0]
-    assert answer.status == 303
+    cookie = shown.log_in(TOKENS["red"])
     assert [one["tenant"] for one in shown.ask("/api/tenants", cookie=cookie).json] == ["red"]
 
 
@@ -124,33 +120,10 @@ def test_no_request_tells_anything_of_another_tenant(shown: RunningConsole) -> N
     (blue,) = [one for one in everything if one["tenant"] == "blue"]
     secret = re.compile(rf"blue|{blue['digest']}|{blue['id']}|(?<![\d.])44[89](?![\d.])")  # it asked for 449 tokens
     assert secret.search(json.dumps(blue["looked"])) and secret.search(json.dumps(everything))
-    words = [
-        "blue",
-        "red",
-        "",
-        blue["id"],
-        blue["digest"],
-        "cmpl-blue",
-        "cmpl-",
-        "c",
-        "0",
-        "-1",
-        "1e9",
-        "%00",
-        "a" * 200,
-    ]
+    words = ["blue", "red", "", blue["id"], blue["digest"], *"cmpl-blue cmpl- c 0 -1 1e9 %00".split(), "a" * 200]
     names = ["tenant", "first", "window", "id", "model", "dram", "nvme", "users", "gpu_memory", "weights", "x"]
-    paths = [
-        *TENANT_PATHS,
-        *PAGES,
-        "/api/events",
-        "/api/engines",
-        "/api/elsewhere",
-        "/api/whatif",
-        "/openapi.json",
-        "/api/",
-        "/static/app.js",
-    ]
+    others = "/api/events /api/engines /api/elsewhere /api/whatif /openapi.json /api/ /static/app.js"
+    paths = [*TENANT_PATHS, *PAGES, *others.split()]
     parts = urlsplit(shown.url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)
     statuses: dict[int, int] = {}
@@ -178,14 +151,16 @@ def test_no_request_tells_anything_of_another_tenant(shown: RunningConsole) -> N
         (f"{TOKENS['']}\nred {TOKENS['']}\n", "somebody else's"),
         (f"{TOKENS['']}\nred {TOKENS['red']}\nblue {TOKENS['red']}\n", "line 3"),
         (f"{TOKENS['']}\n" + f"red {TOKENS['red']}\n" * 2000, "at most"),
-        ("", "no token"),
+        *((text, "no token") for text in ("", "short", "two words of a long enough line", "x" * 5000, "tokén" * 5)),
         pytest.param("\n".join([TOKENS[""], *(f"t{at} {at:01023}" for at in range(1_024))]), "more; give", id="long"),
     ],
 )
 def test_a_file_of_tokens_that_cannot_be_is_one_line_that_repeats_none(text: str, words: str) -> None:
     with pytest.raises(BadInput, match=words) as caught:
         checked_tokens(text, "tokens")
-    assert not any(token in str(caught.value) for token in TOKENS.values())
+    assert "tokens" in str(caught.value) and not any(
+        one in str(caught.value) for one in (*TOKENS.values(), text) if one
+    )
 
 
 def test_names_with_spaces_have_tokens_too() -> None:
@@ -198,13 +173,8 @@ def test_names_with_spaces_have_tokens_too() -> None:
 def test_its_pages_show_it_alone(shown: RunningConsole, tmp_path: Path) -> None:
     with Browser(tmp_path) as browser:
         browser.looks(1280, 900, "light")
-        browser.call("Page.navigate", url=shown.url)
-        browser.until("location.pathname === '/login' && document.getElementById('token')")
-        browser.value(f"document.getElementById('token').value = '{TOKENS['red']}'; document.forms[0].submit()")
-        browser.until(
-            "location.pathname === '/tenants' && document.body && document.body.textContent.includes('model-of-red')"
-        )
-        browser.logged.clear()  # of the form: that it has no field for a user's name
+        browser.log_in(shown.url, TOKENS["red"])
+        browser.until("location.pathname === '/tenants' && document.body.textContent.includes('model-of-red')")
         links = "[...document.querySelectorAll('#nav a')].filter(one => !one.hidden).map(one => one.textContent)"
         assert browser.value(links) == ["Why misses", "Prefixes", "Tenants", "Request", "Plan", "Help"]
         pages = {"tenants": "192", "misses": "Nothing was missed", "request?id=cmpl": "cmpl-red", "plan": "formula"}

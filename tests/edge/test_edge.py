@@ -24,8 +24,9 @@ from kvstore.block.errors import BadInput
 from kvstore.service.keeper import CHILD_NICE
 from kvstore.service.settings import read_settings
 from network.running import ENVIRONMENT, Stubs, grpc, token_file, token_of
+from programs import PATHS
 from service.sidecar import patient
-from service.test_serve import PATHS, ended, page, serving
+from service.test_serve import ended, page, serving
 from waiting import wait_until
 from workbench import MODEL, ids, random_pages, small_layout
 
@@ -175,6 +176,10 @@ NO_KEEPER = "[store]\nkeeper = false\n"
         ("[console]\nlisten = 'x'\n", "console.listen='x'"),
         (f"[console]\nlisten = '127.0.0.1:1'\n{NO_KEEPER}", "store.keeper"),
         ("[console]\nlistens = '127.0.0.1:1'\n", "did you mean console.listen"),
+        ("[console]\nlisten = '127.0.0.1:1'\noperator = true\n", "console.token_file"),
+        ("[console]\noperator = true\ntoken_file = '/t'\n", "console.listen"),
+        ("[console]\nlisten = '127.0.0.1:1'\naudit_file = '/a'\n", "console.operator"),
+        ("[console]\nlisten = '127.0.0.1:1'\noperator = 'yes'\n", "true or false"),
         ("[network]\nlisten = '127.0.0.1:1'\n", "network.token_file"),
         ("[network]\nlisten = 'unix:/x'\ncertificate = 'a'\nkey = 'b'\nclient_ca = 'c'\n", "network.token_file"),
         ("[network]\nlisten = '0.0.0.0:1'\ntoken_file = 't'\n", "network.certificate"),

@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 
+import programs
 from console.running import console
 from elsewhere.courier import RawCourier
 from kv_bench.process import free_port
@@ -41,7 +42,6 @@ from openai_api.running import RunningProxy
 from openai_api.small_openai import Asked, SmallOpenAi
 from peers.frames import SECRET, Source, random_bytes
 from service.sidecar import Sidecar
-from service.test_serve import PATHS as SERVE_PATHS
 from service.test_serve import serving
 from tiering.clock import SystemClock
 from torture.peer import Peer
@@ -189,11 +189,11 @@ def sidecars(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Sid
 
 
 @contextmanager
-def console_door(sidecars: dict[str, Sidecar], folder: Path) -> Iterator[Door]:
-    (folder / "console").write_text(f"{OPERATOR}\nother {token_of('other')}\n")
-    with console(sidecars["default"].observe_path, "--token-file", str(folder / "console")) as shown:
+def console_door(sidecars: dict[str, Sidecar]) -> Iterator[Door]:
+    tokens = f"{OPERATOR}\nother {token_of('other')}\n"
+    with console(sidecars["default"].observe_path, tokens=tokens) as shown:
         port = int(shown.url.rstrip("/").rpartition(":")[2])
-        shown.until("/api/status", lambda one: one["contact"]["connected"], Authorization=f"Bearer {OPERATOR}")
+        shown.until("/api/status", lambda one: one["contact"]["connected"])
         stages = http_stages("/login", token_of("other"))
         stages["unread"] = http_stages("/api/status", token_of("other"), "GET")["unread"]
         stages["wrong"] = b"GET /api/status HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer wrong\r\n\r\n"
@@ -316,7 +316,7 @@ def door_named(
     """Each program is started once it is asked for."""
     folder = tmp_path_factory.mktemp("doors")
     makers: dict[str, Callable[[], Any]] = {
-        "console": lambda: console_door(sidecars, folder),
+        "console": lambda: console_door(sidecars),
         "query grpc": lambda: network_doors(sidecars, folder),
         "pd-proxy": proxy_door,
         "metrics": lambda: metrics_door(folder),
@@ -492,7 +492,7 @@ def test_a_name_is_served_at_each_of_its_addresses_or_not_at_all(
     sidecars: dict[str, Sidecar], tmp_path: Path, program: str
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(TWO_ADDRESSES)
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{SERVE_PATHS['PYTHONPATH']}"}
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{programs.PATHS['PYTHONPATH']}"}
     folder = sidecars["default"].path.parent
     flags = {
         "console": ["console", "--socket", str(sidecars["default"].observe_path), "--listen"],

@@ -19,7 +19,7 @@ from engine_adapter.connector_metrics import CONNECTOR_METRICS, FORMER_METRICS
 from kvstore.block.account import MissReason
 from kvstore.cli.report import StatReport
 from kvstore.edge.pages import PATHS
-from kvstore.network.answers import stat_response
+from kvstore.network.services import stat_response
 from kvstore.status.declared import Sample, counter, families, gauge, histogram, label, samples
 from kvstore.status.page import StatusPage
 from kvstore.status.tree import LookupCounts, SidecarStatus

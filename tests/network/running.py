@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import select
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +18,9 @@ pytest.importorskip("grpc_health", reason="grpcio-health-checking is not install
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
 
-from kvstore.network.grpc_server import MOST_CONNECTIONS  # noqa: E402, F401
 from kvstore.wire import admin_pb2_grpc, score_pb2_grpc, store_pb2, store_pb2_grpc  # noqa: E402
 from network.tokens import ENVIRONMENT, OPERATOR_TOKEN, token_of  # noqa: E402
+from programs import KVSTORE, refused_start, serving_program  # noqa: E402
 
 CLIENT_OPTIONS = [
     ("grpc.enable_http_proxy", 0),
@@ -78,10 +76,10 @@ class Stubs:
         self.channel.close()
 
 
-def refused(call: Any) -> tuple[Any, str]:
+def refused(call: Any, *given: Any, **named: Any) -> tuple[Any, str]:
     """The code and the words of a call that fails."""
     with pytest.raises(grpc.RpcError) as error:
-        call()
+        call(*given, **named)
     return error.value.code(), error.value.details() or ""
 
 
@@ -89,7 +87,6 @@ def refused(call: Any) -> tuple[Any, str]:
 class RunningNetwork:
     target: str
     http_port: int | None
-    pid: int
     process: subprocess.Popen[str]
 
     def caller(self, token: str | None, credentials: Any = None) -> Stubs:
@@ -110,36 +107,16 @@ def ended_by_peer(socks: Sequence[socket.socket]) -> int:
     return len(poll.poll(0))
 
 
-def command_of(*flags: str) -> list[str]:
-    return [sys.executable, "-m", "kvstore", "network", "--json", *flags]
-
-
 @contextmanager
-def network(*flags: str, environment: dict[str, str] | None = None) -> Iterator[RunningNetwork]:
+def network(*flags: str) -> Iterator[RunningNetwork]:
     """With these flags of `kvstore network`."""
-    process = subprocess.Popen(
-        command_of(*flags),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**ENVIRONMENT, **(environment or {})},
-    )
-    try:
-        assert process.stdout is not None and process.stderr is not None
-        line = process.stdout.readline()
-        assert line, process.stderr.read()
-        said = json.loads(line)
-        yield RunningNetwork(said["network"], said["http_port"], said["pid"], process)
-    finally:
-        process.kill()
-        process.communicate()
+    with serving_program([*KVSTORE, "network", "--json", *flags], ENVIRONMENT) as (process, said):
+        yield RunningNetwork(said["network"], said["http_port"], process)
 
 
 def fails(*flags: str) -> str:
     """The line with which it does not start."""
-    done = subprocess.run(command_of(*flags), capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout, done.stderr
-    return done.stderr
+    return refused_start("network", *flags, env=ENVIRONMENT)
 
 
 def beside(directory: Path, tokens: Path | None, listen: str = "127.0.0.1:0", **sockets: Path) -> list[str]:

@@ -40,6 +40,7 @@ LARGEST_AUC = 0.55
 class Place:
     """A sidecar of three tenants, an engine of each, and a network process."""
 
+    sockets: dict[str, Path]
     running: RunningNetwork
     handles: dict[str, NamespaceHandle]
     spaces: dict[str, str]
@@ -83,11 +84,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             handles[name] = store.namespace(model=MODEL, layout=LAYOUT)
         callers = {name: running.of_tenant(name) for name in TENANTS}
         spaces = {name: callers[name].namespaces()[0].id for name in TENANTS}
-        yield Place(running, handles, spaces, callers)
+        yield Place(sockets, running, handles, spaces, callers)
 
 
 def prompt_of(number: int) -> list[int]:
-    return [int(one) for one in ids(64 * BLOCKS, 1_000_000 * (number + 1))]
+    return ids(64 * BLOCKS, 1_000_000 * (number + 1))
 
 
 def operations(place: Place, count: int, seed: int) -> None:
@@ -114,17 +115,11 @@ def operations(place: Place, count: int, seed: int) -> None:
             assert found == 64 * mine.get(number, 0), (seed, step, tenant, number, what)
 
 
-def test_three_tenants_find_what_they_put_and_nothing_else(place: Place) -> None:
+@pytest.mark.parametrize("count", [250, pytest.param(5000, marks=pytest.mark.slow)])
+def test_three_tenants_find_what_they_put_and_nothing_else(place: Place, count: int) -> None:
     seed = random.randrange(1 << 30)
     print("seed", seed)
-    operations(place, 250, seed)
-
-
-@pytest.mark.slow
-def test_three_tenants_for_5000_operations(place: Place) -> None:
-    seed = random.randrange(1 << 30)
-    print("seed", seed)
-    operations(place, 5000, seed)
+    operations(place, count, seed)
 
 
 def auc(first: list[float], second: list[float]) -> float:
@@ -133,9 +128,6 @@ def auc(first: list[float], second: list[float]) -> float:
     ranks = sum(rank for rank, (_, whose) in enumerate(ranked, 1) if whose)
     area = (ranks - len(second) * (len(second) + 1) / 2) / (len(first) * len(second))
     return max(area, 1 - area)
-
-
-DOORS = ("match", "score", "query")
 
 
 def probe(place: Place, door: str, pairs: int, seed: int) -> float:
@@ -162,25 +154,18 @@ def chance(pairs: int) -> float:
     return 0.5 + 4 * (1 / (6 * pairs)) ** 0.5
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_neighbours_prompt_takes_as_long_as_one_that_no_tenant_has(place: Place, door: str) -> None:
+@pytest.mark.parametrize("door", ["match", "score", "query"])
+@pytest.mark.parametrize("pairs", [PAIRS, pytest.param(MOST_PAIRS, marks=pytest.mark.slow)])
+def test_a_neighbours_prompt_takes_as_long_as_one_that_no_tenant_has(place: Place, pairs: int, door: str) -> None:
     seed = random.randrange(1 << 30)
-    print("seed", seed)
-    assert probe(place, door, PAIRS, seed) <= max(LARGEST_AUC, chance(PAIRS))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("door", DOORS)
-def test_a_neighbours_prompt_takes_as_long_as_one_that_no_tenant_has_2000_times(place: Place, door: str) -> None:
-    seed = random.randrange(1 << 30)
-    found = probe(place, door, MOST_PAIRS, seed)
+    found = probe(place, door, pairs, seed)
     print("seed", seed, "AUC", found)
-    assert found <= LARGEST_AUC
+    assert found <= max(LARGEST_AUC, chance(pairs))
 
 
 def test_a_neighbours_namespace_is_as_one_that_is_not_there(place: Place) -> None:
     """In the words of the answer too, but for the id that was asked for."""
-    with patient(kvstore.open(f"unix:{_socket(place, 'default')}")) as store:
+    with patient(kvstore.open(f"unix:{place.sockets['default']}")) as store:
         foreign = store.namespace(model="only here", layout=LAYOUT)
         assert foreign.put(prompt_of(0), random_pages(LAYOUT, BLOCKS)).reason is None
         (space,) = [one.id for one in place.callers["default"].namespaces() if one.model == "only here"]
@@ -197,14 +182,8 @@ def test_a_neighbours_namespace_is_as_one_that_is_not_there(place: Place) -> Non
             (second.score.Score, score_pb2.ScoreRequest(namespace=wanted, prompt=prompt)),
             (second.score.Score, score_pb2.ScoreRequest(model={space: "only here"}.get(wanted, wanted), prompt=prompt)),
         ]
-        found = [refused(lambda one=one, request=request: second.ask(one, request)) for one, request in calls]
+        found = [refused(second.ask, one, request) for one, request in calls]
         return [(code, text.replace(wanted, "ID").replace("only here", "ID")) for code, text in found]
 
     assert words(space) == words(nowhere)
     assert all(code is grpc.StatusCode.INVALID_ARGUMENT for code, _ in words(space))
-
-
-def _socket(place: Place, tenant: str) -> Path:
-    flags = place.running.process.args
-    assert isinstance(flags, list)
-    return next(Path(one.rpartition("=")[2]) for one in flags if one.startswith(f"--socket={tenant}="))

@@ -52,7 +52,7 @@ def test_node_asks_what_python_asks(modules: Path, tmp_path: Path) -> None:
         store.namespace(model=MODEL, layout=LAYOUT).put(ids(640), random_pages(LAYOUT, 10))
         with network(*beside(tmp_path, token_file(tmp_path))) as running:
             space = own_id(sidecar)
-            prompt = ",".join(str(int(one)) for one in ids(700))
+            prompt = ",".join(map(str, ids(700)))
             script = Path(__file__).parent / "node" / "client.js"
             done = subprocess.run(
                 ["node", str(script), running.target, token_of("default"), str(ROOT / "proto"), space, prompt],

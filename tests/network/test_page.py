@@ -83,7 +83,7 @@ def test_two_commands_a_match_and_a_query(tmp_path: Path) -> None:
             handle.put(ids(640), random_pages(layout, 10))
             told = commands_with("/query").splitlines()
             assert json.loads(told.pop())["default"], "the answer that the page shows is one"
-            asked = here("\n".join(told)).replace("[1, 2, ...]", json.dumps([int(one) for one in ids(640)]))
+            asked = here("\n".join(told)).replace("[1, 2, ...]", json.dumps(ids(640)))
             token = shell(tmp_path, f"{told[0]}\nprintf %s $TOKEN")
             caller = Stubs(f"127.0.0.1:{grpc_port}", token)
             wait_until(lambda: is_serving(caller))

@@ -76,10 +76,6 @@ def post(running: RunningNetwork, path: str, body: Any, token: str | None = None
         return error.code, json.loads(error.read())
 
 
-def tokens(count: int) -> list[int]:
-    return [int(one) for one in ids(count)]
-
-
 def test_a_router_is_told_tokens_by_tier_and_nothing_is_counted(
     running: RunningNetwork, sidecars: dict[str, Sidecar]
 ) -> None:
@@ -87,15 +83,15 @@ def test_a_router_is_told_tokens_by_tier_and_nothing_is_counted(
     expected = {"longest_matched": 640, "GPU": 0, "CPU": 640, "DISK": 0, "DP": {}, "load_ms": None}
     expected |= {"is_asked": True, "partial_detail": ""}
     for model in (MODEL, "org/small model"):
-        asked = {"model": model, "token_ids": tokens(700), "block_size": 16, "lora_name": None, "unknown": [1]}
+        asked = {"model": model, "token_ids": ids(700), "block_size": 16, "lora_name": None, "unknown": [1]}
         wait_until(lambda asked=asked: post(running, "/query", asked)[1]["default"])
         assert post(running, "/query", asked) == (200, {"default": {before.node: expected}})
-    asked = {"model": MODEL, "token_ids": tokens(700)}
+    asked = {"model": MODEL, "token_ids": ids(700)}
     for more, found in (
         ({"tenant_id": "default", "instance_id": before.node}, 640),
         ({"cache_salt": "pepper"}, 320),
         ({"cache_salt": "other"}, 0),
-        ({"token_ids": tokens(63)}, 0),
+        ({"token_ids": ids(63)}, 0),
     ):
         _, answer = post(running, "/query", asked | more)
         assert answer["default"][before.node]["longest_matched"] == found
@@ -159,7 +155,7 @@ HEAD = f"POST /query HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token_of('def
 
 
 def test_requests_follow_each_other_on_a_connection(running: RunningNetwork) -> None:
-    body = json.dumps({"model": MODEL, "token_ids": tokens(640)})
+    body = json.dumps({"model": MODEL, "token_ids": ids(640)})
     request = f"{HEAD}Content-Length: {len(body)}\r\n\r\n{body}".encode()
     with raw(running) as sock:
         sock.sendall(request * 3)  # at once
@@ -243,15 +239,15 @@ def test_connections_that_come_all_at_once_make_room_for_as_many(running: Runnin
     silent = [raw(running) for _ in range(MOST_CONNECTIONS)]
     try:
         assert post(running, "/query", {"model": MODEL, "token_ids": []})[0] == 200  # all of them were let in
-        os.kill(running.pid, signal.SIGSTOP)
+        os.kill(running.process.pid, signal.SIGSTOP)
         silent += [raw(running) for _ in range(more)]
-        os.kill(running.pid, signal.SIGCONT)
+        os.kill(running.process.pid, signal.SIGCONT)
         silent[-1].sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n{body}".encode())
         assert b" 200 " in silent[-1].recv(1 << 16)
         wait_until(lambda: ended_by_peer(silent) >= more)
         assert time.monotonic() - began < IDLE_SECONDS, "all that are idle have ended by now"
     finally:
-        os.kill(running.pid, signal.SIGCONT)
+        os.kill(running.process.pid, signal.SIGCONT)
         for one in silent:
             one.close()
 
@@ -259,7 +255,7 @@ def test_connections_that_come_all_at_once_make_room_for_as_many(running: Runnin
 def test_what_clients_send_is_in_no_log(sidecars: dict[str, Sidecar], tmp_path: Path) -> None:
     """Requests cut off at each of some bytes, by an end, by half of one and by a reset, and random bytes."""
     folder = sidecars["default"].path.parent
-    body = json.dumps({"model": MODEL, "token_ids": tokens(640)})
+    body = json.dumps({"model": MODEL, "token_ids": ids(640)})
     request = f"{HEAD}Content-Length: {len(body)}\r\n\r\n{body}".encode()
     rng = random.Random(seed := random.randrange(1 << 30))
     print("seed", seed)
@@ -286,7 +282,7 @@ def test_what_clients_send_is_in_no_log(sidecars: dict[str, Sidecar], tmp_path: 
 def test_routers_of_other_hosts_come_with_certificates(sidecars: dict[str, Sidecar], tmp_path: Path) -> None:
     issuer = Issuer(tmp_path / "ca")
     with certified(sidecars["default"].path.parent, issuer, "--http", "127.0.0.1:0") as running:
-        data = json.dumps({"model": MODEL, "token_ids": tokens(640)}).encode()
+        data = json.dumps({"model": MODEL, "token_ids": ids(640)}).encode()
 
         def asked(names: str, name: str) -> tuple[int, Any]:
             context = ssl.create_default_context(cafile=issuer.ca)

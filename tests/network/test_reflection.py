@@ -63,7 +63,7 @@ def told(caller: Stubs, *asked: Any, version: str = "v1") -> list[Any]:
 def test_it_is_off_unless_it_is_asked_for(flags: list[str]) -> None:
     with network(*flags) as process:
         for version in VERSIONS:
-            code, _ = refused(lambda version=version: told(process.of_tenant(), Ask(list_services=""), version=version))
+            code, _ = refused(told, process.of_tenant(), Ask(list_services=""), version=version)
             assert code is CODE.UNIMPLEMENTED
 
 
@@ -98,10 +98,10 @@ def test_a_caller_that_knows_no_message_matches_a_prompt(running: RunningNetwork
 
 def test_it_takes_a_credential_and_a_deadline_as_every_call(running: RunningNetwork) -> None:
     for caller in (running.caller(None), running.caller("stranger-0123456789abcdef")):
-        assert refused(lambda caller=caller: told(caller, Ask(list_services="")))[0] is CODE.UNAUTHENTICATED
+        assert refused(told, caller, Ask(list_services=""))[0] is CODE.UNAUTHENTICATED
     caller = running.of_tenant()
     endless = info(caller)(iter([Ask(list_services="")]), metadata=caller.metadata)
-    assert refused(lambda: list(endless))[0] is CODE.INVALID_ARGUMENT
+    assert refused(list, endless)[0] is CODE.INVALID_ARGUMENT
 
 
 def test_odd_requests_are_answered_or_end_their_stream(running: RunningNetwork) -> None:

@@ -23,7 +23,7 @@ from kvstore.network.services import (
 )
 from kvstore.protocol.messages import MatchReply
 from kvstore.wire import score_pb2, store_pb2
-from tiering.clock import SystemClock
+from workbench import FakeClock
 
 OWN, OTHER = "0" * 32, "f" * 32
 SPACE = OpenSpace(cast(Any, None), "ab" * 32, 1, 64, PrefixHasher(bytes(32), 64))
@@ -73,13 +73,6 @@ class Elsewhere:
         return self.answer
 
 
-class StandingClock(SystemClock):
-    """No time goes by, however busy the machine is."""
-
-    def monotonic_seconds(self) -> float:
-        return 1000.0
-
-
 def scored(
     others: Elsewhere | None,
     seconds: float = 1.0,
@@ -87,7 +80,7 @@ def scored(
     keys: Sequence[bytes] = KEYS,
     nodes: Sequence[str] = (),
 ) -> Any:
-    clock = StandingClock()
+    clock = FakeClock()
     time = CallTime(clock, clock.monotonic_seconds() + seconds)
     call = DoorCall(Caller("team"), time, cast(TenantLink, OwnBlocks(own)))
     prompt = store_pb2.Prompt(keys=b"".join(keys))
@@ -146,7 +139,7 @@ def test_where_no_other_node_is_known_only_a_question_that_names_one_is_partial(
 
 def test_a_prompt_is_scored_for_so_many_nodes_and_for_the_asked_one() -> None:
     many = {f"{number:032x}": (16 * number, "dram") for number in range(1, 2 * MOST_NODES)}
-    clock = StandingClock()
+    clock = FakeClock()
     call = DoorCall(Caller("team"), CallTime(clock, clock.monotonic_seconds() + 1), cast(TenantLink, OwnBlocks(0)))
     scorer = Scorer(cast(StatusWatch, OneRate()), Elsewhere(many).holding)
     found = scorer.of(call, SPACE, list(KEYS), False, [])

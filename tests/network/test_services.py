@@ -80,14 +80,14 @@ def test_what_cannot_be_right_is_named(running: RunningNetwork, sidecar: Sidecar
         ({"token_ids": [1] * 64, "extra_keys": [store_pb2.ExtraKey(value=b"x")] * 1025}, "1025 extra keys"),
         ({"keys": b"x" * 32 * ((1 << 16) + 1)}, "at most 65536"),
     ):
-        code, text = refused(lambda prompt=prompt: caller.match(space, **prompt))
+        code, text = refused(caller.match, space, **prompt)
         assert code is invalid and words in text, text
     for wanted in ("", "zz", "f" * 129, space + "0"):
-        code, text = refused(lambda wanted=wanted: caller.match(wanted, token_ids=[1] * 64))
+        code, text = refused(caller.match, wanted, token_ids=[1] * 64)
         assert code is invalid and "namespace" in text
     for message in (score_pb2.ScoreRequest(), score_pb2.ScoreRequest(model="other"),
                     score_pb2.ScoreRequest(namespace=space, nodes=["x"])):  # fmt: skip
-        assert refused(lambda message=message: caller.ask(caller.score.Score, message))[0] is invalid
+        assert refused(caller.ask, caller.score.Score, message)[0] is invalid
 
 
 def test_namespaces_are_listed_as_they_are(running: RunningNetwork, sidecar: Sidecar, handle: NamespaceHandle) -> None:
@@ -165,10 +165,10 @@ def test_warm_and_drop_do_what_the_command_line_does(
         assert sidecar.admin.facts().looked == before and not sidecar.admin.facts().leases
         many = [store_pb2.Prompt(keys=b"k" * 32 * 40_000)] * 2
         request = store_pb2.WarmRequest(namespace=space.digest, prompts=many)
-        assert refused(lambda: caller.ask(caller.store.Warm, request))[0] is grpc.StatusCode.INVALID_ARGUMENT
+        assert refused(caller.ask, caller.store.Warm, request)[0] is grpc.StatusCode.INVALID_ARGUMENT
         for seconds in (-1.0, 3601.0, float("nan")):
             request = store_pb2.DropRequest(namespace=space.digest, seconds=seconds)
-            code, _ = refused(lambda request=request: caller.ask(caller.store.Drop, request))
+            code, _ = refused(caller.ask, caller.store.Drop, request)
             assert code is grpc.StatusCode.INVALID_ARGUMENT
         assert caller.ask(caller.store.Drop, store_pb2.DropRequest(namespace=space.digest)).blocks == 10
         assert caller.match(space.digest, token_ids=ids(640)).blocks == 0
@@ -177,7 +177,7 @@ def test_warm_and_drop_do_what_the_command_line_does(
         request = admin_pb2.DropAnyRequest(id=space.digest, tenant="default")
         assert operator.ask(operator.admin.DropAny, request).blocks == 10
         request = admin_pb2.DropAnyRequest(id="zz")
-        assert refused(lambda: operator.ask(operator.admin.DropAny, request))[0] is grpc.StatusCode.INVALID_ARGUMENT
+        assert refused(operator.ask, operator.admin.DropAny, request)[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_the_operator_sees_all_and_a_tenant_does_not(running: RunningNetwork, sidecar: Sidecar) -> None:
@@ -212,7 +212,7 @@ def test_health_needs_no_credential_and_follows_the_sidecar(running: RunningNetw
     anybody = running.caller(None)
     for service in ("", "kvstore.v1.Store", "kvstore.v1.Admin", "kvstore.v1.Score"):
         wait_until(lambda service=service: anybody.is_serving(service))
-    assert refused(lambda: anybody.is_serving("kvstore.v1.Peer"))[0] is grpc.StatusCode.NOT_FOUND
+    assert refused(anybody.is_serving, "kvstore.v1.Peer")[0] is grpc.StatusCode.NOT_FOUND
 
 
 def test_a_late_question_of_an_operator_says_nothing_of_the_sidecar(running: RunningNetwork) -> None:
@@ -252,8 +252,6 @@ def test_a_sidecar_that_begins_again_is_found_again(tmp_path: Path) -> None:
                 request = score_pb2.ScoreRequest(namespace=space, prompt=store_pb2.Prompt(token_ids=ids(640)))
                 nodes |= {one.node for one in caller.ask(caller.score.Score, request).nodes}
                 runs.add(sidecar.admin.facts().run)
-            assert (
-                refused(lambda space=space: caller.match(space, token_ids=ids(640)))[0] is grpc.StatusCode.UNAVAILABLE
-            )
+            assert refused(caller.match, space, token_ids=ids(640))[0] is grpc.StatusCode.UNAVAILABLE
             wait_until(lambda: not anybody.is_serving())
         assert (len(nodes), len(runs)) == (1, 2)

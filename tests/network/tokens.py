@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from service.test_serve import PATHS
+from programs import PATHS
 
 OPERATOR_TOKEN = "operator-0123456789abcdef"
 ENVIRONMENT = {

@@ -25,7 +25,7 @@ from kvstore.cli import ask
 from kvstore.service.serve import TextLines
 from programs import PATHS as PATHS
 from programs import ROOT as ROOT
-from programs import run_python
+from programs import run_python, serving_program
 from service.sidecar import patient
 from tiering.clock import SystemClock
 from waiting import wait_until
@@ -40,17 +40,8 @@ def serving(directory: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str
     """A sidecar on `directory / kv`, and what it printed once it took connections."""
     sizes = ["--dram", "16MiB"] if "--dram" not in flags else []
     command = [*SERVE, "--data", str(directory / "kv"), *sizes, *flags]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **PATHS}
-    )
-    try:
-        assert process.stdout is not None and process.stderr is not None
-        line = process.stdout.readline()
-        assert line, process.stderr.read()
-        yield process, json.loads(line)
-    finally:
-        process.kill()
-        process.communicate()
+    with serving_program(command) as served:
+        yield served
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, list[dict[str, Any]]]:
