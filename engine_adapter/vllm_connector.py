@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 import time
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
@@ -53,6 +54,7 @@ from engine_adapter.adapter import chosen_codec
 from engine_adapter.connector_metrics import ConnectorSeries
 from engine_adapter.cost import StepWork
 from engine_adapter.model_files import AdapterDigests, adapter_digest
+from engine_adapter.paged.announcements import Announcement
 from engine_adapter.paged.namespace_opener import state_config
 from engine_adapter.paged.pages import is_opaque, layout_of
 from engine_adapter.paged.requests import LOAD_SECONDS, NEVER, SAVING, Boundary, Computed
@@ -74,7 +76,6 @@ from engine_adapter.vllm_config import (
     unwaitable,
     with_load_mode,
 )
-from engine_adapter.vllm_events import BlockEvents, EventBlock
 from engine_adapter.vllm_requests import EngineView, RequestReader
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.errors import BadInput
@@ -320,9 +321,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._pool: Any = None
         self._block_events: BlockEvents | None = None
         if (events := config.kv_events_config) is not None and events.enable_kv_cache_events:
-            self._block_events = BlockEvents(
-                BlockStored, BlockRemoved, maybe_convert_block_hash, _extra_keys, _kinds(groups)
-            )
+            self._block_events = BlockEvents(_kinds(groups))
             self.half.announce(self._described)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
@@ -581,10 +580,8 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
             return ()
         return self._block_events.of(self.half.announced.take(), self._hash_tokens)
 
-    def _described(self, view: Any, number: int) -> EventBlock | None:
-        if self._block_events is None or not isinstance(view, EngineView):
-            return None
-        return self._block_events.described(view, number, self.half.block_tokens, self._hash_tokens)
+    def _described(self, view: EngineView, number: int) -> EventBlock | None:
+        return described(view, number, self.half.block_tokens, self._hash_tokens)
 
     @property
     def _hash_tokens(self) -> int:
@@ -652,6 +649,95 @@ def follow_rpcs() -> None:
                         one.weights_may_have_changed(str(getattr(method, "__name__", method)))
 
     EngineCore.collective_rpc = collective_rpc
+
+
+# The store's blocks as vLLM's own KV events ---------------------------------------------------------------------------
+#
+#   a block of the store   one or more of the engine's hashes, with the tokens, the parent and the extra keys of each
+#   came                   `BlockStored` with the medium of its tier; moved: removed from one, stored in the other
+#   went                   `BlockRemoved` of all its hashes
+#   several KV groups      one event for each, with its number and kind, as vLLM has them of its own cache
+#
+# So a router knows them by the engine's hashes and by where they lie. Fields that this vLLM does not have are left out.
+
+MEDIA = {HitTier.DRAM: "CPU", HitTier.NVME: "STORAGE"}
+"""Those that routers know."""
+LOCALITY = "LOCAL"
+"""To the engine that publishes: the store is on its host."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventBlock:
+    """A block of the store. hashes: the engine's, in order. parent: of the first one. extra_keys: for each hash."""
+
+    hashes: tuple[Any, ...]
+    parent: Any
+    token_ids: array[int]
+    extra_keys: list[Any] | None
+    lora_id: int | None
+    lora_name: str | None
+
+
+def described(view: EngineView, number: int, block_tokens: int, hash_tokens: int) -> EventBlock | None:
+    """Describe a request's block of that number for later events. None if a block is not a whole number of the
+    engine's hashes, or the engine has not hashed it."""
+    request, each = view.request, block_tokens // hash_tokens
+    first, stop = number * each, (number + 1) * each
+    hashes = request.block_hashes
+    if block_tokens % hash_tokens or stop > len(hashes):
+        return None
+    extra = [_extra_keys(request, at * hash_tokens, (at + 1) * hash_tokens) for at in range(first, stop)]
+    lora = request.lora_request
+    return EventBlock(
+        tuple(map(maybe_convert_block_hash, hashes[first:stop])),
+        maybe_convert_block_hash(hashes[first - 1]) if first else None,
+        array("I", view.token_ids(first * hash_tokens, stop * hash_tokens)),
+        extra if any(extra) else None,
+        lora.lora_int_id if lora is not None else None,
+        lora.lora_name if lora is not None else None,
+    )
+
+
+class BlockEvents:
+    def __init__(self, groups: Sequence[tuple[str | None, int | None]]) -> None:
+        """groups: of each KV group vLLM's word for its layers, and their window."""
+        each = [
+            {"group_idx": at, "kv_cache_spec_kind": kind, "kv_cache_spec_sliding_window": window, "locality": LOCALITY}
+            for at, (kind, window) in enumerate(groups)
+        ]
+        has_groups = "group_idx" in BlockStored.__struct_fields__
+        each = each if has_groups else each[:1]  # earlier versions' events are of a block, whatever its groups
+        self._of_stored = [_known(BlockStored, one) for one in each]
+        self._of_removed = [_known(BlockRemoved, one) for one in each]
+
+    def of(self, news: Iterable[Announcement[EventBlock]], hash_tokens: int) -> list[Any]:
+        """The events for these announcements, in their order; if a block moved, its removal comes first."""
+        events: list[Any] = []
+        for one in news:
+            block = one.block
+            if one.went is not None:
+                events += [BlockRemoved(list(block.hashes), MEDIA[one.went], **each) for each in self._of_removed]
+            if one.came is not None:
+                more = _known(BlockStored, {"extra_keys": block.extra_keys})
+                events += [
+                    BlockStored(
+                        block_hashes=list(block.hashes),
+                        parent_block_hash=block.parent,
+                        token_ids=list(block.token_ids),
+                        block_size=hash_tokens,
+                        lora_id=block.lora_id,
+                        medium=MEDIA[one.came],
+                        lora_name=block.lora_name,
+                        **each,
+                        **more,
+                    )
+                    for each in self._of_stored
+                ]
+        return events
+
+
+def _known(event: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name in event.__struct_fields__ and value is not None}
 
 
 def _kinds(groups: Any) -> list[tuple[str | None, int | None]]:

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from vllm.v1.request import Request
 
 import kvstore
 from engine_adapter.paged.announcements import Announcements
-from engine_adapter.vllm_events import MEDIA, BlockEvents, EventBlock
+from engine_adapter.vllm_connector import MEDIA, BlockEvents, described
 from engine_adapter.vllm_requests import EngineView
 from engines import models
 from engines.conftest import Run, Sidecar, started
@@ -128,13 +129,9 @@ class Engine:
         self.handle: NamespaceHandle | None = None
         self.published = 0
         self._publisher = publisher
-        self._events = BlockEvents(
-            BlockStored, BlockRemoved, maybe_convert_block_hash, lambda *_: None, [("full_attention", None)]
-        )
-        self.announced: Announcements[EventBlock] = Announcements(time.monotonic, self._described, lambda: self.handle)
-
-    def _described(self, view: Any, number: int) -> EventBlock | None:
-        return self._events.described(view, number, BLOCK, HASH)
+        self._events = BlockEvents([("full_attention", None)])
+        describe = partial(described, block_tokens=BLOCK, hash_tokens=HASH)
+        self.announced: Announcements[Any] = Announcements(time.monotonic, describe, lambda: self.handle)
 
     def step(self) -> None:
         self.announced.step()
