@@ -184,7 +184,7 @@ def test_a_sidecar_that_answered_behind_a_ping_and_fell_silent_is_found_out(said
     with client(said, ping=0.01, connect=0.1) as handle:
         door = handle.door
         with stopped(said["pid"]):
-            wait_until(lambda: door._run.breaker.is_open and door._touch._pinged is not None)
+            wait_until(lambda: door._run.breaker.is_open and door._run.pinged is not None)
             door._run.wire.heard_at = time.monotonic()
             door._run.breaker.answered()
             wait_until(lambda: door._run.breaker.is_open)
