@@ -129,9 +129,8 @@ class _Granted:
 class Counting:
     """Counts of one run of a sidecar. Thread-safe; the lock is held for a few additions."""
 
-    def __init__(self, clock: Clock, run: bytes = b"") -> None:
-        """run: its name."""
-        self._clock, self.run = clock, run
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._ledgers: dict[int, _Ledger] = {}
         self._whole: Counts = Counter()

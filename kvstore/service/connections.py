@@ -148,7 +148,7 @@ class Listener:
         return self.tenant
 
     def greeted(self, hello: m.Hello, handlers: Handlers) -> tuple[ClientState | AdminCaller | None, m.Answer]:
-        """Answer a hello: who the client is, or why it is refused. Raises `StoreError`."""
+        """Answer a hello: who the client is, or why it is refused."""
         if self.admin is not None:
             return self.admin.greet(hello)
         if self.couriers is not None:
@@ -346,7 +346,7 @@ class Connection:
         self.listener.unread.ended(self.unread)
 
     def serve(self, handlers: Handlers, verb: m.Verb) -> Response:
-        """Serve a request of its client. Raises `StoreError` where there are no keys for it."""
+        """Serve a request of its client."""
         caller = self.caller
         if isinstance(verb, m.Hello):
             self.caller, answer = self.listener.greeted(verb, handlers)
@@ -583,10 +583,7 @@ class DoorThreads:
         verb = asked.request.verb
 
         def serve() -> None:
-            try:
-                asked.served = asked.connection.serve(self._handlers, verb)
-            except StoreError as error:  # no keys for him
-                asked.served = Response(m.failed(m.RequestFault.BUSY, str(error)))
+            asked.served = asked.connection.serve(self._handlers, verb)
 
         self._finish(asked, m.RequestFault.BUSY, "a request could not be served", serve)
 

@@ -49,9 +49,8 @@ from kvstore.service.connections import (
 from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent, share_of
 from kvstore.service.dispatch import LONG, SLOW, Handlers
 from kvstore.service.parked import Parking, Response
-from kvstore.service.sessions import ClientState, Sessions
+from kvstore.service.sessions import ClientState
 from kvstore.status.tree import DoorStatus
-from tiering.clock import Clock
 from tiering.counts.histogram import Waits
 from tiering.faults import CONNECTIONS, SENT, FaultReports, RateLimitedLog, Unheard, kind_of
 from tiering.files import listening_socket, remove_socket
@@ -82,18 +81,11 @@ _log = logging.getLogger(__name__)
 class LocalDoor:
     """Serves until it is closed. `listen` first, then `start`."""
 
-    def __init__(
-        self,
-        handlers: Handlers,
-        sessions: Sessions,
-        clock: Clock,
-        limits: DoorLimits,
-        faults: FaultReports | None = None,
-    ) -> None:
+    def __init__(self, handlers: Handlers, limits: DoorLimits, faults: FaultReports | None = None) -> None:
         """faults: gets what the machine lacks."""
-        self._handlers = handlers
-        self._sessions, self._store = sessions, sessions.store
-        self._clock, self._limits = clock, limits
+        self._handlers, self._sessions, self._store = handlers, handlers.sessions, handlers.sessions.store
+        self._clock = clock = self._store.clock
+        self._limits = limits
         self._log = RateLimitedLog(_log, clock)
         self._faults = faults or Unheard()
         self._figures = DoorFigures()

@@ -136,7 +136,7 @@ def _serve(settings: Settings, outside: Outside, started: Callable[[list[str]], 
         try:
             daemon.start(outside.process_seconds, _end_at_once)
             if keeper is not None:
-                daemon.health.lacks = keeper.lacks
+                daemon.report.lacks = keeper.lacks
                 keeper.start(lambda: os.kill(os.getpid(), signal.SIGTERM))
                 keeper.ready()
             if outside.edge is not None:
@@ -162,7 +162,7 @@ class _OwnEdge:
         """As `ChildProcess`."""
         self._selector = selectors.PollSelector()
         self._child = ChildProcess(EDGE, command, self._selector, descriptors)
-        self._lacks = daemon.health.lacks
+        self._lacks = daemon.report.lacks
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-edge", daemon=True)
         self._thread.start()

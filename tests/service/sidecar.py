@@ -12,15 +12,11 @@ from kvstore.client.handle import Lease
 from kvstore.client.sidecar_store import SidecarStore, open_sidecar
 from kvstore.client.socket_door import CallLimits
 from kvstore.elsewhere.desk import CourierDesk
-from kvstore.insight.curve import WhatIf
-from kvstore.insight.recording import Recording
 from kvstore.node import EmbeddedStore, SystemClock
-from kvstore.service.accounting import Counting
-from kvstore.service.admin import Admin, Observer, SidecarHealth, StatusReport
+from kvstore.service.admin import Admin, Observer, StatusReport
 from kvstore.service.connections import DoorLimits
 from kvstore.service.dispatch import Handlers
 from kvstore.service.local_door import LocalDoor
-from kvstore.service.sessions import Sessions
 from kvstore.service.settings import StoreSettings
 from workbench import open_at
 
@@ -48,15 +44,10 @@ class Sidecar:
         given = {"dram": "16MiB", **options}
         self.store: EmbeddedStore = open_at(directory / "kv", **given)
         self.core = self.store._store
-        clock = SystemClock()
-        self.sessions = Sessions(self.core, 1, secrets.token_bytes)
-        run = secrets.token_bytes(16)
-        self.counting = Counting(clock, run)
-        recording = Recording(clock, secrets.token_bytes)
-        self.whatif = WhatIf(clock, secrets.randbits(64))
-        self.handlers = Handlers(self.core, self.sessions, run, self.counting, recording, self.store.names, self.whatif)
+        self.handlers = Handlers(self.core, 1, secrets.token_bytes, self.store.names)
+        self.sessions, self.counting, self.whatif = self.handlers.sessions, self.handlers.counting, self.handlers.whatif
         self.told, self.prefixes = self.handlers.told, self.handlers.prefixes
-        self.door = LocalDoor(self.handlers, self.sessions, clock, door or DoorLimits())
+        self.door = LocalDoor(self.handlers, door or DoorLimits())
         self.door.listen(
             self.path,
             self.store.tenant_keys(self.store.tenant),
@@ -66,15 +57,12 @@ class Sidecar:
         self.courier_path = directory / "courier.sock"
         if self.desk is not None:
             self.door.listen_couriers(self.courier_path, self.desk)
-        self.health = SidecarHealth(self.store, self.sessions, StoreSettings(), couriers=self.desk)
-        self.report = StatusReport(
-            self.store, self.health, self.sessions, self.door, self.counting, self.whatif, self.told
-        )
-        self.admin = Admin(self.store, self.report, self.door, recording, self.told, self.prefixes)
+        self.report = StatusReport(self.store, self.handlers, self.door, StoreSettings())
+        self.admin = Admin(self.report)
         self.admin_path = directory / "admin.sock"
         self.door.listen_admin(self.admin_path, self.admin)
         self.observe_path = directory / "observe.sock"
-        self.door.listen_admin(self.observe_path, Observer(self.admin, clock), 0o660)
+        self.door.listen_admin(self.observe_path, Observer(self.admin), 0o660)
         self.door.start()
 
     def client(self, session: str | None = None, engine: str = "t") -> SidecarStore:

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ from service.sidecar import Sidecar, number_of
 from tiering.dram.extents import MappedExtent
 from tiering.frame import HEADER_BYTES, KEY_BYTES
 from tiering.nvme.lmdb_index import LmdbMaker
-from torture.peer import come_in, opened_by
+from torture.peer import Peer, come_in, opened_by
 from waiting import wait_until
 from workbench import MODEL, blank_pages, ids, plausible_pages, random_pages, same_tokens, small_layout
 
@@ -174,18 +175,10 @@ def test_memory_of_a_lease_goes_with_its_connection(sidecar: Sidecar) -> None:
 
 def talk(sidecar: Sidecar, *frames: bytes) -> list[m.Reply]:
     """What the sidecar answers to these bytes, until it has answered each of them or hangs up."""
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(10)
-        sock.connect(str(sidecar.path))
+    with closing(Peer(str(sidecar.path))) as peer:
         for frame in frames:
-            sock.sendall(frame)
-        read, replies = b"", []
-        while len(replies) < len(frames) and (piece := sock.recv(1 << 16)):
-            read += piece
-            while len(read) >= 4 and len(read) >= 4 + (length := int.from_bytes(read[:4], "little")):
-                replies.append(m.unpack_reply(read[4 : 4 + length]))
-                read = read[4 + length :]
-    return replies
+            peer.socket.sendall(frame)
+        return [reply for reply in (peer.reply() for _ in frames) if reply is not None]
 
 
 HELLO = m.pack(m.Request(1, m.Hello(1, 1, "test")))
