@@ -25,8 +25,7 @@ from kvstore.insight.prefixes import PrefixBook
 from kvstore.insight.recording import Recording
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import MAX_PRIORITY, TenantClient, check_participant
-from kvstore.protocol.handing_over import MAX_TICKET_SECONDS
-from kvstore.protocol.messages import LeaseReply, MatchReply
+from kvstore.protocol.messages import MAX_TICKET_SECONDS, LeaseReply, MatchReply
 from kvstore.protocol.requests import check_request
 from kvstore.protocol.words import printable
 from kvstore.service.accounting import Counting, Lasting, NamespaceInfo

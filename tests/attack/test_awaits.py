@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.protocol import messages as m
-from kvstore.protocol.handing_over import MAX_AWAITED_KEYS
+from kvstore.protocol.messages import MAX_AWAITED_KEYS
 from kvstore.service.connections import DoorLimits
 from kvstore.service.local_door import LocalDoor
 from service.sidecar import Sidecar

@@ -106,7 +106,7 @@ def test_an_operator_is_let_in_where_tenants_take_up_all_that_they_may(tmp_path:
         admins = [FramedSocket(str(sidecar.admin_path), "test", b"", CLOCK, 10) for _ in range(ADMIN_CONNECTIONS - 1)]
         gate = threading.Event()
         for pool in (sidecar.door._threads._pool, sidecar.door._threads._long_pool):
-            pool.submit(gate.wait, 30)
+            pool.executor.submit(gate.wait, 30)
         try:
             with pytest.raises(Unreachable):
                 FramedSocket(str(sidecar.path), "test", b"", CLOCK, 10)

@@ -408,7 +408,7 @@ def test_what_no_thread_was_found_for_is_answered_once(sidecar: Sidecar) -> None
     assert answer == m.Failed(m.RequestFault.BUSY, "no thread is free")
     reply = peer.reply()
     assert reply is not None and reply.number == 2 and isinstance(reply.answer, m.Reserved)
-    wait_until(lambda: sidecar.door._threads._pool._work_queue.empty())
+    wait_until(lambda: sidecar.door._threads._pool.executor._work_queue.empty())
     peer.ask(m.ReleaseRequest(""), 4)
     assert sidecar.store.usage().reservations == 1
     (connection,) = sidecar.door._connections
