@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import patience
 from kvstore.block.codec import codec_named
-from kvstore.client.handle import Lease
+from kvstore.client.framing import FramedSocket
+from kvstore.client.handle import Lease, NamespaceHandle
 from kvstore.client.sidecar_store import SidecarStore, open_sidecar
 from kvstore.client.socket_door import CallLimits
 from kvstore.elsewhere.desk import CourierDesk
 from kvstore.node import EmbeddedStore, SystemClock
+from kvstore.protocol import messages as m
 from kvstore.service.admin import Admin, Observer, StatusReport
 from kvstore.service.connections import DoorLimits
 from kvstore.service.dispatch import Handlers
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.settings import StoreSettings
-from workbench import open_at
+from workbench import MODEL, open_at, small_layout
 
 
 def patient(store: SidecarStore) -> SidecarStore:
@@ -32,6 +36,17 @@ def patient(store: SidecarStore) -> SidecarStore:
 def number_of(lease: Lease) -> int:
     """The sidecar's number of a client's lease."""
     return lease._store_name[1]
+
+
+def wire_to(path: Path | str, seconds: float = 20.0) -> FramedSocket:
+    """A client's connection, which takes any verb."""
+    return FramedSocket(str(path), "test", b"", SystemClock(), seconds)
+
+
+def asked(path: Path | str, *verbs: m.Verb) -> list[m.Answer]:
+    """What is answered there, over a connection of its own."""
+    with closing(wire_to(path)) as wire:
+        return [wire.call(verb, 20.0).answer for verb in verbs]
 
 
 class Sidecar:
@@ -68,6 +83,12 @@ class Sidecar:
     def client(self, session: str | None = None, engine: str = "t") -> SidecarStore:
         token, clock = session or secrets.token_hex(16), SystemClock()
         return patient(open_sidecar(str(self.path), codecs=codec_named, clock=clock, session=token, engine=engine))
+
+    @contextmanager
+    def opened(self, **options: Any) -> Iterator[NamespaceHandle]:
+        """A namespace of a client's, by default of the small layout."""
+        with self.client() as store:
+            yield store.namespace(**{"model": MODEL, "layout": small_layout(), **options})
 
     def __enter__(self) -> Sidecar:
         return self

@@ -147,8 +147,7 @@ def test_one_ticket_of_a_session_is_good_across_restarts_of_the_sidecar(tmp_path
 
 
 def test_a_forked_child_is_of_the_same_session(tmp_path: Path) -> None:
-    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=LAYOUT)
+    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.opened(layout=LAYOUT) as handle:
         handle.put(ids(512), PAGES)
         lease = lease_of(handle)
         ticket = lease.ticket()
@@ -171,8 +170,7 @@ def test_a_forked_child_is_of_the_same_session(tmp_path: Path) -> None:
 
 
 def test_a_lease_that_comes_after_its_deadline_is_given_back(tmp_path: Path) -> None:
-    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=LAYOUT)
+    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.opened(layout=LAYOUT) as handle:
         handle.put(ids(512), PAGES)
         match = handle.match(ids(512))
         handle.door._limits = type(handle.door._limits)(lease=0.0)  # type: ignore[attr-defined]

@@ -19,10 +19,8 @@ import pytest
 
 import kvstore
 from kvstore.block.account import HitTier, MissReason
-from kvstore.client.framing import FramedSocket
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.sidecar_store import SidecarStore
-from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from kvstore.service.keeper import (
     FIRST_PAUSE_SECONDS,
@@ -33,7 +31,7 @@ from kvstore.service.keeper import (
 )
 from kvstore.service.serve import KeeperWire
 from programs import PATHS, ROOT
-from service.sidecar import patient
+from service.sidecar import asked, patient
 from service.test_serve import ended, serving
 from waiting import wait_until
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
@@ -270,13 +268,9 @@ with connected({"serving": sys.argv[1:]}) as (_, handle):
 
 def guarded_bytes(directory: Path) -> int:
     """As `kvstore stat` says."""
-    wire = FramedSocket(str(directory / "kv" / "admin.sock"), "test", b"", SystemClock(), 20.0)
-    try:
-        answer = wire.call(m.Stat(), 20.0).answer
-        assert isinstance(answer, m.StatReply), answer
-        return answer.facts.guarded_bytes
-    finally:
-        wire.close()
+    (answer,) = asked(directory / "kv" / "admin.sock", m.Stat())
+    assert isinstance(answer, m.StatReply), answer
+    return answer.facts.guarded_bytes
 
 
 def test_what_was_said_before_a_hand_over_is_said() -> None:

@@ -23,9 +23,7 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.block.errors import StoreClosed, Unreachable
 from kvstore.block.identity import Namespace
 from kvstore.block.layout import Layout
-from kvstore.client.framing import FramedSocket
 from kvstore.client.handle import EARLY_BLOCKS, LAST_BLOCKS, PutResult
-from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import ReservationLost
 from kvstore.service import dispatch as handlers
@@ -42,7 +40,7 @@ from kvstore.service.connections import (
 )
 from kvstore.service.local_door import TURNED_AWAY
 from kvstore.service.sessions import ClientState
-from service.sidecar import Sidecar, number_of
+from service.sidecar import Sidecar, number_of, wire_to
 from tiering.dram.extents import MappedExtent
 from tiering.frame import HEADER_BYTES, KEY_BYTES
 from tiering.nvme.lmdb_index import LmdbMaker
@@ -103,8 +101,7 @@ def test_a_put_ends_before_a_block_that_its_codec_cannot_write(tmp_path: Path, f
 
 
 def test_what_is_leased_can_not_be_written(sidecar: Sidecar) -> None:
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
+    with sidecar.opened() as handle:
         handle.put(ids(64), random_pages(handle.layout, 1))
         with handle.lease(handle.match(ids(64))) as lease:
             (span,) = handle.door.memory(lease.reply.lease, lease.reply.places[0])
@@ -202,8 +199,7 @@ LARGE = LARGE_BYTES + 1
     ],
 )
 def test_what_is_no_message_ends_the_connection_and_nothing_else(sidecar: Sidecar, frames: list[bytes]) -> None:
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
+    with sidecar.opened() as handle:
         answer = talk(sidecar, *frames)[-1].answer
         assert isinstance(answer, m.Failed) and answer.fault is m.RequestFault.MALFORMED
         assert handle.put(ids(64), random_pages(handle.layout, 1)).stored == 1
@@ -236,8 +232,7 @@ def test_the_highest_version_in_common_is_spoken(sidecar: Sidecar, oldest: int, 
 
 
 def test_keys_that_are_no_chain_store_nothing_and_harm_nothing(sidecar: Sidecar) -> None:
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
+    with sidecar.opened() as handle:
         assert handle.put(ids(192), random_pages(handle.layout, 3)).stored == 3
         keys = handle.match(ids(640)).keys
         with handle.lease(handle.match(ids(192))) as lease:
@@ -302,15 +297,13 @@ def test_memory_is_not_inherited_by_programs_that_a_client_starts(
             super().__init__(descriptor, size_bytes, writable=writable)
 
     monkeypatch.setattr("kvstore.client.connection.MappedExtent", Watched)
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
+    with sidecar.opened() as handle:
         assert handle.put(ids(512), random_pages(handle.layout, 8)).stored == 8
     assert inheritable and not any(inheritable)
 
 
 def test_an_answer_that_comes_too_late_leaves_nothing(sidecar: Sidecar) -> None:
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
+    with sidecar.opened() as handle:
         assert handle.put(ids(512), random_pages(handle.layout, 8)).stored == 8
         keys, unknown = handle.match(ids(512)).keys, handle.match(ids(64, 9)).keys
         limits = handle.door._limits
@@ -332,7 +325,7 @@ def test_whoever_is_turned_away_is_told_why(tmp_path: Path) -> None:
             with pytest.raises(
                 Unreachable, match=r"refused: there are as many connections as may be; .* door\.connections$"
             ):
-                FramedSocket(str(sidecar.path), "test", b"", SystemClock(), 10.0)
+                wire_to(sidecar.path)
         silent = [socket.socket(socket.AF_UNIX) for _ in range(2 * TURNED_AWAY)]
         for one in silent:
             one.connect(str(sidecar.path))
@@ -419,8 +412,7 @@ def test_what_no_thread_was_found_for_is_answered_once(sidecar: Sidecar) -> None
 
 def test_memory_is_writable_for_whoever_stores_into_its_namespace(sidecar: Sidecar) -> None:
     """And for nobody else of its tenant; all of them may read it."""
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
+    with sidecar.opened() as handle:
         handle.put(ids(64), random_pages(handle.layout, 1))
         (extent,) = sidecar.core.blocks.dram.all_extents(sidecar.core.blocks.spaces[0].classes[0])
     peer = come_in(sidecar.path)
@@ -455,14 +447,13 @@ def test_a_fault_of_the_door_is_logged_and_told(tmp_path: Path, caplog: pytest.L
 
 
 def test_the_reason_why_a_connection_was_ended_is_told(sidecar: Sidecar) -> None:
-    wire = FramedSocket(str(sidecar.path), "test", b"", SystemClock(), 10.0)
+    wire = wire_to(sidecar.path)
     with pytest.raises(Unreachable, match="the sidecar ended it: a connection begins with one hello"):
         wire.call(m.Hello(1, 1), 10.0)
 
 
 def test_a_put_is_committed_while_it_is_being_filled(sidecar: Sidecar) -> None:
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
+    with sidecar.opened() as handle:
         blocks = LAST_BLOCKS + EARLY_BLOCKS + 3
         seen: list[int] = []
 
@@ -471,7 +462,7 @@ def test_a_put_is_committed_while_it_is_being_filled(sidecar: Sidecar) -> None:
             seen.append(request.first)
             return commit()
 
-        stand_in(store._door, m.Commit, watched)
+        stand_in(handle.door, m.Commit, watched)
         pages = random_pages(handle.layout, blocks)
         assert handle.put(ids(64 * blocks), pages) == PutResult(0, blocks, None, None)
         assert seen == [EARLY_BLOCKS + 3] and sidecar.door.usage().served["commit"] == 3
@@ -532,8 +523,7 @@ def test_messages_of_a_connection_are_served_in_their_order(tmp_path: Path) -> N
 def test_a_long_message_counts_for_many(tmp_path: Path) -> None:
     """Its connection waits for the rate; others do not wait for it."""
     limits = DoorLimits(rate=20.0, burst=40)
-    with Sidecar(tmp_path, limits) as sidecar, sidecar.client() as store, socket.socket(socket.AF_UNIX) as sock:
-        handle = store.namespace(model=MODEL, layout=small_layout())
+    with Sidecar(tmp_path, limits) as sidecar, sidecar.opened() as handle, socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(10)
         sock.connect(str(sidecar.path))
         long = m.pack(m.Request(2, m.ReleaseRequest("x" * (m.MAX_BODY_BYTES - 100))))
@@ -629,8 +619,7 @@ def test_who_has_as_much_under_way_as_he_may_is_told_so(
     limits = DoorLimits()
     msgspec.structs.force_setattr(limits, "long_running", 0 if kind == "persist" else 1)  # no user may set 0
     nvme: dict[str, Any] = {"nvme": "16MiB", "indexes": LmdbMaker} if kind == "persist" else {}
-    with Sidecar(tmp_path, limits, dram="16MiB", **nvme) as sidecar, sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
+    with Sidecar(tmp_path, limits, dram="16MiB", **nvme) as sidecar, sidecar.opened() as handle:
         pages = random_pages(small_layout(), 2)
         handle.put(ids(128), pages)
         match = handle.match(ids(128))
@@ -655,7 +644,6 @@ def test_who_has_as_much_under_way_as_he_may_is_told_so(
 
 @pytest.mark.parametrize("keys", [[b"k" * 32] * 2, [b"short"]])
 def test_what_the_sidecar_cannot_take_is_unsupported(sidecar: Sidecar, keys: list[bytes]) -> None:
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
+    with sidecar.opened() as handle:
         reply = Asking(handle.door).match(handle.number, keys)
         assert reply.reason is MissReason.UNSUPPORTED and "prefix key" in reply.detail
