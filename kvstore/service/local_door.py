@@ -52,7 +52,7 @@ from kvstore.service.parked import Parking, Response
 from kvstore.service.sessions import ClientState
 from kvstore.status.tree import DoorStatus
 from tiering.counts.histogram import Waits
-from tiering.faults import CONNECTIONS, SENT, FaultReports, RateLimitedLog, Unheard, kind_of
+from tiering.faults import CONNECTIONS, SENT, FaultReports, RateLimitedLog, kind_of
 from tiering.files import listening_socket, remove_socket
 
 _PEER = struct.Struct("iII")  # struct ucred
@@ -81,13 +81,13 @@ _log = logging.getLogger(__name__)
 class LocalDoor:
     """Serves until it is closed. `listen` first, then `start`."""
 
-    def __init__(self, handlers: Handlers, limits: DoorLimits, faults: FaultReports | None = None) -> None:
+    def __init__(self, handlers: Handlers, limits: DoorLimits, faults: FaultReports) -> None:
         """faults: gets what the machine lacks."""
         self._handlers, self._sessions, self._store = handlers, handlers.sessions, handlers.sessions.store
         self._clock = clock = self._store.clock
         self._limits = limits
         self._log = RateLimitedLog(_log, clock)
-        self._faults = faults or Unheard()
+        self._faults = faults
         self._figures = DoorFigures()
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = socket.socketpair()

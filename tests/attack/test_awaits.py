@@ -169,7 +169,7 @@ def test_absent_keys_and_those_of_another_tenant_are_the_same(tmp_path: Path) ->
     with Sidecar(tmp_path) as sidecar:
         other = tmp_path / "other.sock"
         sidecar.door.close(10)
-        sidecar.door = LocalDoor(sidecar.handlers, DoorLimits())
+        sidecar.door = LocalDoor(sidecar.handlers, DoorLimits(), sidecar.store.faults)
         sidecar.door.listen(sidecar.path, sidecar.store.tenant_keys("default"))
         sidecar.door.listen(other, sidecar.store.tenant_keys("other"))
         sidecar.door.start()

@@ -62,7 +62,7 @@ class Sidecar:
         self.handlers = Handlers(self.core, 1, secrets.token_bytes, self.store.names)
         self.sessions, self.counting, self.whatif = self.handlers.sessions, self.handlers.counting, self.handlers.whatif
         self.told, self.prefixes = self.handlers.told, self.handlers.prefixes
-        self.door = LocalDoor(self.handlers, door or DoorLimits())
+        self.door = LocalDoor(self.handlers, door or DoorLimits(), self.store.faults)
         self.door.listen(
             self.path,
             self.store.tenant_keys(self.store.tenant),

@@ -17,6 +17,7 @@ from kvstore.block.account import MissReason
 from kvstore.block.codec import codec_named
 from kvstore.block.errors import BadInput, Unreachable
 from kvstore.cli import ask
+from kvstore.client.handle import NamespaceHandle
 from kvstore.client.sidecar_store import CallLimits, open_sidecar
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
@@ -45,32 +46,30 @@ def test_only_its_owner_may_open_it(sidecar: Sidecar) -> None:
     assert stat.S_IMODE(os.stat(sidecar.admin_path).st_mode) == 0o600
 
 
-def test_a_tenant_has_no_admin_verb(sidecar: Sidecar) -> None:
-    with sidecar.opened() as handle:
-        handle.put(ids(640), random_pages(handle.layout, 10))
-        one = handle.namespace.digest().hex()
-        answers = asked(sidecar.path, m.Stat(), m.DropAny(one), m.DropAny(one, "default"), m.Purge("default"))
-        assert [isinstance(answer, m.Failed) and answer.fault for answer in answers] == [m.RequestFault.BAD_INPUT] * 4
-        assert handle.match(ids(640)).blocks == 10 and len(sidecar.store.tenant_names()) == 1
+def test_a_tenant_has_no_admin_verb(sidecar: Sidecar, handle: NamespaceHandle) -> None:
+    handle.put(ids(640), random_pages(handle.layout, 10))
+    one = handle.namespace.digest().hex()
+    answers = asked(sidecar.path, m.Stat(), m.DropAny(one), m.DropAny(one, "default"), m.Purge("default"))
+    assert [isinstance(answer, m.Failed) and answer.fault for answer in answers] == [m.RequestFault.BAD_INPUT] * 4
+    assert handle.match(ids(640)).blocks == 10 and len(sidecar.store.tenant_names()) == 1
 
 
-def test_an_operator_has_no_verb_of_a_tenant(sidecar: Sidecar) -> None:
-    with sidecar.opened() as handle:
-        handle.put(ids(640), random_pages(handle.layout, 10))
-        keys = handle.match(ids(640)).keys
-        verbs: list[m.Verb] = [
-            m.OpenNamespace(handle.namespace.pack(), [8192]),
-            m.MatchPrefix(handle.number, keys),
-            m.LeasePrefix(handle.number, keys, 0, 0),
-            m.Extents([0], False),
-            m.Drop(handle.number),
-            m.Namespaces(),
-        ]
-        answers = asked(sidecar.admin_path, *verbs)
-        assert [isinstance(answer, m.Failed) and answer.fault for answer in answers] == [m.RequestFault.BAD_INPUT] * 6
-        with closing(Peer(str(sidecar.admin_path))) as peer:
-            refused = peer.ask(m.Hello(9, 9))
-        assert isinstance(refused, m.Failed) and refused.fault is m.RequestFault.VERSION
+def test_an_operator_has_no_verb_of_a_tenant(sidecar: Sidecar, handle: NamespaceHandle) -> None:
+    handle.put(ids(640), random_pages(handle.layout, 10))
+    keys = handle.match(ids(640)).keys
+    verbs: list[m.Verb] = [
+        m.OpenNamespace(handle.namespace.pack(), [8192]),
+        m.MatchPrefix(handle.number, keys),
+        m.LeasePrefix(handle.number, keys, 0, 0),
+        m.Extents([0], False),
+        m.Drop(handle.number),
+        m.Namespaces(),
+    ]
+    answers = asked(sidecar.admin_path, *verbs)
+    assert [isinstance(answer, m.Failed) and answer.fault for answer in answers] == [m.RequestFault.BAD_INPUT] * 6
+    with closing(Peer(str(sidecar.admin_path))) as peer:
+        refused = peer.ask(m.Hello(9, 9))
+    assert isinstance(refused, m.Failed) and refused.fault is m.RequestFault.VERSION
 
 
 def test_what_is_no_hello_ends_an_admin_connection_too(sidecar: Sidecar) -> None:

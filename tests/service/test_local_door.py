@@ -23,7 +23,7 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.block.errors import StoreClosed, Unreachable
 from kvstore.block.identity import Namespace
 from kvstore.block.layout import Layout
-from kvstore.client.handle import EARLY_BLOCKS, LAST_BLOCKS, PutResult
+from kvstore.client.handle import EARLY_BLOCKS, LAST_BLOCKS, NamespaceHandle, PutResult
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import ReservationLost
 from kvstore.service import dispatch as handlers
@@ -100,13 +100,12 @@ def test_a_put_ends_before_a_block_that_its_codec_cannot_write(tmp_path: Path, f
         assert (key - want_key).abs().max() < 0.03 and (value - want_value).abs().max() < 0.03
 
 
-def test_what_is_leased_can_not_be_written(sidecar: Sidecar) -> None:
-    with sidecar.opened() as handle:
-        handle.put(ids(64), random_pages(handle.layout, 1))
-        with handle.lease(handle.match(ids(64))) as lease:
-            (span,) = handle.door.memory(lease.reply.lease, lease.reply.places[0])
-            with pytest.raises(TypeError, match="read-only"):
-                span.view[0] = 1
+def test_what_is_leased_can_not_be_written(handle: NamespaceHandle) -> None:
+    handle.put(ids(64), random_pages(handle.layout, 1))
+    with handle.lease(handle.match(ids(64))) as lease:
+        (span,) = handle.door.memory(lease.reply.lease, lease.reply.places[0])
+        with pytest.raises(TypeError, match="read-only"):
+            span.view[0] = 1
 
 
 def test_room_for_one_block_costs_others_no_more_than_an_extent(tmp_path: Path) -> None:
@@ -231,25 +230,24 @@ def test_the_highest_version_in_common_is_spoken(sidecar: Sidecar, oldest: int, 
         assert isinstance(reply.answer, m.Failed) and reply.answer.fault is m.RequestFault.VERSION
 
 
-def test_keys_that_are_no_chain_store_nothing_and_harm_nothing(sidecar: Sidecar) -> None:
-    with sidecar.opened() as handle:
-        assert handle.put(ids(192), random_pages(handle.layout, 3)).stored == 3
-        keys = handle.match(ids(640)).keys
-        with handle.lease(handle.match(ids(192))) as lease:
-            sidecar.core.spans([lease.reply.places[0][0]])[0].view[HEADER_BYTES] ^= 1
-            handle.get(lease, blank_pages(handle.layout, 3))
-        wait_until(lambda: sidecar.store.usage().counters.get("quarantined_blocks") == 1)
-        for wrong in ([keys[0]] * 3, [keys[1], keys[5]], [keys[0], keys[2], keys[1]], [keys[4], keys[4]]):
-            reply = Asking(handle.door).reserve(handle.number, wrong, 0, 0, None)
-            assert len(reply.blocks) <= 1 and reply.reason is not None
-            Asking(handle.door).abort(reply.reservation)
-            leased = Asking(handle.door).lease(handle.number, wrong, 0, 50)
-            assert leased.blocks <= 1
-            Asking(handle.door).release(leased.lease)
-            handle.match(ids(64))
-            sidecar.store.check()
-        assert handle.put(ids(192), random_pages(handle.layout, 3)).stored == 1
-        wait_until(lambda: is_at_rest(sidecar))
+def test_keys_that_are_no_chain_store_nothing_and_harm_nothing(sidecar: Sidecar, handle: NamespaceHandle) -> None:
+    assert handle.put(ids(192), random_pages(handle.layout, 3)).stored == 3
+    keys = handle.match(ids(640)).keys
+    with handle.lease(handle.match(ids(192))) as lease:
+        sidecar.core.spans([lease.reply.places[0][0]])[0].view[HEADER_BYTES] ^= 1
+        handle.get(lease, blank_pages(handle.layout, 3))
+    wait_until(lambda: sidecar.store.usage().counters.get("quarantined_blocks") == 1)
+    for wrong in ([keys[0]] * 3, [keys[1], keys[5]], [keys[0], keys[2], keys[1]], [keys[4], keys[4]]):
+        reply = Asking(handle.door).reserve(handle.number, wrong, 0, 0, None)
+        assert len(reply.blocks) <= 1 and reply.reason is not None
+        Asking(handle.door).abort(reply.reservation)
+        leased = Asking(handle.door).lease(handle.number, wrong, 0, 50)
+        assert leased.blocks <= 1
+        Asking(handle.door).release(leased.lease)
+        handle.match(ids(64))
+        sidecar.store.check()
+    assert handle.put(ids(192), random_pages(handle.layout, 3)).stored == 1
+    wait_until(lambda: is_at_rest(sidecar))
 
 
 def test_numbers_of_an_earlier_run_name_nothing(tmp_path: Path) -> None:
@@ -302,19 +300,18 @@ def test_memory_is_not_inherited_by_programs_that_a_client_starts(
     assert inheritable and not any(inheritable)
 
 
-def test_an_answer_that_comes_too_late_leaves_nothing(sidecar: Sidecar) -> None:
-    with sidecar.opened() as handle:
-        assert handle.put(ids(512), random_pages(handle.layout, 8)).stored == 8
-        keys, unknown = handle.match(ids(512)).keys, handle.match(ids(64, 9)).keys
-        limits = handle.door._limits
-        handle.door._limits = replace(limits, lease=0.0, fill=0.0)
-        for _ in range(20):
-            leased = Asking(handle.door).lease(handle.number, keys, 0, 0)
-            assert leased.reason in (None, MissReason.DEADLINE)
-            Asking(handle.door).release(leased.lease)  # now and then it was there in time
-            Asking(handle.door).abort(Asking(handle.door).reserve(handle.number, unknown, 0, 0, None).reservation)
-        handle.door._limits = limits
-        wait_until(lambda: bool(handle.match(ids(64)).blocks) and is_at_rest(sidecar))
+def test_an_answer_that_comes_too_late_leaves_nothing(sidecar: Sidecar, handle: NamespaceHandle) -> None:
+    assert handle.put(ids(512), random_pages(handle.layout, 8)).stored == 8
+    keys, unknown = handle.match(ids(512)).keys, handle.match(ids(64, 9)).keys
+    limits = handle.door._limits
+    handle.door._limits = replace(limits, lease=0.0, fill=0.0)
+    for _ in range(20):
+        leased = Asking(handle.door).lease(handle.number, keys, 0, 0)
+        assert leased.reason in (None, MissReason.DEADLINE)
+        Asking(handle.door).release(leased.lease)  # now and then it was there in time
+        Asking(handle.door).abort(Asking(handle.door).reserve(handle.number, unknown, 0, 0, None).reservation)
+    handle.door._limits = limits
+    wait_until(lambda: bool(handle.match(ids(64)).blocks) and is_at_rest(sidecar))
 
 
 def test_whoever_is_turned_away_is_told_why(tmp_path: Path) -> None:
@@ -452,24 +449,23 @@ def test_the_reason_why_a_connection_was_ended_is_told(sidecar: Sidecar) -> None
         wire.call(m.Hello(1, 1), 10.0)
 
 
-def test_a_put_is_committed_while_it_is_being_filled(sidecar: Sidecar) -> None:
-    with sidecar.opened() as handle:
-        blocks = LAST_BLOCKS + EARLY_BLOCKS + 3
-        seen: list[int] = []
+def test_a_put_is_committed_while_it_is_being_filled(sidecar: Sidecar, handle: NamespaceHandle) -> None:
+    blocks = LAST_BLOCKS + EARLY_BLOCKS + 3
+    seen: list[int] = []
 
-        def watched(request: m.Commit, commit: Callable[[], Any]) -> Any:
-            wait_until(lambda: sidecar.store.usage().blocks == request.first)  # by what was posted
-            seen.append(request.first)
-            return commit()
+    def watched(request: m.Commit, commit: Callable[[], Any]) -> Any:
+        wait_until(lambda: sidecar.store.usage().blocks == request.first)  # by what was posted
+        seen.append(request.first)
+        return commit()
 
-        stand_in(handle.door, m.Commit, watched)
-        pages = random_pages(handle.layout, blocks)
-        assert handle.put(ids(64 * blocks), pages) == PutResult(0, blocks, None, None)
-        assert seen == [EARLY_BLOCKS + 3] and sidecar.door.usage().served["commit"] == 3
-        found = blank_pages(handle.layout, blocks)
-        with handle.lease(handle.match(ids(64 * blocks))) as lease:
-            assert handle.get(lease, found).tokens == 64 * blocks
-        assert same_tokens(found, pages, range(64 * blocks))
+    stand_in(handle.door, m.Commit, watched)
+    pages = random_pages(handle.layout, blocks)
+    assert handle.put(ids(64 * blocks), pages) == PutResult(0, blocks, None, None)
+    assert seen == [EARLY_BLOCKS + 3] and sidecar.door.usage().served["commit"] == 3
+    found = blank_pages(handle.layout, blocks)
+    with handle.lease(handle.match(ids(64 * blocks))) as lease:
+        assert handle.get(lease, found).tokens == 64 * blocks
+    assert same_tokens(found, pages, range(64 * blocks))
 
 
 def test_what_was_reserved_on_a_connection_that_broke_is_not_filled(sidecar: Sidecar) -> None:
@@ -643,7 +639,6 @@ def test_who_has_as_much_under_way_as_he_may_is_told_so(
 
 
 @pytest.mark.parametrize("keys", [[b"k" * 32] * 2, [b"short"]])
-def test_what_the_sidecar_cannot_take_is_unsupported(sidecar: Sidecar, keys: list[bytes]) -> None:
-    with sidecar.opened() as handle:
-        reply = Asking(handle.door).match(handle.number, keys)
-        assert reply.reason is MissReason.UNSUPPORTED and "prefix key" in reply.detail
+def test_what_the_sidecar_cannot_take_is_unsupported(handle: NamespaceHandle, keys: list[bytes]) -> None:
+    reply = Asking(handle.door).match(handle.number, keys)
+    assert reply.reason is MissReason.UNSUPPORTED and "prefix key" in reply.detail
