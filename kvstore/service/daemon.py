@@ -25,7 +25,6 @@ from kvstore.service.local_door import LocalDoor
 from kvstore.service.parked import Parking
 from kvstore.service.sessions import Sessions
 from kvstore.service.settings import Settings, shares_of, socket_key
-from tiering.clock import Clock
 from tiering.errors import TierError
 from tiering.files import make_directory
 from tiering.nvme.slab_files import disk_room, slab_bytes
@@ -47,7 +46,6 @@ class Daemon:
         self,
         store: EmbeddedStore,
         settings: Settings,
-        clock: Clock,
         first_number: int,
         new_token: Callable[[int], bytes],
         why_not_policy: str = "",
@@ -62,7 +60,6 @@ class Daemon:
         self.store = store
         self.settings = settings
         self._insight_ends, self._keys_end = threading.Event(), threading.Event()
-        self._thread_seconds = clock.thread_seconds
         handlers = self._handlers = Handlers(store.core, first_number, new_token, store.names)
         self.door = LocalDoor(handlers, settings.door, store.faults)
         self.sockets: list[str] = []
@@ -77,12 +74,12 @@ class Daemon:
                 self.sockets.append(where)
             key, where = "admin.socket", settings.admin_socket
             admin = Admin(self.report)
-            self.door.listen_admin(Path(where), admin)
+            self.door.listen_apart(Path(where), admin)
             key, where, observe = "observe.socket", settings.observe_socket, settings.observe
-            self.door.listen_admin(Path(where), Observer(admin), int(observe.mode, 8), observe.users)
+            self.door.listen_apart(Path(where), Observer(admin), int(observe.mode, 8), observe.users)
             if desk is not None:
                 key, where = "the couriers' socket", settings.courier_socket
-                self.door.listen_couriers(Path(where), desk)
+                self.door.listen_apart(Path(where), desk)
         except OSError as error:
             self.door.close(0)
             mend = {
@@ -114,12 +111,11 @@ class Daemon:
         _log.info("serving", extra={**sockets, "data": self.settings.store.data, **budgets})
 
     def _start_insight(self, process_seconds: Callable[[], float]) -> None:
-        def estimate() -> None:
-            self._handlers.whatif.run(self._insight_ends, lambda: (self._thread_seconds(), process_seconds()))
-
+        ends, whatif, thread_seconds = self._insight_ends, self._handlers.whatif, self.store.core.clock.thread_seconds
+        estimate = partial(whatif.run, ends, lambda: (thread_seconds(), process_seconds()))
         try:
             threading.Thread(target=estimate, name="kv-whatif", daemon=True).start()
-            follow = partial(self._handlers.prefixes.run, self._insight_ends)
+            follow = partial(self._handlers.prefixes.run, ends)
             threading.Thread(target=follow, name="kv-prefixes", daemon=True).start()
         except RuntimeError as error:
             _log.warning("no estimates of what other sizes would find, or of which prefixes are hot: %s", error)

@@ -129,15 +129,12 @@ class LocalDoor:
         sock = listening_socket(path, mode)
         self._listen(Listener(path, sock, tenant, users, renew, None, self._turns))
 
-    def listen_admin(
-        self, path: Path, admin: AdminVerbs, mode: int = ADMIN_MODE, users: Collection[int] | None = None
+    def listen_apart(
+        self, path: Path, host: AdminVerbs | Parking, mode: int = ADMIN_MODE, users: Collection[int] | None = None
     ) -> None:
-        """Open a socket without tenant: the operator's, or the observers'. Raises `OSError`."""
-        self._listen(Listener(path, listening_socket(path, mode), None, users, None, admin, self._turns))
-
-    def listen_couriers(self, path: Path, parking: Parking) -> None:
-        """Open the socket for couriers of all tenants; each names its tenant. Raises `OSError`."""
-        self._listen(Listener(path, listening_socket(path, ADMIN_MODE), None, None, None, parking, self._turns))
+        """Open a socket of no tenant: the operator's, the observers', or the couriers', each of which names its tenant.
+        Raises `OSError`."""
+        self._listen(Listener(path, listening_socket(path, mode), None, users, None, host, self._turns))
 
     def _listen(self, listener: Listener) -> None:
         if listener.pool is None:

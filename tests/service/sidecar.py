@@ -71,13 +71,13 @@ class Sidecar:
         self.desk = CourierDesk(self.store, self.sessions, self.handlers) if couriers else None
         self.courier_path = directory / "courier.sock"
         if self.desk is not None:
-            self.door.listen_couriers(self.courier_path, self.desk)
+            self.door.listen_apart(self.courier_path, self.desk)
         self.report = StatusReport(self.store, self.handlers, self.door, StoreSettings())
         self.admin = Admin(self.report)
         self.admin_path = directory / "admin.sock"
-        self.door.listen_admin(self.admin_path, self.admin)
+        self.door.listen_apart(self.admin_path, self.admin)
         self.observe_path = directory / "observe.sock"
-        self.door.listen_admin(self.observe_path, Observer(self.admin), 0o660)
+        self.door.listen_apart(self.observe_path, Observer(self.admin), 0o660)
         self.door.start()
 
     def client(self, session: str | None = None, engine: str = "t") -> SidecarStore:
