@@ -18,8 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, TypeVar, cast
 
-import msgspec
-
 from kvstore.block import payload
 from kvstore.block.account import MissReason
 from kvstore.block.display_names import DisplayNames, checked_name
@@ -122,7 +120,7 @@ class EmbeddedDoor:
         self._names = names
         self._client = TenantClient(keys)
         self.requests = requests if requests is not None else Requests()
-        self._threads = threads or LeaseThreads(store.clock)
+        self._threads = threads or LeaseThreads()
         self.clock = store.clock
         self.forgotten = store.forgotten
         self.memory = store.memory
@@ -151,11 +149,7 @@ class EmbeddedDoor:
             return cast(Submitted[A], ParkedReply(parking, self._store.awaited, self._store.awaits))
         if not isinstance(request, m.LeasePrefix) or self._store.closed:
             return ReadyReply(self.call(request, kind))
-
-        def lease(remaining_ms: float) -> NamedLease:
-            return self.call(msgspec.structs.replace(request, deadline_ms=remaining_ms), NamedLease)
-
-        return cast(Submitted[A], self._threads.submit(lease, self._store.release, self.forgotten.append, request))
+        return cast(Submitted[A], self._threads.submit(self, request))
 
     def leads_to(self, store: Store, keys: TenantKeys) -> bool:
         """Whether this is that tenant's door to that store."""
@@ -241,7 +235,7 @@ class EmbeddedStore:
         self.faults = parts.faults or Faults(store.clock)
         self.names = names
         self._requests = Requests()
-        self._threads = LeaseThreads(store.clock)
+        self._threads = LeaseThreads()
         self._ring = ring
         self.keys = keys
         self.rotation = KeyRotation(keys, ring, store)

@@ -193,7 +193,6 @@ def serve(
     """
     from kvstore.config import host_and_port
     from kvstore.listeners.addresses import listening_sockets
-    from kvstore.node import SystemClock
     from kvstore.service import keeper
     from kvstore.service.serve import KeeperWire, Outside
     from kvstore.service.serve import serve as run
@@ -231,7 +230,6 @@ def serve(
     # run has 2**24 connections per 34 ms, so the clock's number will do.
     first_number = time.time_ns() >> CONNECTION_BITS + 1 << CONNECTION_BITS
     outside = Outside(
-        SystemClock(),
         time.process_time,
         first_number,
         secrets.token_bytes,

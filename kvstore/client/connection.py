@@ -90,6 +90,11 @@ class SidecarConnection:
         self._asked = dict[int, list[int]](), dict[int, list[int]]()  # extents under way, to read and to write
         self.reservations: dict[int, ReserveReply] = {}
         self.notify_pipe: NotifyPipeEnd | None = None  # closed by the thread that listens at it
+        self.is_moving = False
+        """The last ping unmapped memory, and more may follow."""
+        self.pinged: int | None = None
+        """The number of a ping in flight."""
+        self._pinging = threading.Lock()
         self._holding = threading.Lock()
         self._held: dict[int, int] = {}  # holds in this process, by the sidecar's number of a lease
 
@@ -205,56 +210,39 @@ class SidecarConnection:
         """Take a lease and map its memory. Closing the exchange half way releases the lease."""
         reply = taken((yield verb), m.Leased).reply
         if reply.lease:
-            with self._holding:
-                self._held[reply.lease] = self._held.get(reply.lease, 0) + 1
-            try:
-                yield from self.mapping(reply.places, writable=False, namespace=verb.namespace)
-            except BaseException:
-                self.let_go(reply.lease)
-                raise
+            mapping = self.mapping(reply.places, writable=False, namespace=verb.namespace)
+            yield from self._hold(reply.lease, mapping)
         return reply
 
-    def attach(self, lease: int, places: Sequence[Sequence[int]], seconds: float, map_seconds: float) -> bool:
-        """Hold a lease that another process of the session took; False if the session holds it no more. Raises
-        `Unavailable`."""
-        self.check()
-        asked_at = self._clock.monotonic_seconds()
-        with self._holding:  # so that no release overtakes it
+    def attaching(self, lease: int, places: Sequence[Sequence[int]]) -> Exchange[None]:
+        """Hold a lease that another process of the session took, and map its memory. Closing the exchange half way
+        drops the hold."""
+
+        def attach() -> Exchange[None]:
+            if lease not in taken((yield m.Attach([lease])), m.Attached).leases:
+                raise Unavailable(MissReason.STALE_HINT, "no process of this session holds it any more")
+            yield from self.mapping(places, writable=False)
+
+        return self._hold(lease, attach())  # held before it is asked for, so that no thread's release overtakes it
+
+    def _hold(self, lease: int, steps: Exchange[None]) -> Exchange[None]:
+        """Take these steps with one more hold of this process on a lease, which an error drops again."""
+        with self._holding:
             self._held[lease] = self._held.get(lease, 0) + 1
-            number: int | None = None
-            try:
-                number = self.wire.submit(m.Attach([lease]))
-            except _WIRE_FAULTS as error:
-                raise _named(error) from None
-            finally:
-                if number is None:
-                    self._count_down(lease)
         try:
-            answered = self.wire.wait(number, seconds)
-            is_held = lease in taken(answered, m.Attached).leases
-            if is_held:
-                self.walk(self.mapping(places, writable=False), map_seconds, lambda: map_seconds)
-        except BaseException as error:
+            yield from steps
+        except BaseException:
             self.let_go(lease)
-            away = _named(error) if isinstance(error, _WIRE_FAULTS) else error
-            if isinstance(away, Unavailable) and away.reason is MissReason.DEADLINE:
-                self.was_late(asked_at, is_quick=True)
-            raise away from None
-        if not is_held:
-            self.let_go(lease)
-        return is_held
+            raise
 
     def let_go(self, lease: int) -> None:
         """Drop one of this process's holds on a lease; the last one releases it. Does not block."""
         with self._holding:
-            if not self._count_down(lease):
+            left = self._held.pop(lease, 0) - 1
+            if left > 0:
+                self._held[lease] = left
+            elif left == 0:
                 self.post(m.Release([lease]))
-
-    def _count_down(self, lease: int) -> int:
-        left = self._held.pop(lease, 0) - 1
-        if left > 0:
-            self._held[lease] = left
-        return left
 
     # Memory --------------------------------------------------------------------------------------------------------
 
@@ -299,6 +287,51 @@ class SidecarConnection:
         for number in numbers:
             self.readable.pop(number, None)
             self.writable.pop(number, None)
+
+    # Pings ---------------------------------------------------------------------------------------------------------
+
+    def ping(self, limits: CallLimits, nudge: threading.Event) -> bool:
+        """Send a ping, or go on waiting for the one in flight; returns whether it was answered. One thread at a time.
+        nudge: is set when the next ping is due at once."""
+        with self._pinging:
+            now = self._clock.monotonic_seconds()
+            try:
+                if self.pinged is None:
+                    self.pinged = self.wire.submit(m.Ping(self.notify_pipe is None))
+                answered = self.wire.wait(self.pinged, limits.connect)
+            except TimedOut:  # silent only if nothing arrived meanwhile: other answers may have come since the ping
+                self.was_late(now, is_quick=True)
+                return False
+            except Backpressure:  # the sidecar does not read
+                self.was_late(now - limits.connect, is_quick=True)
+                nudge.wait(limits.ping)
+                return False
+            except Unreachable:
+                nudge.set()  # the sidecar is gone: its memory is unmapped at once
+                return False
+            self.pinged = None
+            self.breaker.answered()
+            for descriptor in answered.descriptors:
+                self._listen(descriptor, nudge)
+            retired = self.wire.retired()
+            self.unmap(retired)
+            self.is_moving = bool(retired) and self.notify_pipe is None
+            return True
+
+    def _listen(self, descriptor: int, nudge: threading.Event) -> None:
+        self.notify_pipe = notify_pipe = NotifyPipeEnd(descriptor)
+        try:
+            threading.Thread(target=_hear, args=(notify_pipe, nudge), name="kv-bell", daemon=True).start()
+        except RuntimeError:  # no thread available: pings find out instead
+            notify_pipe.close()
+            self.notify_pipe = None
+
+
+def _hear(notify_pipe: NotifyPipeEnd, nudge: threading.Event) -> None:
+    while notify_pipe.wait():
+        nudge.set()
+    notify_pipe.close()
+    nudge.set()  # the sidecar may be gone
 
 
 class PendingCall(Generic[R]):

@@ -205,15 +205,8 @@ class FramedSocket:
         return self.closed or self._asked.get(number) is not None
 
     def wait(self, number: int, seconds: float) -> AnsweredCall:
-        """Wait for the answer to a submitted request. Raises `TimedOut`."""
-        try:
-            return self.await_answer(number, seconds)
-        except BaseException:
-            self.cancel(number)
-            raise
-
-    def await_answer(self, number: int, seconds: float) -> AnsweredCall:
-        """As `wait`, but after `TimedOut` the answer may still be awaited or cancelled."""
+        """Wait for the answer to a submitted request. Raises `TimedOut`, after which it may still be awaited or
+        cancelled."""
         deadline = self._clock.monotonic_seconds() + seconds
         if self._unsent:
             self._send(None, deadline)

@@ -43,9 +43,8 @@ from kvstore.protocol.door import (
     check_collective,
     window_name,
 )
-from kvstore.protocol.handing_over import MAX_TICKET_CHARACTERS
 from kvstore.protocol.lease_ticket import LeaseTicket
-from kvstore.protocol.messages import Grant, LeaseReply, MatchReply, ReserveReply
+from kvstore.protocol.messages import MAX_TICKET_CHARACTERS, Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.requests import check_request
 from kvstore.protocol.told import RequestTold, SavingsTold
 from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd

@@ -15,12 +15,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
+import msgspec
+
 from kvstore.block.account import MissReason
 from kvstore.client.lease import Lease
 from kvstore.protocol import messages as m
-from kvstore.protocol.door import NamedLease, Submitted
+from kvstore.protocol.door import Door, NamedLease, Submitted
 from kvstore.protocol.messages import LeaseReply
-from tiering.clock import Clock
 from tiering.counts.awaits import AwaitEnd, Awaits, ParkedAwait
 
 A = TypeVar("A")
@@ -111,29 +112,20 @@ class ReadyReply(Generic[R]):
 class LeaseThreads:
     """A few threads that wait for the leases of a store in this process. Thread-safe."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(LEASE_THREADS, "kv-lease")
         self._is_closed = False
         self._under_way = threading.BoundedSemaphore(MAX_SUBMITTED)
 
-    def submit(
-        self,
-        lease: Callable[[float], NamedLease],
-        release: Callable[[int], None],
-        release_later: Callable[[int], None],
-        request: m.LeasePrefix,
-    ) -> Submitted[NamedLease]:
-        """lease: asks the store, waiting at most so many milliseconds. release: ends a lease. release_later: the same
-        from a finalizer, which may run at any point of any thread."""
-        asked = ThreadedReply(lease, release, release_later, request, self._clock)
+    def submit(self, door: Door, request: m.LeasePrefix) -> Submitted[NamedLease]:
+        """door: of the store in this process, which a thread asks."""
+        asked = ThreadedReply(door, request)
         if not self._under_way.acquire(blocking=False):
             return ReadyReply(_no_lease(request, MissReason.BUSY, f"{MAX_SUBMITTED} leases are under way, the limit"))
-        unbegun = [asked]
         try:
-            self._pool.submit(self._run, unbegun)
+            self._pool.submit(self._run, asked)
         except RuntimeError:  # closed, or no new thread; in the latter case the pool may have queued it all the same
-            if self._taken(unbegun) is None:
+            if not asked.is_taken():
                 return asked
             self._under_way.release()
             if self._is_closed:
@@ -141,21 +133,12 @@ class LeaseThreads:
             return ReadyReply(_no_lease(request, MissReason.BUSY, "the machine has no thread for it"))
         return asked
 
-    @staticmethod
-    def _taken(unbegun: list[ThreadedReply]) -> ThreadedReply | None:
-        try:
-            return unbegun.pop()
-        except IndexError:
-            return None
-
-    def _run(self, unbegun: list[ThreadedReply]) -> None:
-        asked = self._taken(unbegun)
-        if asked is None:
-            return
-        try:
-            asked.run()
-        finally:
-            self._under_way.release()
+    def _run(self, asked: ThreadedReply) -> None:
+        if asked.is_taken():
+            try:
+                asked.run()
+            finally:
+                self._under_way.release()
 
     def close(self) -> None:
         """Start no more leases; those in progress end with the store."""
@@ -167,31 +150,28 @@ class ThreadedReply:
     """`Submitted`: one lease. Each side records its action before it reads the other's record, so without a lock at
     least one of them releases a cancelled lease; a second release does nothing."""
 
-    def __init__(
-        self,
-        lease: Callable[[float], NamedLease],
-        release: Callable[[int], None],
-        release_later: Callable[[int], None],
-        request: m.LeasePrefix,
-        clock: Clock,
-    ) -> None:
-        self._lease = lease
-        self._release = release
-        self._release_later = release_later
+    def __init__(self, door: Door, request: m.LeasePrefix) -> None:
+        self._door = door
         self._request = request
-        self._clock = clock
-        self._deadline = clock.monotonic_seconds() + request.deadline_ms / 1000
+        self._clock = door.clock
+        self._deadline = door.clock.monotonic_seconds() + request.deadline_ms / 1000
         self._given_up_at = self._deadline + GRACE_SECONDS + BLOCK_SECONDS * len(request.keys)
         self._reply: NamedLease | None = None
         self._is_unwanted = False
+        self._taken = threading.Lock()
+
+    def is_taken(self) -> bool:
+        """Whether the caller is the one that is to run it, or to refuse it: the first to ask."""
+        return self._taken.acquire(blocking=False)
 
     def run(self) -> None:
         if self._is_unwanted:
             return
         remaining = self._deadline - self._clock.monotonic_seconds()
-        self._reply = reply = self._lease(max(0.0, remaining) * 1000)
+        wanted = msgspec.structs.replace(self._request, deadline_ms=max(0.0, remaining) * 1000)
+        self._reply = self._door.call(wanted, NamedLease)
         if self._is_unwanted:
-            self._release(reply.reply.lease)
+            self._release()
 
     def poll(self) -> NamedLease | None:
         if self._reply is not None or self._clock.monotonic_seconds() < self._given_up_at:
@@ -204,13 +184,16 @@ class ThreadedReply:
 
     def cancel(self) -> None:
         self._is_unwanted = True
-        if self._reply is not None:
-            self._release(self._reply.reply.lease)
+        self._release()
 
     def cancel_from_finalizer(self) -> None:
         self._is_unwanted = True
         if self._reply is not None:
-            self._release_later(self._reply.reply.lease)
+            self._door.forgotten.append(self._reply.reply.lease)
+
+    def _release(self) -> None:
+        if self._reply is not None:
+            self._door.call(m.Release([self._reply.reply.lease]), m.Done)
 
 
 class ParkedReply:

@@ -35,12 +35,11 @@ from kvstore.client.connection import (
     spans,
     taken,
 )
-from kvstore.client.framing import HANGS, Backpressure, FramedSocket, Silent, TimedOut, drained
+from kvstore.client.framing import HANGS, FramedSocket, Silent, drained
 from kvstore.client.pending import ReadyReply
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import AttachLease, NamedLease, Request, ReservationLost, Submitted, missed
 from kvstore.protocol.messages import Grant, LeaseReply
-from kvstore.protocol.notify_pipe import NotifyPipeEnd
 from kvstore.protocol.requests import Requests
 from tiering.after_fork import close_in_children
 from tiering.clock import Clock
@@ -56,15 +55,22 @@ MOVING_SHARE = 10
 """While memory moves to other clients, a sidecar without notifications is pinged this many times as often."""
 
 
-PlainVerb = m.Changes | m.Which | m.Await | m.SealTicket | m.OpenTicket | m.Locate
+PlainVerb = m.Changes | m.Which | m.Await | m.SealTicket | m.OpenTicket | m.Locate | m.Drop
 """Requests about a namespace with one answer."""
-_KIND_OF_ANSWER: dict[type, type[m.Changed | m.Held | m.Awaited | m.Sealed | m.TicketOpened | m.Located]] = {
+ManyKeys = m.MatchPrefix | m.LeasePrefix | m.Which
+"""Requests that have more time the longer their chain is."""
+SpaceVerb = m.MatchPrefix | m.LeasePrefix | m.Reserve | m.Persist | PlainVerb
+"""Requests about a namespace."""
+_KIND_OF_ANSWER: dict[
+    type, type[m.Changed | m.Held | m.Awaited | m.Sealed | m.TicketOpened | m.Located | m.Counted]
+] = {
     m.Changes: m.Changed,
     m.Which: m.Held,
     m.Await: m.Awaited,
     m.SealTicket: m.Sealed,
     m.OpenTicket: m.TicketOpened,
     m.Locate: m.Located,
+    m.Drop: m.Counted,
 }
 
 
@@ -109,7 +115,7 @@ class SocketDoor:
         self._held: dict[int, _Held] = {}  # by this client's own numbers, which never name anything else
         self.forgotten: deque[int] = deque()
         self._forsaken: deque[PendingCall[Any]] = deque()
-        self._touch = InTouch(clock)
+        self._touch = InTouch()
         self._why = ""  # why the last attempt to connect failed
         self._rejected = False
         self._is_silent = False  # the last attempt to connect timed out: only the background thread tries again
@@ -157,7 +163,7 @@ class SocketDoor:
                 named = run.namespaces.get(request.namespace, -1)
                 post(msgspec.structs.replace(request, namespace=named))
             return cast(Submitted[A], ReadyReply(m.Done()))
-        assert isinstance(request, m.MatchPrefix | m.LeasePrefix | PlainVerb), "other requests are called"
+        assert isinstance(request, ManyKeys | PlainVerb), "other requests are called"
 
         def late(reason: MissReason, detail: str) -> A:
             return cast(A, missed(request, reason, detail))
@@ -171,16 +177,14 @@ class SocketDoor:
         try:
             run.check()
             self._settle(run)
-            if isinstance(request, PlainVerb):
-                most, steps = seconds, cast(Exchange[A], self._plain(run, request, number))
-                if isinstance(request, m.Which):
-                    most += run.allowance(len(request.keys), self.clock.monotonic_seconds())
-            else:
+            most = seconds
+            if isinstance(request, m.MatchPrefix | m.LeasePrefix):
                 most = min(seconds, MAX_DEADLINE_MS / 1000)
-                most += run.allowance(len(request.keys), self.clock.monotonic_seconds())
                 most += self._limits.lease if isinstance(request, m.LeasePrefix) else 0.0
-                # A lease may still have to map its memory, which is done once per extent.
-                steps = cast(Exchange[A], self._exchange(run, request, number))
+            if isinstance(request, ManyKeys):
+                most += run.allowance(len(request.keys), self.clock.monotonic_seconds())
+            # A lease may still have to map its memory, which is done once per extent.
+            steps = cast(Exchange[A], self._steps(run, request, number))
             return PendingCall(run, steps, self.clock, most, self._limits.mapping, late, self._forsaken)
         except Unavailable as away:
             return ReadyReply(late(away.reason, away.detail))
@@ -220,62 +224,60 @@ class SocketDoor:
         """Raises `Unavailable`."""
         if isinstance(request, m.Commit):
             return self._commit(request, time)
-        run = self._running(time)
-        match request:
-            case AttachLease():
-                return self._attach(run, request, time)
-            case m.MatchPrefix() | m.LeasePrefix():
-                time.ends_at += run.allowance(len(request.keys), self.clock.monotonic_seconds())
-                steps = self._exchange(run, request, self._number(run, request.namespace, time))
-                return run.walk(steps, time.left(), lambda: self._limits.mapping)
-            case m.Reserve():
-                return run.walk(
-                    self._reserving(run, request, self._number(run, request.namespace, time)), time.left(), time.left
-                )
-            case m.Which() | m.Await() | m.SealTicket() | m.OpenTicket() | m.Locate():
-                plain = self._plain(run, request, self._number(run, request.namespace, time))
-                return run.walk(plain, time.left(), time.left)
-            case m.Persist():
-                return self._persist(run, request, self._number(run, request.namespace, time))
-            case m.Drop():
-                verb = m.Drop(self._number(run, request.namespace, time), self._limits.drop)
-                return run.ask(verb, m.Counted, self._limits.drop + self._limits.fill)
-            case _:
-                raise AssertionError(f"{type(request).__name__} is asked by no handle")
+        assert isinstance(request, AttachLease | SpaceVerb), "it is asked by no handle"
+        run, limits = self._running(time), self._limits
+        if isinstance(request, AttachLease):
+            return run.walk(self._attaching(run, request), time.left(), lambda: limits.mapping)
+        if isinstance(request, ManyKeys):
+            time.ends_at += run.allowance(len(request.keys), self.clock.monotonic_seconds())
+        number = self._number(run, request.namespace, time)
+        if isinstance(request, m.Persist):
+            time = VerbTime(self.clock, request.seconds + limits.mapping)
+        elif isinstance(request, m.Drop):
+            request = msgspec.structs.replace(request, seconds=limits.drop)
+            time = VerbTime(self.clock, limits.drop + limits.fill)
+        further = (lambda: limits.mapping) if isinstance(request, m.LeasePrefix) else time.left
+        return run.walk(self._steps(run, request, number), time.left(), further)
 
-    def _exchange(
-        self, run: SidecarConnection, request: m.MatchPrefix | m.LeasePrefix, number: int
-    ) -> Exchange[m.Matched | NamedLease]:
-        keys = list(request.keys)
-        if isinstance(request, m.MatchPrefix):
-            verb = msgspec.structs.replace(request, namespace=number, keys=keys[: run.max_keys])
-            found = taken((yield verb), m.Matched)
-            reply = matched_up_to(found.reply, len(keys), run.max_keys)
-            return m.Matched(reply, found.has_courier)
-        if len(keys) > run.max_keys:  # the match came from another connection
-            raise Unavailable(MissReason.UNSUPPORTED, f"{len(keys)} blocks; this sidecar takes {run.max_keys}")
-        wait_ms = min(float(request.deadline_ms), MAX_DEADLINE_MS)
-        asked = msgspec.structs.replace(
-            request, namespace=number, keys=keys, first_block=int(request.first_block), deadline_ms=wait_ms
-        )
+    def _steps(self, run: SidecarConnection, request: SpaceVerb, number: int) -> Exchange[object]:
+        """number: the sidecar's of the request's namespace."""
+        match request:
+            case m.MatchPrefix():
+                return self._matching(run, request, number)
+            case m.LeasePrefix():
+                return self._leasing(run, request, number)
+            case m.Reserve():
+                return self._reserving(run, request, number)
+            case m.Persist():
+                return self._persisting(run, request, number)
+            case _:
+                return self._plain(run, request, number)
+
+    def _matching(self, run: SidecarConnection, request: m.MatchPrefix, number: int) -> Exchange[m.Matched]:
+        keys = request.keys[: run.max_keys]
+        found = taken((yield msgspec.structs.replace(request, namespace=number, keys=keys)), m.Matched)
+        return m.Matched(matched_up_to(found.reply, len(request.keys), run.max_keys), found.has_courier)
+
+    def _leasing(self, run: SidecarConnection, request: m.LeasePrefix, number: int) -> Exchange[NamedLease]:
+        _check_length(run, request)  # the match came from another connection
+        first, wait_ms = int(request.first_block), min(float(request.deadline_ms), MAX_DEADLINE_MS)
+        asked = msgspec.structs.replace(request, namespace=number, first_block=first, deadline_ms=wait_ms)
         leased = yield from run.leasing(asked)
         return self._hold(run, leased) if leased.lease else NamedLease(leased)
 
     def _plain(self, run: SidecarConnection, request: PlainVerb, number: int) -> Exchange[m.Answer]:
         if isinstance(request, m.Locate | m.Which):
             request = msgspec.structs.replace(request, keys=request.keys[: run.max_keys])
-        if isinstance(request, m.SealTicket) and len(request.keys) > run.max_keys:
-            raise Unavailable(MissReason.UNSUPPORTED, f"{len(request.keys)} blocks; this sidecar takes {run.max_keys}")
+        elif isinstance(request, m.SealTicket):
+            _check_length(run, request)
         answered = yield msgspec.structs.replace(request, namespace=number)
         return taken(answered, _KIND_OF_ANSWER[type(request)])
 
-    def _attach(self, run: SidecarConnection, request: AttachLease, time: VerbTime) -> NamedLease:
-        reply = request.reply
+    def _attaching(self, run: SidecarConnection, request: AttachLease) -> Exchange[NamedLease]:
         if run.name != request.run:
             raise Unavailable(MissReason.STALE_HINT, "it is of another run of the sidecar")
-        if not run.attach(reply.lease, reply.places, time.left(), self._limits.mapping):
-            raise Unavailable(MissReason.STALE_HINT, "no process of this session holds it any more")
-        return self._hold(run, reply)
+        yield from run.attaching(request.reply.lease, request.reply.places)
+        return self._hold(run, request.reply)
 
     def _reserving(self, run: SidecarConnection, request: m.Reserve, number: int) -> Exchange[m.Reserved]:
         sent = list(request.keys[: run.max_keys])
@@ -313,9 +315,9 @@ class SocketDoor:
             run.reservations.pop(request.reservation, None)
         return m.Counted(committed)
 
-    def _persist(self, run: SidecarConnection, request: m.Persist, number: int) -> m.Persisted:
-        verb = msgspec.structs.replace(request, namespace=number, keys=list(request.keys[: run.max_keys]))
-        answer = run.ask(verb, m.Persisted, request.seconds + self._limits.mapping)
+    def _persisting(self, run: SidecarConnection, request: m.Persist, number: int) -> Exchange[m.Persisted]:
+        verb = msgspec.structs.replace(request, namespace=number, keys=request.keys[: run.max_keys])
+        answer = taken((yield verb), m.Persisted)
         is_cut = answer.reason is None and len(request.keys) > run.max_keys
         return m.Persisted(answer.blocks, MissReason.UNSUPPORTED if is_cut else answer.reason)
 
@@ -383,7 +385,7 @@ class SocketDoor:
     def close_after_fork(self) -> None:
         """In a forked child: connection and leases are the parent's, and the memory is unmapped here."""
         self._lock = threading.Lock()
-        self._touch = InTouch(self.clock)
+        self._touch = InTouch()
         run, self._run = self._run, None
         self._held.clear()
         self.forgotten.clear()
@@ -540,11 +542,15 @@ class SocketDoor:
             self._call_in_background()
             run = self._run
         if run is not None and not run.wire.closed:
-            self._touch.ping(run, self._limits, self._settle)
+            if not run.breaker.is_open:
+                self._settle(run)
+            if run.ping(self._limits, self._touch.nudge):
+                self._settle(run)
             if run.breaker.is_open or run.breaker.is_suspected:
                 return 0.0  # go on waiting for the ping's answer
         if not self._touch.wanted:
-            return self._limits.ping / MOVING_SHARE if self._touch.is_moving else self._limits.ping
+            is_moving = run is not None and run.is_moving
+            return self._limits.ping / MOVING_SHARE if is_moving else self._limits.ping
         return min(
             self._limits.ping, max(self._limits.first_pause, self._next_call_at - self.clock.monotonic_seconds())
         )
@@ -573,24 +579,23 @@ class SocketDoor:
             self._touch.wanted = not self.closed
 
 
+def _check_length(run: SidecarConnection, request: m.LeasePrefix | m.SealTicket) -> None:
+    if len(request.keys) > run.max_keys:
+        raise Unavailable(MissReason.UNSUPPORTED, f"{len(request.keys)} blocks; this sidecar takes {run.max_keys}")
+
+
 # A background thread that pings and reconnects, so that no engine thread waits for either -----------------------------
 
 
 class InTouch:
-    """wanted: there is no connection, and a verb asked for one. is_moving: the last ping unmapped memory, and more may
-    follow."""
+    """wanted: there is no connection, and a verb asked for one."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self) -> None:
         self.wanted = False
-        self.is_moving = False
-        self._clock = clock
         self._ended = False
         self.nudge = threading.Event()
         """Set it to have the thread check at once."""
         self._thread: threading.Thread | None = None
-        self._pinging = threading.Lock()
-        self._pinged: tuple[SidecarConnection, int] | None = None
-        """The connection with a ping in flight, and the ping's number."""
 
     def start(self, look_after: Callable[[], float], seconds: float) -> bool:
         """Start the thread unless it runs; returns whether it does. look_after: a method, called after so many seconds,
@@ -620,56 +625,3 @@ class InTouch:
                 return
             seconds = look_after()
             del look_after
-
-    def ping(self, run: SidecarConnection, limits: CallLimits, settle: Callable[[SidecarConnection], None]) -> None:
-        """Send a ping, or go on waiting for the one in flight. settle: undoes late answers."""
-        if not self._pinging.acquire(blocking=False):
-            return  # another thread is waiting for the answer
-        try:
-            self._ping(run, limits, settle)
-        finally:
-            self._pinging.release()
-
-    def _ping(self, run: SidecarConnection, limits: CallLimits, settle: Callable[[SidecarConnection], None]) -> None:
-        breaker, now = run.breaker, self._clock.monotonic_seconds()
-        if not breaker.is_open:
-            settle(run)
-        try:
-            if self._pinged is None or self._pinged[0] is not run:
-                self._pinged = run, run.wire.submit(m.Ping(run.notify_pipe is None))
-            _, number = self._pinged
-            answered = run.wire.await_answer(number, limits.connect)
-        except TimedOut:  # silent only if nothing arrived during this wait: other answers may have come since the ping
-            run.was_late(now, is_quick=True)
-            return
-        except Backpressure:  # the sidecar does not read
-            run.was_late(now - limits.connect, is_quick=True)
-            self.nudge.wait(limits.ping)
-            return
-        except Unreachable:
-            self._pinged = None
-            self.nudge.set()  # the sidecar is gone: its memory is unmapped at once
-            return
-        self._pinged = None
-        breaker.answered()
-        for descriptor in answered.descriptors:
-            self._listen(run, descriptor)
-        retired = run.wire.retired()
-        run.unmap(retired)
-        settle(run)
-        self.is_moving = bool(retired) and run.notify_pipe is None
-
-    def _listen(self, run: SidecarConnection, descriptor: int) -> None:
-        run.notify_pipe = notify_pipe = NotifyPipeEnd(descriptor)
-        try:
-            threading.Thread(target=_hear, args=(notify_pipe, self.nudge), name="kv-bell", daemon=True).start()
-        except RuntimeError:  # no thread available: pings find out instead
-            notify_pipe.close()
-            run.notify_pipe = None
-
-
-def _hear(notify_pipe: NotifyPipeEnd, nudged: threading.Event) -> None:
-    while notify_pipe.wait():
-        nudged.set()
-    notify_pipe.close()
-    nudged.set()  # the sidecar may be gone

@@ -20,10 +20,13 @@ import msgspec
 from msgspec import Meta
 
 from kvstore.block.account import HitTier, MissReason
-from kvstore.protocol.handing_over import MAX_KEYS, MAX_TICKET_CHARACTERS
 from kvstore.status.tree import MAX_WHERE_CHARACTERS, SourceStatus
 from tiering.frame import HEADER_BYTES, KEY_BYTES
 
+MAX_KEYS = 1 << 16
+"""Blocks of one chain: a million tokens in blocks of 16."""
+MAX_TICKET_CHARACTERS = 1024
+"""Of a hand-off's ticket; a usual one has about 200."""
 MAX_ADOPTED = 512
 """Headers in one message."""
 MAX_QUESTIONS = 1024
@@ -36,7 +39,6 @@ MAX_SOURCES = 256
 MAX_NOT_REACHED = 256
 
 _Keys = Annotated[list[Annotated[bytes, Meta(max_length=KEY_BYTES)]], Meta(max_length=MAX_KEYS)]
-_Node = Annotated[bytes, Meta(max_length=16)]
 _Where = Annotated[str, Meta(max_length=MAX_WHERE_CHARACTERS)]
 _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 

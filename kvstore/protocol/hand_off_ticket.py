@@ -10,16 +10,16 @@ prompt does not have. A ticket that does not open is a miss with a reason. No to
 from __future__ import annotations
 
 import base64
-import binascii
 import hmac
 from hashlib import blake2b
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from kvstore.block.account import MissReason
 from kvstore.block.identity import INCARNATION_BYTES, NODE_BYTES, Identity
 from kvstore.protocol import messages as m
-from kvstore.protocol.handing_over import MAX_TICKET_CHARACTERS, MAX_TICKET_SECONDS
 from tiering.frame import KEY_BYTES, KEY_ID_BYTES
 
 PREFIX = "kv1."
@@ -36,26 +36,20 @@ class HandOff(msgspec.Struct, array_like=True, frozen=True):
     door: where peers reach the node, a hint. until_ms: Unix time at which the ticket is over, so that others give up
     sooner."""
 
-    key_id: bytes
-    namespace: bytes
-    head: bytes
-    blocks: int
-    block_tokens: int
-    owner: bytes
-    incarnation: bytes
-    door: str
+    key_id: Annotated[bytes, Meta(min_length=KEY_ID_BYTES, max_length=KEY_ID_BYTES)]
+    namespace: Annotated[bytes, Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)]
+    head: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+    blocks: Annotated[int, Meta(ge=1, le=m.MAX_KEYS)]
+    block_tokens: Annotated[int, Meta(ge=1)]
+    owner: Annotated[bytes, Meta(min_length=NODE_BYTES, max_length=NODE_BYTES)]
+    incarnation: Annotated[bytes, Meta(min_length=INCARNATION_BYTES, max_length=INCARNATION_BYTES)]
+    door: Annotated[str, Meta(max_length=MAX_DOOR_CHARACTERS)]
     until_ms: int
 
     def seal(self, identity: Identity) -> str:
         """The ticket's text, with its MAC."""
         body = _encoder.encode(self)
         return PREFIX + base64.urlsafe_b64encode(body + _mac(identity, body)).decode()
-
-    def is_sound(self) -> bool:
-        sizes = tuple(map(len, (self.key_id, self.namespace, self.head, self.owner, self.incarnation)))
-        if sizes != (KEY_ID_BYTES, NAMESPACE_BYTES, KEY_BYTES, NODE_BYTES, INCARNATION_BYTES):
-            return False
-        return 0 < self.blocks <= m.MAX_KEYS and self.block_tokens > 0 and len(self.door) <= MAX_DOOR_CHARACTERS
 
 
 def sealed(
@@ -82,7 +76,7 @@ def opened(
     if found.owner != identity.node and not of_others:
         return _refused(MissReason.STALE_HINT, "the ticket is of another node")
     left = found.until_ms / 1000 - now
-    return m.TicketOpened(found.head, found.blocks, min(max(0.0, left), MAX_TICKET_SECONDS))
+    return m.TicketOpened(found.head, found.blocks, min(max(0.0, left), m.MAX_TICKET_SECONDS))
 
 
 def hand_off_in(
@@ -115,8 +109,8 @@ def _refused(reason: MissReason, detail: str) -> m.TicketOpened:
 
 def _split(text: str) -> tuple[bytes, bytes]:
     try:
-        plain = text.removeprefix(PREFIX).encode("ascii") if len(text) <= MAX_TICKET_CHARACTERS else b""
-        raw = binascii.a2b_base64(plain.translate(_FROM_URLSAFE), strict_mode=True)
+        plain = text.removeprefix(PREFIX).encode("ascii") if len(text) <= m.MAX_TICKET_CHARACTERS else b""
+        raw = base64.b64decode(plain, b"-_", validate=True)
     except (ValueError, UnicodeEncodeError):
         return b"", b""
     if not text.startswith(PREFIX) or base64.urlsafe_b64encode(raw) != plain:
@@ -126,16 +120,14 @@ def _split(text: str) -> tuple[bytes, bytes]:
 
 def _decoded(body: bytes) -> HandOff | None:
     try:
-        hand_off = _decoder.decode(body)
+        return _decoder.decode(body)
     except (ValueError, msgspec.DecodeError, RecursionError):
         return None
-    return hand_off if hand_off.is_sound() else None
 
 
 def _mac(identity: Identity, body: bytes) -> bytes:
     return blake2b(body, key=identity.key, digest_size=_MAC_BYTES, person=_PERSON).digest()
 
 
-_FROM_URLSAFE = bytes.maketrans(b"-_", b"+/")
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(HandOff)

@@ -23,6 +23,8 @@ from msgspec import Meta
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.layout import MAX_PARTS
+from kvstore.protocol.courier import MAX_KEYS as MAX_KEYS
+from kvstore.protocol.courier import MAX_TICKET_CHARACTERS as MAX_TICKET_CHARACTERS
 from kvstore.protocol.courier import Adopt as Adopt
 from kvstore.protocol.courier import Holdings as Holdings
 from kvstore.protocol.courier import HoldingsReply as HoldingsReply
@@ -30,15 +32,6 @@ from kvstore.protocol.courier import Locate as Locate
 from kvstore.protocol.courier import Located as Located
 from kvstore.protocol.courier import Questions as Questions
 from kvstore.protocol.courier import QuestionsReply as QuestionsReply
-from kvstore.protocol.handing_over import MAX_AWAITED_KEYS as MAX_AWAITED_KEYS
-from kvstore.protocol.handing_over import MAX_KEYS as MAX_KEYS
-from kvstore.protocol.handing_over import Await as Await
-from kvstore.protocol.handing_over import Awaited as Awaited
-from kvstore.protocol.handing_over import Cancel as Cancel
-from kvstore.protocol.handing_over import OpenTicket as OpenTicket
-from kvstore.protocol.handing_over import Sealed as Sealed
-from kvstore.protocol.handing_over import SealTicket as SealTicket
-from kvstore.protocol.handing_over import TicketOpened as TicketOpened
 from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
 from kvstore.protocol.told import (
     MAX_TOLD_PROMPTS,
@@ -49,6 +42,7 @@ from kvstore.protocol.told import (
     SavingsTold,
 )
 from kvstore.status.tree import SidecarStatus
+from tiering.counts.awaits import AwaitEnd
 from tiering.frame import KEY_ID_BYTES
 
 
@@ -142,7 +136,11 @@ MAX_NAME = 128
 RECORDING_BYTES = 16
 """Of a recording's name."""
 
-Keys = Annotated[list[Annotated[bytes, Meta(max_length=32)]], Meta(max_length=MAX_KEYS)]
+MAX_AWAITED_KEYS, MAX_CANCELLED = 256, 4096
+MAX_TICKET_SECONDS = 3600.0
+
+Key = Annotated[bytes, Meta(max_length=32)]
+Keys = Annotated[list[Key], Meta(max_length=MAX_KEYS)]
 Numbers = Annotated[list[int], Meta(max_length=MAX_LEASES)]
 Digests = Annotated[Sequence[Annotated[bytes, Meta(max_length=16)]], Meta(max_length=1024)]
 
@@ -313,6 +311,39 @@ class Changes(msgspec.Struct, array_like=True, frozen=True, tag="changes"):
 
     namespace: int
     after: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Await(msgspec.Struct, array_like=True, frozen=True, tag="await"):
+    """The sidecar answers when the last of these keys is readable, or will not be for now: see `tiering.counts.awaits`.
+    keys: consecutive in a chain; one is enough. Does not count against the connection's requests in flight. seconds: at
+    most 30. located: of a `Located`, whose blocks up to the last key are fetched meanwhile. From version 3 on."""
+
+    namespace: int
+    keys: Annotated[list[Key], Meta(min_length=1, max_length=MAX_AWAITED_KEYS)]
+    seconds: float
+    located: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+
+
+class Cancel(msgspec.Struct, array_like=True, frozen=True, tag="cancel"):
+    """Give up these requests of the connection: those of them that are `Await` are answered."""
+
+    numbers: Annotated[list[int], Meta(max_length=MAX_CANCELLED)]
+
+
+class SealTicket(msgspec.Struct, array_like=True, frozen=True, tag="seal_ticket"):
+    """Ask for a ticket for a chain, from its first block on, by which another engine waits for it
+    (`hand_off_ticket`). The sidecar retains the stored blocks for `seconds`, as with a put's `ttl`."""
+
+    namespace: int
+    keys: Annotated[list[Key], Meta(min_length=1, max_length=MAX_KEYS)]
+    seconds: float
+
+
+class OpenTicket(msgspec.Struct, array_like=True, frozen=True, tag="open_ticket"):
+    """Ask what a ticket promises in a namespace."""
+
+    namespace: int
+    ticket: str
 
 
 class Tell(msgspec.Struct, array_like=True, frozen=True, tag="tell"):
@@ -540,6 +571,33 @@ class Changed(msgspec.Struct, array_like=True, frozen=True, tag="changed"):
     next: int
     is_lost: bool = False
     indexes: list[int] = []
+
+
+class Awaited(msgspec.Struct, array_like=True, frozen=True, tag="awaited"):
+    """To `Await`. blocks: how many leading keys of it are readable now. end: why it ended. reason: the miss that a
+    failed fetch counts as, if known."""
+
+    blocks: int
+    end: AwaitEnd
+    reason: MissReason | None = None
+    detail: str = ""
+
+
+class Sealed(msgspec.Struct, array_like=True, frozen=True, tag="sealed"):
+    """To `SealTicket`."""
+
+    ticket: str
+
+
+class TicketOpened(msgspec.Struct, array_like=True, frozen=True, tag="ticket_opened"):
+    """To `OpenTicket`. head: the prefix key of the last of `blocks` blocks. seconds: for how long it is still good.
+    reason: why it is of no use, else None."""
+
+    head: bytes
+    blocks: int
+    seconds: float
+    reason: MissReason | None = None
+    detail: str = ""
 
 
 class Done(msgspec.Struct, array_like=True, frozen=True, tag="done"):

@@ -25,6 +25,7 @@ import gc
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
@@ -129,9 +130,8 @@ class _Granted:
 class Counting:
     """Counts of one run of a sidecar. Thread-safe; the lock is held for a few additions."""
 
-    def __init__(self, clock: Clock, run: bytes = b"") -> None:
-        """run: its name."""
-        self._clock, self.run = clock, run
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._ledgers: dict[int, _Ledger] = {}
         self._whole: Counts = Counter()
@@ -500,9 +500,10 @@ class ServiceShare:
 class Line(Generic[T]):
     """One tenant's work for a pool of threads: waiting pieces, and how many run."""
 
-    __slots__ = ("running", "waiting")
+    __slots__ = ("_pool", "running", "waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, pool: Lines[T]) -> None:
+        self._pool = pool
         self.running = 0
         self.waiting: deque[T] = deque()
 
@@ -510,23 +511,30 @@ class Line(Generic[T]):
         """Drop pieces of clients that are gone."""
         self.waiting = deque(one for one in self.waiting if not is_gone(one))
 
+    def end(self) -> None:
+        """A piece of it has ended."""
+        self.running -= 1
+        self._pool.running -= 1
+
 
 class Lines(Generic[T]):
     """A pool of threads with a line per tenant: the next free thread goes to the tenant with the fewest running, and
     while several tenants have work, each leaves some threads to the others."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, name: str) -> None:
+        """name: of the threads."""
+        self.executor = ThreadPoolExecutor(threads, name)
+        self.running = 0
         self._threads = threads
-        self._running = 0
         self._lines: list[Line[T]] = []
 
     def new_line(self) -> Line[T]:
-        self._lines.append(Line())
+        self._lines.append(Line(self))
         return self._lines[-1]
 
     def begin(self) -> T | None:
         """Begin the next piece; None if none waits, or all threads are busy."""
-        if self._running >= self._threads:
+        if self.running >= self._threads:
             return None
         most = self._threads if len(self._lines) == 1 else max(1, self._threads * 3 // 4)
         wanting = [one for one in self._lines if one.waiting and one.running < most]
@@ -534,10 +542,5 @@ class Lines(Generic[T]):
             return None
         line = min(wanting, key=lambda one: one.running)
         line.running += 1
-        self._running += 1
+        self.running += 1
         return line.waiting.popleft()
-
-    def end(self, line: Line[T]) -> None:
-        """A piece of that line has ended."""
-        line.running -= 1
-        self._running -= 1

@@ -1,5 +1,5 @@
 """The verbs of the admin socket: the sidecar's status, and orders to evict blocks; and those of the observers' socket,
-which change nothing. SidecarHealth and StatusReport make the status.
+which change nothing. StatusReport makes the status.
 
 An operator opens the admin socket, an observer (the console) the other one. Both see all tenants by name, their counts
 and the text that their engines gave, never a key, a token or a byte of KV. Clients' text is made printable before it
@@ -10,32 +10,26 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from msgspec import structs
 
-from kvstore.block.errors import BadInput, StoreClosed, StoreError
+from kvstore.block.errors import BadInput, StoreError
 from kvstore.block.identity import key_difference
 from kvstore.config import DEFAULT_POLICY, checked_policy
 from kvstore.core.usage import NamespaceUsage, StoreUsage
-from kvstore.insight.curve import WhatIf
-from kvstore.insight.prefixes import PrefixBook, SpaceNames, Standing
-from kvstore.insight.recording import Recording
+from kvstore.insight.prefixes import SpaceNames, Standing
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
-from kvstore.protocol.told import PrefixFigures
 from kvstore.protocol.words import ID_DIGITS, checked_seconds, layout_in_words, pick, printable
-from kvstore.service.accounting import Counting
 from kvstore.service.connections import AdminCaller
-from kvstore.service.dispatch import version_in_common
+from kvstore.service.dispatch import Handlers, version_in_common
 from kvstore.service.local_door import LocalDoor
-from kvstore.service.parked import LeftElsewhere, Parking, Response
-from kvstore.service.sessions import Sessions
+from kvstore.service.parked import Response, refusal
 from kvstore.service.settings import StoreSettings
-from kvstore.service.told import ToldRequests
 from kvstore.status.declared import picked
 from kvstore.status.tree import (
     SLOT_STATES,
@@ -49,9 +43,7 @@ from kvstore.status.tree import (
     SidecarStatus,
     TierEvents,
     TierStatus,
-    WhatIfStatus,
 )
-from tiering.clock import Clock
 from tiering.counts.histogram import percentile_ms
 from tiering.counts.tally import CheckedAt, EvictedTo, TierName
 from tiering.errors import TierError
@@ -74,54 +66,59 @@ KINDS_OF_MOVES = {
 """A sidecar prefetches nothing."""
 
 
-class SidecarHealth:
-    """Whether a sidecar is well, and what its operator should see to. Thread-safe."""
+class StatusReport:
+    """What a sidecar reports of itself: whether it is well, what its operator should see to, and its figures.
+    Thread-safe."""
 
     def __init__(
         self,
         store: EmbeddedStore,
-        sessions: Sessions,
+        handlers: Handlers,
+        door: LocalDoor,
         chosen: StoreSettings,
         why_not_policy: str = "",
-        couriers: Parking | None = None,
     ) -> None:
-        """chosen: the store's settings. why_not_policy: why the default policy runs in place of the one that was set.
-        couriers: if configured."""
-        self._store, self._sessions = store, sessions
-        self.chosen, self.why_not_policy, self.couriers = chosen, why_not_policy, couriers
+        """chosen: the store's settings. why_not_policy: why the default policy runs in place of the one that was
+        set."""
+        self.store, self.handlers, self.door = store, handlers, door
+        self._sessions, self._counting = handlers.sessions, handlers.counting
+        self._chosen, self._why_not_policy = chosen, why_not_policy
+        self._began_at = self._counting.now()
         self.is_stopping = False
         self.lacks: dict[str, str] = {}
         """What the edge and the transfer agent lack, or why they ended, as the supervisor reports."""
 
+    # Whether it is well --------------------------------------------------------------------------------------------
+
     def readiness(self) -> Readiness:
         if self.is_stopping:
             return Readiness.STOPPING
-        if not self._store.core.is_loaded:
+        if not self.store.core.is_loaded:
             return Readiness.WARMING
         return Readiness.DEGRADED if self.reasons() else Readiness.READY
 
     def reasons(self) -> list[str]:
         """Why it serves less than it has, a line for each."""
-        faults = self._store.faults
+        faults = self.store.faults
         if set(faults.failing.get(NEW_SLABS, ())) == {FaultKind.DISK_FULL} and self._has_disk_room():
             faults.worked(NEW_SLABS)
         reasons = faults.reasons()
-        if self._store.core.is_loaded and not self._store.warmed(0):
+        if self.store.core.is_loaded and not self.store.warmed(0):
             reasons.append("some of what is on disk could not be taken in: kvstore fsck tells what")
-        return reasons if self.couriers is None else [*reasons, *self.couriers.reasons()]
+        return [*reasons, *self.handlers.parking.reasons()]
 
     def _has_disk_room(self) -> bool:
         """Whether the disk has room for all of `nvme`, whether or not a slab is wanted now."""
-        nvme = self._store.usage().nvme
+        nvme = self.store.usage().nvme
         try:
-            return nvme is not None and nvme.budget_bytes <= disk_room(Path(self.chosen.data) / "nvme")
+            return nvme is not None and nvme.budget_bytes <= disk_room(Path(self._chosen.data) / "nvme")
         except OSError:
             return False
 
     def warnings(self) -> list[str]:
         """What the operator should attend to although everything is served, a line each; one line for all of a tenant's
         clients with other keys."""
-        names, lines = self._store.tenant_names(), {}
+        names, lines = self.store.tenant_names(), {}
         for one in self._sessions.callers():
             if one.fingerprint:
                 name, engine = printable(names.get(one.keys.tenant, "")), printable(one.session.engine) or "a client"
@@ -130,8 +127,8 @@ class SidecarHealth:
                     f"{engine} of tenant {name} hashes with other keys, {difference}: it misses as key_mismatch until "
                     "it opens its namespaces anew"
                 )
-        lock = self._store.node_lock
-        found = [*self._store.keys.warnings(), *(lock.warnings() if lock is not None else []), *lines.values()]
+        lock = self.store.node_lock
+        found = [*self.store.keys.warnings(), *(lock.warnings() if lock is not None else []), *lines.values()]
         found += filter(None, list(self.lacks.values()))
         return (
             found if len(found) <= MOST_WARNINGS else [*found[:MOST_WARNINGS], f"and {len(found) - MOST_WARNINGS} more"]
@@ -139,43 +136,26 @@ class SidecarHealth:
 
     def public_warnings(self) -> list[str]:
         """The same without naming tenants: readable without a token."""
-        lock = self._store.node_lock
+        lock = self.store.node_lock
         kinds = {
-            "the keys of tenants": bool(self._store.keys.warnings()),
+            "the keys of tenants": bool(self.store.keys.warnings()),
             "clients with other keys than this sidecar's": any(one.fingerprint for one in self._sessions.callers()),
             "another process of this host that is this node, too": lock is not None and lock.is_clone(),
             "the edge or the transfer agent": any(list(self.lacks.values())),
         }
         return [f"{what}: kvstore stat says more" for what, is_so in kinds.items() if is_so]
 
-
-class StatusReport:
-    """What a sidecar reports of itself. Thread-safe."""
-
-    def __init__(
-        self,
-        store: EmbeddedStore,
-        health: SidecarHealth,
-        sessions: Sessions,
-        door: LocalDoor,
-        counting: Counting,
-        whatif: WhatIf,
-        told: ToldRequests,
-    ) -> None:
-        self._store, self.health, self._sessions, self._door = store, health, sessions, door
-        self._counting, self._whatif, self._told = counting, whatif, told
-        self.run = counting.run
-        self._began_at = counting.now()
+    # Its figures ----------------------------------------------------------------------------------------------------
 
     def spaces(self) -> list[tuple[str, NamespaceUsage]]:
         """Every namespace with its tenant's name, without those of retired keys."""
-        names = self._store.tenant_names()
-        return [(names[one.tenant], one) for one in self._store.core.namespaces() if one.tenant in names]
+        names = self.store.tenant_names()
+        return [(names[one.tenant], one) for one in self.store.core.namespaces() if one.tenant in names]
 
     def facts(self) -> SidecarStatus:
         """What `kvstore stat` shows."""
         spaces, counts, sessions = self.spaces(), self._counting.of_namespaces(), self._session_facts()
-        faults, core, unused = self._store.faults, self._store.core, (LookupCounts(), None)
+        faults, core, unused = self.store.faults, self.store.core, (LookupCounts(), None)
         listed = [self._namespace(name, one, *counts.get(one.number, unused)) for name, one in spaces[:MAX_NAMESPACES]]
         return structs.replace(
             self.numbers(),
@@ -184,28 +164,29 @@ class StatusReport:
             moves=core.moves(),
             sessions=sessions[:MAX_SESSIONS],
             departed=len(self._sessions.departed),
-            tenants=core.tenants(self._store.tenant_names()),
+            tenants=core.tenants(self.store.tenant_names()),
             hidden_namespaces=max(0, len(spaces) - MAX_NAMESPACES),
             hidden_sessions=max(0, len(sessions) - MAX_SESSIONS),
             faults=[replace(one, detail=printable(one.detail)) for one in faults.now()],
             fault_counts=faults.counts(),
             keys=[
                 KeyStatus(printable(one.tenant), one.fingerprint, one.epoch, one.accepted)
-                for one in self._store.keys.told()
+                for one in self.store.keys.told()
             ],
         )
 
     def numbers(self) -> SidecarStatus:
         """The same without what is listed of namespaces, sessions and tenants: all that metrics tell."""
-        usage, chosen, core = self._store.usage(), self.health.chosen, self._store.core
-        now, awaits, reasons = self._counting.now(), core.awaits.counts(), self.health.reasons()
-        looked, served = self._counting.served(self._store.tenant_names())
+        usage, chosen, core = self.store.usage(), self._chosen, self.store.core
+        now, awaits, reasons = self._counting.now(), core.awaits.counts(), self.reasons()
+        looked, served = self._counting.served(self.store.tenant_names())
+        budget_bytes = usage.dram.budget_bytes + (usage.nvme.budget_bytes if usage.nvme is not None else 0)
         return picked(
             SidecarStatus,
             usage,
-            run=self.run.hex(),
+            run=self.handlers.run.hex(),
             pid=os.getpid(),
-            state=self.health.readiness().value,
+            state=self.readiness().value,
             at=now,
             up_seconds=now - self._began_at,
             tiers=[_tier(TierName.DRAM, usage.dram, usage.dram_blocks)]
@@ -215,29 +196,25 @@ class StatusReport:
             moves=[],
             sessions=[],
             departed=0,
-            door=self._door.usage(),
-            policy=DEFAULT_POLICY if self.health.why_not_policy else checked_policy(chosen.policy, "policy"),
-            policy_note=printable(self.health.why_not_policy),
+            door=self.door.usage(),
+            policy=DEFAULT_POLICY if self._why_not_policy else checked_policy(chosen.policy, "policy"),
+            policy_note=printable(self._why_not_policy),
             nvme_writes=chosen.nvme_writes if usage.nvme is not None else None,
             health=f"degraded ({'; '.join(reasons)})" if reasons else "ok",
-            whatif=self._what_if(usage),
-            savings=self._told.savings(),
+            whatif=self.handlers.whatif.snapshot(budget_bytes),
+            savings=self.handlers.told.savings(),
             node=core.node.node.hex(),
             incarnation=core.node.incarnation.hex(),
-            warnings=self.health.warnings(),
+            warnings=self.warnings(),
             reasons=reasons,
-            public_warnings=self.health.public_warnings(),
+            public_warnings=self.public_warnings(),
             awaits=AwaitStatus(awaits.parked, {str(why): count for why, count in awaits.ended.items()}, awaits.seconds),
-            elsewhere=self.health.couriers.status() if self.health.couriers is not None else None,
+            elsewhere=self.handlers.parking.status(),
             open_sessions=self._sessions.open_sessions,
             served=served,
             events=_events(usage),
             queue=_queue(core.move_queue),
         )
-
-    def _what_if(self, usage: StoreUsage) -> WhatIfStatus:
-        budget = usage.dram.budget_bytes + (usage.nvme.budget_bytes if usage.nvme is not None else 0)
-        return self._whatif.snapshot(budget)
 
     def _namespace(
         self, tenant: str, usage: NamespaceUsage, looked: LookupCounts, used_at: float | None
@@ -257,16 +234,16 @@ class StatusReport:
             used_at=used_at,
             looked=looked,
             name=self.name(usage.tenant, usage.digest),
-            load_tokens_per_second=self._told.load_rates(usage.tenant, usage.number),
+            load_tokens_per_second=self.handlers.told.load_rates(usage.tenant, usage.number),
         )
 
     def name(self, tenant: bytes, digest: bytes) -> str:
         """What an engine called a namespace's model, "" if none did."""
-        return self._store.names.get(tenant, digest) if self._store.names is not None else ""
+        return self.store.names.get(tenant, digest) if self.store.names is not None else ""
 
     def _session_facts(self) -> list[SessionStatus]:
-        names, reservations = self._store.tenant_names(), self._sessions.reservations()
-        waited = self._door.waited()
+        names, reservations = self.store.tenant_names(), self._sessions.reservations()
+        waited = self.door.waited()
         return [
             SessionStatus(
                 printable(one.engine),
@@ -290,79 +267,68 @@ class Admin:
 
     is_operator = True
 
-    def __init__(
-        self,
-        store: EmbeddedStore,
-        report: StatusReport,
-        door: LocalDoor,
-        recording: Recording,
-        told: ToldRequests,
-        prefixes: PrefixBook,
-    ) -> None:
-        """report: what `kvstore stat` shows. told: engines' reports on their requests. prefixes: prefix diagnostics."""
-        self._store, self.facts, self._report, self._couriers = store, report.facts, report, report.health.couriers
-        self._door, self._recording, self._told, self._prefixes = door, recording, told, prefixes
+    def __init__(self, report: StatusReport) -> None:
+        """report: what `kvstore stat` shows."""
+        self.facts, self._report = report.facts, report
+        self._store, self._handlers = report.store, report.handlers
+        self.clock = self._store.core.clock
         self._naming, self._named_at = threading.Lock(), -FRESH_SECONDS
         self._named: dict[int, SpaceNames] = {}
+        self._verbs: dict[type, Callable[[Any], m.Answer]] = {
+            m.Stat: self._stat,
+            m.DropAny: self._drop,
+            m.Purge: self._purge,
+            m.Record: self._record,
+            m.Why: self._why,
+            m.Prefixes: self._hottest,
+            m.Ping: lambda verb: m.Done(),
+        }
 
     def greet(self, hello: m.Hello) -> tuple[AdminCaller | None, m.Answer]:
         version = version_in_common(hello)
         if isinstance(version, m.Failed):
             return None, version
-        return AdminCaller(), m.Welcome(version, self._report.run, b"")
+        return AdminCaller(), m.Welcome(version, self._handlers.run, b"")
 
     def serve(self, verb: m.Verb) -> Response:
+        handler = self._verbs.get(type(verb))
+        if handler is None:
+            text = "not a verb of the admin socket; ask at a tenant's socket"
+            return Response(m.Failed(m.RequestFault.BAD_INPUT, text))
         try:
-            if isinstance(verb, m.Stat):
-                return Response(m.StatReply(self._report.numbers() if verb.numbers_only else self.facts()))
-            if isinstance(verb, m.DropAny):
-                return Response(self._drop(verb))
-            if isinstance(verb, m.Purge):
-                return Response(self._purge(verb))
-            if isinstance(verb, m.Record):
-                return Response(self._record(verb))
-            if isinstance(verb, m.Why):
-                return Response(self._why(verb))
-            if isinstance(verb, m.Prefixes):
-                return Response(m.PrefixesReply(self.prefixes(verb.tenant)))
-            if isinstance(verb, m.Ping):
-                return Response(m.Done())
-        except BadInput as error:
-            return Response(m.failed(m.RequestFault.BAD_INPUT, str(error)))
-        except StoreClosed:
-            return Response(m.Failed(m.RequestFault.CLOSED, "the sidecar is going down"))
+            return Response(handler(verb))
         except (TierError, StoreError) as error:
-            return Response(m.failed(m.RequestFault.BUSY, str(error)))
-        return Response(m.Failed(m.RequestFault.BAD_INPUT, "not a verb of the admin socket; ask at a tenant's socket"))
+            return refusal(error)
+
+    def _stat(self, verb: m.Stat) -> m.StatReply:
+        return m.StatReply(self._report.numbers() if verb.numbers_only else self.facts())
 
     # Giving up -----------------------------------------------------------------------------------------------------
 
     def _drop(self, verb: m.DropAny) -> m.Counted:
         space = chosen_space(self._report.spaces(), verb.id, verb.tenant)
-        with self._forgetting(space.tenant, space.digest) as left:
+        with self._handlers.parking.forgetting(space.tenant, space.digest) as left:
             blocks = self._store.core.drop(space.number, checked_seconds(verb.seconds))
         return left.counted(blocks)
 
-    def _forgetting(self, tenant: bytes, digest: bytes = b"") -> AbstractContextManager[LeftElsewhere]:
-        return self._couriers.forgetting(tenant, digest) if self._couriers is not None else nullcontext(LeftElsewhere())
-
     def _purge(self, verb: m.Purge) -> m.Counted:
         seconds, tenant = checked_seconds(verb.seconds), self._store.keys.known(verb.tenant).tenant
-        with self._forgetting(tenant) as left:
+        with self._handlers.parking.forgetting(tenant) as left:
             keys, blocks = self._store.purge(verb.tenant, seconds)
-        self._door.disconnect(keys.tenant)
-        self._told.forget(keys.tenant, verb.tenant)
-        self._prefixes.forget(keys.tenant)
+        self._report.door.disconnect(keys.tenant)
+        self._handlers.told.forget(keys.tenant, verb.tenant)
+        self._handlers.prefixes.forget(keys.tenant)
         return left.counted(blocks)
 
     # Recording -----------------------------------------------------------------------------------------------------
 
     def _record(self, verb: m.Record) -> m.Recorded:
+        recording = self._handlers.recording
         if verb.ends:
-            self._recording.end(verb.recording)
+            recording.end(verb.recording)
             return m.Recorded(verb.recording, 0)
         if verb.recording:
-            requests, lost = self._recording.take(verb.recording)
+            requests, lost = recording.take(verb.recording)
             return m.Recorded(verb.recording, 0, [(one.seconds, one.ids) for one in requests], lost)
         spaces = [one for name, one in self._report.spaces() if verb.tenant in ("", name)]
         if verb.id:
@@ -375,7 +341,7 @@ class Admin:
                 if sizes
                 else self._nothing_to_record(verb.tenant)
             )
-        return m.Recorded(self._recording.begin(frozenset(one.number for one in spaces)), sizes.pop())
+        return m.Recorded(recording.begin(frozenset(one.number for one in spaces)), sizes.pop())
 
     def _nothing_to_record(self, tenant: str) -> str:
         others = ", ".join(sorted({printable(name) for name, _ in self._report.spaces()}))
@@ -386,24 +352,24 @@ class Admin:
     # Requests ------------------------------------------------------------------------------------------------------
 
     def _why(self, verb: m.Why) -> m.WhyReply:
-        return self._told.why(verb.request, self._shown(verb.tenant), self._model)
+        return self._handlers.told.why(verb.request, self._shown(verb.tenant), self._model)
 
     def _shown(self, wanted: str) -> dict[bytes, str]:
         """Tenants and their names; only those shown as `wanted`, if that is given."""
         names = self._store.tenant_names()
         return {tenant: name for tenant, name in names.items() if wanted in ("", printable(name))}
 
-    def prefixes(self, tenant: str = "") -> PrefixFigures:
-        """Hot prefixes: of one tenant, by its shown name, or of all."""
+    def _hottest(self, verb: m.Prefixes) -> m.PrefixesReply:
         with self._naming:  # callers share the result: the store walks over all namespaces for it
-            now = self._store.core.clock.monotonic_seconds()
+            now = self.clock.monotonic_seconds()
             if now - self._named_at >= FRESH_SECONDS:
                 self._named_at = now
                 self._named = {
                     one.number: SpaceNames(one.digest.hex()[:ID_DIGITS], printable(self._called(one)))
                     for _, one in self._report.spaces()
                 }
-        return self._prefixes.figures(self._shown(tenant), self._named, self._standing, of_all=not tenant)
+        tenants, of_all = self._shown(verb.tenant), not verb.tenant
+        return m.PrefixesReply(self._handlers.prefixes.figures(tenants, self._named, self._standing, of_all=of_all))
 
     def _called(self, usage: NamespaceUsage) -> str:
         return self._report.name(usage.tenant, usage.digest) or usage.namespace.model
@@ -427,10 +393,9 @@ class Observer:
 
     is_operator = False
 
-    def __init__(self, admin: Admin, clock: Clock) -> None:
+    def __init__(self, admin: Admin) -> None:
         """admin: gives the answers."""
         self._admin = admin
-        self._clock = clock
         self._lock = threading.Lock()
         self._told: dict[bool, tuple[float, Response]] = {}  # by whether it has numbers only: when, and which
 
@@ -441,16 +406,14 @@ class Observer:
         """Serves `Stat`, at most `FRESH_SECONDS` old, `Why`, `Prefixes`, and `Ping`."""
         if isinstance(verb, m.Stat):
             return self._stat(verb)
-        if isinstance(verb, m.Why | m.Prefixes):
+        if isinstance(verb, m.Why | m.Prefixes | m.Ping):
             return self._admin.serve(verb)
-        if isinstance(verb, m.Ping):
-            return Response(m.Done())
         text = f"the observers' socket serves stat, why, prefixes and ping, and not {m.name_of(verb)}"
         return Response(m.Failed(m.RequestFault.BAD_INPUT, f"{text}; ask at the admin socket"))
 
     def _stat(self, verb: m.Stat) -> Response:
         with self._lock:  # other observers wait and get the same
-            now = self._clock.monotonic_seconds()
+            now = self._admin.clock.monotonic_seconds()
             at, told = self._told.get(verb.numbers_only, (-FRESH_SECONDS, Response(m.Done())))
             if now - at >= FRESH_SECONDS or not isinstance(told.answer, m.StatReply):
                 told = self._admin.serve(verb)

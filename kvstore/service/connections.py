@@ -102,9 +102,9 @@ class AdminVerbs(Protocol):
 class Listener:
     """A tenant's socket, the couriers', or one without tenant. tenant: None without keys; `renew` makes them.
     closer: closes connections that may hold descriptors. share, large_share: service that its connections got
-    from the socket's own thread, and from the one for large messages. line, long_line: requests that wait for a
-    thread of the pool, and of the pool for long ones. unread: descriptors sent and not read. pool: its own
-    threads, if it belongs to no tenant."""
+    from the socket's own thread, and from the one for large messages. lines: requests that wait for a thread of the
+    pool, and of the pool for long ones. unread: descriptors sent and not read. pool: its own threads, if it belongs to
+    no tenant, and has no lines."""
 
     def __init__(
         self,
@@ -130,8 +130,7 @@ class Listener:
         self.is_operator = self.admin is not None and self.admin.is_operator
         self.pool = ThreadPoolExecutor(ADMIN_THREADS, "kv-door-admin") if host is not None else None
         self.share, self.large_share = map(ServiceShare, turns or (Turns(), Turns()))
-        self.line: Line[QueuedRequest] = Line()
-        self.long_line: Line[QueuedRequest] = Line()
+        self.lines: tuple[Line[QueuedRequest], ...] = ()
         self._full_at = self._large_full_at = -math.inf
         self.unread = TenantUnread()
         self.closer = descriptors.Closer()
@@ -148,7 +147,7 @@ class Listener:
         return self.tenant
 
     def greeted(self, hello: m.Hello, handlers: Handlers) -> tuple[ClientState | AdminCaller | None, m.Answer]:
-        """Answer a hello: who the client is, or why it is refused. Raises `StoreError`."""
+        """Answer a hello: who the client is, or why it is refused."""
         if self.admin is not None:
             return self.admin.greet(hello)
         if self.couriers is not None:
@@ -174,8 +173,8 @@ class Listener:
 @dataclass(eq=False, slots=True)
 class QueuedRequest:
     """A message from arrival to answer. body: until decoded. since: the earliest that it may have arrived. is_long: it
-    may run for many seconds. pool: the threads it is queued for; begun_at: when the thread for large messages took it.
-    served: None before; waited: seconds until it was begun."""
+    may run for many seconds. line: its tenant's, for the threads that it needs; begun_at: when the thread for large
+    messages took it. served: None before; waited: seconds until it was begun."""
 
     connection: Connection
     body: bytes | None
@@ -183,7 +182,7 @@ class QueuedRequest:
     since: float
     request: m.Request | None = None
     is_long: bool = False
-    pool: ThreadPoolExecutor | None = None
+    line: Line[QueuedRequest] | None = None
     begun_at: float = 0.0
     served: Response | None = None
     waited: float = 0.0
@@ -346,7 +345,7 @@ class Connection:
         self.listener.unread.ended(self.unread)
 
     def serve(self, handlers: Handlers, verb: m.Verb) -> Response:
-        """Serve a request of its client. Raises `StoreError` where there are no keys for it."""
+        """Serve a request of its client."""
         caller = self.caller
         if isinstance(verb, m.Hello):
             self.caller, answer = self.listener.greeted(verb, handlers)
@@ -413,32 +412,30 @@ class DoorThreads:
         self.done: deque[QueuedRequest] = deque()
         """Gets requests that were served, or decoded; then the door's thread is woken."""
         self._handlers, self._clock, self._faults, self._log, self._waker = handlers, clock, faults, log, waker
-        self._pool = ThreadPoolExecutor(limits.threads, "kv-door")
         self._large_pool = ThreadPoolExecutor(1, "kv-door-large")
-        self._long_pool = ThreadPoolExecutor(limits.long_threads, "kv-door-long")
-        self._lines: Lines[QueuedRequest] = Lines(limits.threads)
-        self._long_lines: Lines[QueuedRequest] = Lines(limits.long_threads)
+        self._pool: Lines[QueuedRequest] = Lines(limits.threads, "kv-door")
+        self._long_pool: Lines[QueuedRequest] = Lines(limits.long_threads, "kv-door-long")
         self._large: list[QueuedRequest] = []  # waiting for the thread
         self._large_now: QueuedRequest | None = None
 
     def add(self, listener: Listener) -> None:
         """A tenant's socket: its requests wait in lines of its own."""
-        listener.line, listener.long_line = self._lines.new_line(), self._long_lines.new_line()
+        listener.lines = self._pool.new_line(), self._long_pool.new_line()
 
     def start(self, others: Iterable[ThreadPoolExecutor]) -> None:
         """Start a thread of each pool, and of the others: if the machine has no more threads later, every client is
         still served."""
-        for pool in (self._pool, self._large_pool, self._long_pool, *others):
+        for pool in (self._pool.executor, self._large_pool, self._long_pool.executor, *others):
             pool.submit(lambda: None)
 
     def close(self) -> None:
         """Begin nothing more."""
-        for pool in (self._pool, self._large_pool):
+        for pool in (self._pool.executor, self._large_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def close_long(self) -> None:
         """Nor what may take long, once all connections are closed."""
-        self._long_pool.shutdown(wait=False, cancel_futures=True)
+        self._long_pool.executor.shutdown(wait=False, cancel_futures=True)
 
     # Requests --------------------------------------------------------------------------------------------------------
 
@@ -448,12 +445,11 @@ class DoorThreads:
         connection.in_flight += 1
         connection.in_flight_bytes += asked.length
         if is_large:
-            asked.pool = self._large_pool
             connection.large = asked
             self._large.append(asked)
             self._begin_large()
             return
-        asked.pool = connection.listener.pool or (self._long_pool if asked.is_long else self._pool)
+        asked.line = connection.listener.lines[asked.is_long] if connection.listener.lines else None
         connection.waiting.append(asked)
         self.begin(connection)
 
@@ -462,10 +458,8 @@ class DoorThreads:
         connection = asked.connection
         connection.in_flight -= 1
         connection.in_flight_bytes -= asked.length
-        if asked.pool is self._pool:
-            self._lines.end(connection.listener.line)
-        elif asked.pool is self._long_pool:
-            self._long_lines.end(connection.listener.long_line)
+        if asked.line is not None:
+            asked.line.end()
         if connection.large is asked:
             connection.large = self._large_now = None
             connection.listener.large_share.pay(self._clock.monotonic_seconds() - asked.begun_at)
@@ -484,7 +478,7 @@ class DoorThreads:
         """Drop the requests of a closed connection that have not begun."""
         if connection.large in self._large:
             self._large.remove(connection.large)
-        for line in (connection.listener.line, connection.listener.long_line):
+        for line in connection.listener.lines:
             line.leave_out(lambda one: one.connection is connection)
 
     def begin(self, connection: Connection) -> None:
@@ -500,13 +494,10 @@ class DoorThreads:
                 connection.long_running += 1
             else:
                 connection.running += 1
-            assert asked.pool is not None
-            if asked.pool is self._pool:
-                connection.listener.line.waiting.append(asked)
-            elif asked.pool is self._long_pool:
-                connection.listener.long_line.waiting.append(asked)
-            elif not self._submitted(asked.pool, self._serve, asked):
-                self._say_busy(asked)
+            if asked.line is not None:
+                asked.line.waiting.append(asked)
+            elif connection.listener.pool is not None:
+                self._serve_in(connection.listener.pool, asked)
         self._begin_pooled()
 
     def _begin_large(self) -> None:
@@ -518,20 +509,16 @@ class DoorThreads:
             asked.begun_at = now
             self._large.remove(asked)
             self._large_now = asked
-            work = self._read if asked.request is None else self._serve
-            if self._submitted(self._large_pool, work, asked):
-                return
-            if asked.request is None:
+            if asked.request is not None:
+                self._serve_in(self._large_pool, asked)
+            elif not self._submitted(self._large_pool, self._read, asked):
                 self._read(asked)
-            else:
-                self._say_busy(asked)
 
     def _begin_pooled(self) -> None:
         """Here and not in the executor's queue, where each would wait behind a flooding client's."""
-        for lines, pool in ((self._lines, self._pool), (self._long_lines, self._long_pool)):
-            while (asked := lines.begin()) is not None:
-                if not self._submitted(pool, self._serve, asked):
-                    self._say_busy(asked)
+        for pool in (self._pool, self._long_pool):
+            while (asked := pool.begin()) is not None:
+                self._serve_in(pool.executor, asked)
 
     def _submitted(self, pool: ThreadPoolExecutor, work: Callable[[QueuedRequest], None], asked: QueuedRequest) -> bool:
         """Whether a thread of the pool does it. If the machine has no new thread, the pool may have queued it for an
@@ -559,10 +546,11 @@ class DoorThreads:
             return False
         return True
 
-    def _say_busy(self, asked: QueuedRequest) -> None:
-        asked.served = Response(m.Failed(m.RequestFault.BUSY, "no thread is free"))
-        self.done.append(asked)
-        wake(self._waker)
+    def _serve_in(self, pool: ThreadPoolExecutor, asked: QueuedRequest) -> None:
+        if not self._submitted(pool, self._serve, asked):
+            asked.served = Response(m.Failed(m.RequestFault.BUSY, "no thread is free"))
+            self.done.append(asked)
+            wake(self._waker)
 
     # In a thread of a pool -------------------------------------------------------------------------------------------
 
@@ -583,10 +571,7 @@ class DoorThreads:
         verb = asked.request.verb
 
         def serve() -> None:
-            try:
-                asked.served = asked.connection.serve(self._handlers, verb)
-            except StoreError as error:  # no keys for him
-                asked.served = Response(m.failed(m.RequestFault.BUSY, str(error)))
+            asked.served = asked.connection.serve(self._handlers, verb)
 
         self._finish(asked, m.RequestFault.BUSY, "a request could not be served", serve)
 
@@ -621,9 +606,7 @@ class DoorAwaits:
         one = self._handlers.park(caller, verb, self._told)
         if isinstance(one, Response):
             return one
-        self.parked[one] = connection, number
-        connection.parked[number] = one
-        return None
+        return self._kept(connection, number, one)
 
     def hold(self, connection: Connection, number: int, one: ParkedLocate) -> Response | None:
         """The same for a request that was asked already, perhaps by another thread."""
@@ -633,6 +616,9 @@ class DoorAwaits:
             return self._refused(number)
         if one.answer is not None:
             return Response(one.answer)
+        return self._kept(connection, number, one)
+
+    def _kept(self, connection: Connection, number: int, one: Parked) -> Response | None:
         self.parked[one] = connection, number
         connection.parked[number] = one
         return None

@@ -17,22 +17,18 @@ from pathlib import Path
 
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.config import AUTO, MIN_NVME_BYTES, OFF, Size, parse_rate
-from kvstore.insight.curve import WhatIf
-from kvstore.insight.recording import Recording
 from kvstore.node import EmbeddedStore, memory_here
-from kvstore.service.accounting import Counting, set_aside
-from kvstore.service.admin import Admin, Observer, SidecarHealth, StatusReport
+from kvstore.service.accounting import set_aside
+from kvstore.service.admin import Admin, Observer, StatusReport
 from kvstore.service.dispatch import Handlers
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.parked import Parking
 from kvstore.service.sessions import Sessions
 from kvstore.service.settings import Settings, shares_of, socket_key
-from tiering.clock import Clock
 from tiering.errors import TierError
 from tiering.files import make_directory
 from tiering.nvme.slab_files import disk_room, slab_bytes
 
-RUN_BYTES, SALT_BYTES = 16, 8
 DRAM_SHARE, NVME_SHARE = 0.5, 0.8
 KEYS_LOOK_SECONDS = 1.0
 """Between two looks at the directory of keys."""
@@ -50,7 +46,6 @@ class Daemon:
         self,
         store: EmbeddedStore,
         settings: Settings,
-        clock: Clock,
         first_number: int,
         new_token: Callable[[int], bytes],
         why_not_policy: str = "",
@@ -64,21 +59,12 @@ class Daemon:
         """
         self.store = store
         self.settings = settings
-        sessions = Sessions(store.core, first_number, new_token)
-        run = new_token(RUN_BYTES)
-        counting = Counting(clock, run)
-        recording = Recording(clock, new_token)
-        whatif = self._whatif = WhatIf(clock, int.from_bytes(new_token(SALT_BYTES)))
         self._insight_ends, self._keys_end = threading.Event(), threading.Event()
-        self._thread_seconds = clock.thread_seconds
-        handlers = Handlers(store.core, sessions, run, counting, recording, store.names, whatif)
-        told, prefixes = handlers.told, handlers.prefixes
-        self._prefixes = prefixes
-        self.door = LocalDoor(handlers, sessions, clock, settings.door, store.faults)
+        handlers = self._handlers = Handlers(store.core, first_number, new_token, store.names)
+        self.door = LocalDoor(handlers, settings.door, store.faults)
         self.sockets: list[str] = []
-        desk = couriers(store, sessions, handlers, settings.peers_door) if couriers else None
-        health = self.health = SidecarHealth(store, sessions, settings.store, why_not_policy, desk)
-        self.report = StatusReport(store, health, sessions, self.door, counting, whatif, told)
+        desk = couriers(store, handlers.sessions, handlers, settings.peers_door) if couriers else None
+        self.report = StatusReport(store, handlers, self.door, settings.store, why_not_policy)
         try:
             for name, one in settings.sockets().items():
                 key, where, renew = socket_key(name), one.socket, partial(store.tenant_keys, name)
@@ -87,13 +73,13 @@ class Daemon:
                 self.door.listen(Path(where), tenant, int(settings.door.mode, 8), one.users, renew)
                 self.sockets.append(where)
             key, where = "admin.socket", settings.admin_socket
-            admin = Admin(store, self.report, self.door, recording, told, prefixes)
-            self.door.listen_admin(Path(where), admin)
+            admin = Admin(self.report)
+            self.door.listen_apart(Path(where), admin)
             key, where, observe = "observe.socket", settings.observe_socket, settings.observe
-            self.door.listen_admin(Path(where), Observer(admin, clock), int(observe.mode, 8), observe.users)
+            self.door.listen_apart(Path(where), Observer(admin), int(observe.mode, 8), observe.users)
             if desk is not None:
                 key, where = "the couriers' socket", settings.courier_socket
-                self.door.listen_couriers(Path(where), desk)
+                self.door.listen_apart(Path(where), desk)
         except OSError as error:
             self.door.close(0)
             mend = {
@@ -110,7 +96,7 @@ class Daemon:
         """Accept connections. process_seconds: CPU time of this process. failed: called when an internal fault stops
         the service."""
         set_aside()  # the program itself
-        for warning in self.health.warnings():
+        for warning in self.report.warnings():
             _log.warning("%s", warning)
         self.door.start(failed)
         self._start_insight(process_seconds)
@@ -125,12 +111,11 @@ class Daemon:
         _log.info("serving", extra={**sockets, "data": self.settings.store.data, **budgets})
 
     def _start_insight(self, process_seconds: Callable[[], float]) -> None:
-        def estimate() -> None:
-            self._whatif.run(self._insight_ends, lambda: (self._thread_seconds(), process_seconds()))
-
+        ends, whatif, thread_seconds = self._insight_ends, self._handlers.whatif, self.store.core.clock.thread_seconds
+        estimate = partial(whatif.run, ends, lambda: (thread_seconds(), process_seconds()))
         try:
             threading.Thread(target=estimate, name="kv-whatif", daemon=True).start()
-            follow = partial(self._prefixes.run, self._insight_ends)
+            follow = partial(self._handlers.prefixes.run, ends)
             threading.Thread(target=follow, name="kv-prefixes", daemon=True).start()
         except RuntimeError as error:
             _log.warning("no estimates of what other sizes would find, or of which prefixes are hot: %s", error)
@@ -156,7 +141,7 @@ class Daemon:
 
     def drain(self, drained: Callable[[], None]) -> None:
         """End the service. drained: called once no client is served, when memory may be handed on."""
-        self.health.is_stopping = True
+        self.report.is_stopping = True
         self._insight_ends.set()
         self._keys_end.set()
         _log.info("draining")

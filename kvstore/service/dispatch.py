@@ -15,7 +15,7 @@ import msgspec
 
 from kvstore.block.account import MissReason
 from kvstore.block.display_names import DisplayNames
-from kvstore.block.errors import BadInput, StoreClosed
+from kvstore.block.errors import BadInput, StoreError
 from kvstore.block.identity import TenantKeys, check_keys
 from kvstore.config import MAX_SECONDS
 from kvstore.core.reservations import SEALED_BLOCKS
@@ -25,13 +25,12 @@ from kvstore.insight.prefixes import PrefixBook
 from kvstore.insight.recording import Recording
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import MAX_PRIORITY, TenantClient, check_participant
-from kvstore.protocol.handing_over import MAX_TICKET_SECONDS
-from kvstore.protocol.messages import LeaseReply, MatchReply
+from kvstore.protocol.messages import MAX_TICKET_SECONDS, LeaseReply, MatchReply
 from kvstore.protocol.requests import check_request
 from kvstore.protocol.words import printable
 from kvstore.service.accounting import Counting, Lasting, NamespaceInfo
 from kvstore.service.descriptors import SlowExtents
-from kvstore.service.parked import Parking, Response
+from kvstore.service.parked import Parking, Response, refusal
 from kvstore.service.sessions import COURIERS, MAX_LEASED_PLACES, ClientState, ReservationProgress, Sessions
 from kvstore.service.told import ToldRequests
 from tiering.counts.awaits import ParkedAwait
@@ -40,6 +39,7 @@ from tiering.dram.unmap_wait import SharedExtent
 from tiering.errors import BlockMissing, TierError, TierUnavailable
 from tiering.frame import DIGEST_BYTES, frame_bytes
 
+RUN_BYTES, SALT_BYTES = 16, 8
 MAX_ENGINE_CHARACTERS = 128
 MAX_LEASES = 4096
 """Of one session."""
@@ -76,22 +76,21 @@ class Handlers:
     """Checks requests, has the store serve them, and counts. Thread-safe."""
 
     def __init__(
-        self,
-        store: Store,
-        sessions: Sessions,
-        run: bytes,
-        counting: Counting,
-        recording: Recording,
-        names: DisplayNames | None = None,
-        whatif: WhatIf | None = None,
+        self, store: Store, first_number: int, new_token: Callable[[int], bytes], names: DisplayNames | None = None
     ) -> None:
-        """run: names this run of the sidecar. names: records engines' names of their models. whatif: gets look-ups."""
-        self._store, self._sessions, self._run = store, sessions, run
-        self._counting, self._recording, self._names, self._whatif = counting, recording, names, whatif
-        self.told, self.prefixes = ToldRequests(store.clock), PrefixBook(store.clock)
-        self._slow = SlowExtents(store.clock.monotonic_seconds, store.clock.thread_seconds)
-        self._lasting = Lasting()
+        """first_number: of a connection, above those of every earlier run. new_token: returns so many random bytes.
+        names: records engines' names of their models."""
+        self._store, self._names, clock = store, names, store.clock
+        self.run = new_token(RUN_BYTES)
+        """The name of this run of the sidecar."""
+        self.sessions = Sessions(store, first_number, new_token)
+        self.counting = Counting(clock)
+        self.recording = Recording(clock, new_token)
+        self.whatif = WhatIf(clock, int.from_bytes(new_token(SALT_BYTES)))
+        self.told, self.prefixes = ToldRequests(clock), PrefixBook(clock)
         self.parking = Parking(store)
+        self._slow = SlowExtents(clock.monotonic_seconds, clock.thread_seconds)
+        self._lasting = Lasting()
         self._verbs: dict[type, Callable[[ClientState, Any], Response | m.Answer]] = {
             m.OpenNamespace: self._open_namespace,
             m.MatchPrefix: self._match,
@@ -125,9 +124,9 @@ class Handlers:
             return None, version
         engine = "".join(one for one in hello.engine[:MAX_ENGINE_CHARACTERS] if one.isprintable())
         if not hello.session:
-            caller = self._sessions.open(tenant, engine)
+            caller = self.sessions.open(tenant, engine)
         elif m.MIN_SESSION_BYTES <= len(hello.session) <= m.MAX_SESSION_BYTES:
-            caller = self._sessions.join(tenant, COURIERS * is_courier + hello.session, engine)
+            caller = self.sessions.join(tenant, COURIERS * is_courier + hello.session, engine)
         else:
             text = f"a session's token of {len(hello.session)} bytes"
             return None, m.Failed(
@@ -135,11 +134,11 @@ class Handlers:
             )
         caller.is_courier = is_courier
         caller.fingerprint = hello.fingerprint if hello.fingerprint != tenant.fingerprint else b""
-        caller.session.since = caller.session.since or self._counting.now()
+        caller.session.since = caller.session.since or self.counting.now()
         _log.debug("client let in", extra={"connection": caller.number, "engine": engine})
         here = tenant.fingerprint, self._store.node.node, self._store.node.incarnation
         token = caller.session.token.removeprefix(COURIERS)
-        return caller, m.Welcome(version, self._run, token, m.MAX_KEYS, *here)
+        return caller, m.Welcome(version, self.run, token, m.MAX_KEYS, *here)
 
     def shared(self, *verbs: type) -> dict[type, Callable[[ClientState, Any], Response | m.Answer]]:
         """The handlers of these verbs, for callers that serve some of them themselves."""
@@ -152,9 +151,9 @@ class Handlers:
         if isinstance(verb, m.LeasePrefix):
             return LEASED_COST * len(verb.keys) * caller.parts_of(verb.namespace)
         if isinstance(verb, m.Release):
-            return NUMBER_COST * len(verb.leases) + ENDED_COST * self._sessions.places_named(caller, verb.leases)
+            return NUMBER_COST * len(verb.leases) + ENDED_COST * self.sessions.places_named(caller, verb.leases)
         if isinstance(verb, m.ReleaseRequest):
-            return ENDED_COST * self._sessions.places_of(caller, verb.request)
+            return ENDED_COST * self.sessions.places_of(caller, verb.request)
         return NUMBER_COST * len(verb.leases) if isinstance(verb, m.Attach) else 0.0
 
     def is_heavy(self, verb: m.Verb) -> bool:
@@ -189,7 +188,7 @@ class Handlers:
                 raise BadInput(text)
             return self.parking.park(caller, number, verb, tell)
         except BadInput as error:
-            return Response(m.failed(m.RequestFault.BAD_INPUT, str(error)))
+            return refusal(error)
 
     def serve_at_once(self, caller: ClientState, verb: m.LeasePrefix) -> Response | None:
         """As `serve` if a lease need not wait this time; else None, without effect."""
@@ -200,12 +199,8 @@ class Handlers:
     ) -> Response | None:
         try:
             answer = handler(caller, verb)
-        except BadInput as error:
-            return Response(m.failed(m.RequestFault.BAD_INPUT, str(error)))
-        except StoreClosed:
-            return Response(m.Failed(m.RequestFault.CLOSED, "the sidecar is going down"))
-        except TierError as error:
-            return Response(m.failed(m.RequestFault.BUSY, str(error)))
+        except (TierError, StoreError) as error:
+            return refusal(error)
         return answer if isinstance(answer, Response) or answer is None else Response(answer)
 
     # Looking up ----------------------------------------------------------------------------------------------------
@@ -219,20 +214,18 @@ class Handlers:
         namespace = self._store.namespace_of(number)
         if verb.name and self._names is not None:
             self._names.note(caller.keys.tenant, namespace.digest(), verb.name)
+        tenant, digest, tokens = caller.keys.tenant, namespace.digest(), namespace.layout.block_tokens
+        model, codec = printable(namespace.model), printable(namespace.codec)
         if number not in caller.namespaces:
-            named = {"namespace": number, "model": printable(namespace.model), "codec": printable(namespace.codec)}
+            named = {"namespace": number, "model": model, "codec": codec}
             _log.debug("namespace opened", extra={"connection": caller.number, **named})
         slices = tuple(len(part.layers) for part in namespace.layout.parts)
         caller.namespaces[number] = slices
         self._lasting.opened(len(slices))
-        tenant, digest = caller.keys.tenant, namespace.digest()
         name = self._names.get(tenant, digest) if self._names is not None else ""
-        model, codec = printable(name or namespace.model), printable(namespace.codec)
-        tokens = namespace.layout.block_tokens
-        self._counting.opened(number, tokens, NamespaceInfo(digest, tenant, model, codec, tokens))
+        self.counting.opened(number, tokens, NamespaceInfo(digest, tenant, printable(name) or model, codec, tokens))
         block_bytes = sum(map(frame_bytes, granted.grant.payload_bytes))
-        if self._whatif is not None:
-            self._whatif.opened(number, block_bytes, tokens)
+        self.whatif.opened(number, block_bytes, tokens)
         self.prefixes.opened(tenant, number, block_bytes, tokens)
         caller.named[own], caller.session.is_engine = number, True
         caller.fingerprint = b""  # its keys are the right ones now
@@ -246,14 +239,13 @@ class Handlers:
         seconds = self._store.clock.monotonic_seconds() - began_at
         check_keys(verb.keys[matched.reply.blocks :])  # what was found is a key of the store; nothing is counted yet
         if verb.counts and not caller.is_courier and (verb.counts_short or matched.reply.blocks == len(verb.keys)):
-            self._counting.looked_up(number, verb.keys, matched.reply, seconds, verb.is_told)
+            self.counting.looked_up(number, verb.keys, matched.reply, seconds, verb.is_told)
             if verb.request:
                 gone = self._gone(number, verb, matched.reply)
                 self.told.answered(caller, verb, number, matched.reply, seconds, gone)
-            if self._recording.token:
-                self._recording.looked_up(number, verb.keys)
-            if self._whatif is not None:
-                self._whatif.looked_up(number, verb.keys)
+            if self.recording.token:
+                self.recording.looked_up(number, verb.keys)
+            self.whatif.looked_up(number, verb.keys)
             self.prefixes.looked_up(caller.session.tenant.tenant, number, verb.keys, matched.reply.blocks)
         if not self.parking.has_couriers:
             return matched
@@ -271,7 +263,7 @@ class Handlers:
         if refused is not None:
             return refused
         fits, detail = _as_fits_an_answer(verb, len(slices))  # the account covers all that was asked for
-        with self._sessions.asking(caller, (len(fits.keys) - fits.first_block) * len(slices)) as is_granted:
+        with self.sessions.asking(caller, (len(fits.keys) - fits.first_block) * len(slices)) as is_granted:
             if not is_granted:
                 text = (
                     f"the session's leases name {caller.session.leased_places} places (blocks times parts), and its "
@@ -305,13 +297,13 @@ class Handlers:
         self, caller: ClientState, number: int, verb: m.LeasePrefix, reply: LeaseReply, seconds: float = 0.0
     ) -> m.Answer:
         if verb.counts and not caller.is_courier:
-            self._counting.leased(number, verb.keys, reply, seconds, verb.found, verb.is_told)
+            self.counting.leased(number, verb.keys, reply, seconds, verb.found, verb.is_told)
             self.prefixes.granted(caller.keys.tenant, number, verb.keys, verb.first_block, reply.blocks)
             if verb.request:
                 self.told.answered(caller, verb, number, reply, seconds, self._gone(number, verb, reply))
         if reply.lease:
             parts = len(caller.namespaces[number])
-            self._sessions.took(caller, reply.lease, verb.request, len(reply.generations), parts)
+            self.sessions.took(caller, reply.lease, verb.request, len(reply.generations), parts)
             if self.parking.has_couriers and not caller.is_courier:
                 self.parking.leased(reply.lease)
         return m.Leased(reply)
@@ -325,20 +317,20 @@ class Handlers:
         return (eviction, had_ttl) if eviction is not None else None
 
     def _attach(self, caller: ClientState, verb: m.Attach) -> m.Answer:
-        return m.Attached(self._sessions.attach(caller, verb.leases))
+        return m.Attached(self.sessions.attach(caller, verb.leases))
 
     def _release(self, caller: ClientState, verb: m.Release) -> m.Answer:
-        self._sessions.release(caller, verb.leases)
+        self.sessions.release(caller, verb.leases)
         return m.Done()
 
     def _release_request(self, caller: ClientState, verb: m.ReleaseRequest) -> m.Answer:
-        self._sessions.release_request(caller, verb.request)
+        self.sessions.release_request(caller, verb.request)
         return m.Done()
 
     def _report(self, caller: ClientState, verb: m.ReportFrame) -> m.Answer:
-        request = self._sessions.request_of(caller, verb.lease)
+        request = self.sessions.request_of(caller, verb.lease)
         if request is not None:
-            self._counting.reported(verb.lease, verb.block)
+            self.counting.reported(verb.lease, verb.block)
             self.told.reported(caller, request)
             self._store.handle(caller, verb)
         return m.Done()
@@ -376,12 +368,12 @@ class Handlers:
             answer = self._store.handle(caller, verb)
             assert isinstance(answer, m.Reserved)
             reserved, reply = answer, answer.reply
-            self._counting.offered(number, len(verb.keys), skipped, reply, waits=verb.waits and reply.in_flight > 0)
+            self.counting.offered(number, len(verb.keys), skipped, reply, waits=verb.waits and reply.in_flight > 0)
         if reply.reservation:
             parts = frozenset(part for part, places in enumerate(reply.places) if places)
             done, is_collective = [0] * len(slices), bool(verb.collective)
             progress = ReservationProgress(number, len(reply.blocks), done, parts, is_collective, began_at)
-            self._sessions.reserved(caller, reply.reservation, progress)
+            self.sessions.reserved(caller, reply.reservation, progress)
         return reserved
 
     def _commit(self, caller: ClientState, verb: m.Commit) -> m.Answer:
@@ -400,19 +392,19 @@ class Handlers:
             raise BadInput(
                 f"digests of another form; give {wanted} of {DIGEST_BYTES} bytes for each block of that part"
             )
-        if not self._sessions.claim(progress, verb.part, verb.first, len(verb.digests)):
+        if not self.sessions.claim(progress, verb.part, verb.first, len(verb.digests)):
             raise wrong
         committed = self._store.handle(caller, verb)
         assert isinstance(committed, m.Counted)
         if committed.blocks == progress.blocks:
-            self._sessions.ended(caller, verb.reservation)
-            self._counting.filled(self._store.clock.monotonic_seconds() - progress.began_at)
+            self.sessions.ended(caller, verb.reservation)
+            self.counting.filled(self._store.clock.monotonic_seconds() - progress.began_at)
         return committed
 
     def _abort(self, caller: ClientState, verb: m.Abort) -> m.Answer:
         if verb.reservation in caller.reservations:
             self._store.handle(caller, verb)
-            self._sessions.ended(caller, verb.reservation)
+            self.sessions.ended(caller, verb.reservation)
         return m.Done()
 
     def _persist(self, caller: ClientState, verb: m.Persist) -> m.Answer:
@@ -468,13 +460,13 @@ class Handlers:
         del caller.shares[extent]
 
     def _ping(self, caller: ClientState, verb: m.Ping) -> Response | m.Answer:
-        self._sessions.asked(caller)
-        notify_pipe = self._sessions.new_notify_pipe(caller) if verb.wants_bell else None
+        self.sessions.asked(caller)
+        notify_pipe = self.sessions.new_notify_pipe(caller) if verb.wants_bell else None
         return Response(m.NotifyPipeReply(), [notify_pipe]) if notify_pipe is not None else m.Done()
 
     def _tell(self, caller: ClientState, verb: m.Tell) -> m.Answer:
         if verb.namespace >= 0:
-            self._counting.told(_check_asked(caller, verb.namespace, ())[0], verb.requests)
+            self.counting.told(_check_asked(caller, verb.namespace, ())[0], verb.requests)
         self.told.tell(caller, verb)
         self.prefixes.told(caller.keys.tenant, verb)
         return m.Done()

@@ -49,11 +49,10 @@ from kvstore.service.connections import (
 from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent, share_of
 from kvstore.service.dispatch import LONG, SLOW, Handlers
 from kvstore.service.parked import Parking, Response
-from kvstore.service.sessions import ClientState, Sessions
+from kvstore.service.sessions import ClientState
 from kvstore.status.tree import DoorStatus
-from tiering.clock import Clock
 from tiering.counts.histogram import Histogram
-from tiering.faults import CONNECTIONS, SENT, FaultReports, RateLimitedLog, Unheard, kind_of
+from tiering.faults import CONNECTIONS, SENT, FaultReports, RateLimitedLog, kind_of
 from tiering.files import listening_socket, remove_socket
 
 _PEER = struct.Struct("iII")  # struct ucred
@@ -82,20 +81,13 @@ _log = logging.getLogger(__name__)
 class LocalDoor:
     """Serves until it is closed. `listen` first, then `start`."""
 
-    def __init__(
-        self,
-        handlers: Handlers,
-        sessions: Sessions,
-        clock: Clock,
-        limits: DoorLimits,
-        faults: FaultReports | None = None,
-    ) -> None:
+    def __init__(self, handlers: Handlers, limits: DoorLimits, faults: FaultReports) -> None:
         """faults: gets what the machine lacks."""
-        self._handlers = handlers
-        self._sessions, self._store = sessions, sessions.store
-        self._clock, self._limits = clock, limits
+        self._handlers, self._sessions, self._store = handlers, handlers.sessions, handlers.sessions.store
+        self._clock = clock = self._store.clock
+        self._limits = limits
         self._log = RateLimitedLog(_log, clock)
-        self._faults = faults or Unheard()
+        self._faults = faults
         self._figures = DoorFigures()
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = socket.socketpair()
@@ -137,15 +129,12 @@ class LocalDoor:
         sock = listening_socket(path, mode)
         self._listen(Listener(path, sock, tenant, users, renew, None, self._turns))
 
-    def listen_admin(
-        self, path: Path, admin: AdminVerbs, mode: int = ADMIN_MODE, users: Collection[int] | None = None
+    def listen_apart(
+        self, path: Path, host: AdminVerbs | Parking, mode: int = ADMIN_MODE, users: Collection[int] | None = None
     ) -> None:
-        """Open a socket without tenant: the operator's, or the observers'. Raises `OSError`."""
-        self._listen(Listener(path, listening_socket(path, mode), None, users, None, admin, self._turns))
-
-    def listen_couriers(self, path: Path, parking: Parking) -> None:
-        """Open the socket for couriers of all tenants; each names its tenant. Raises `OSError`."""
-        self._listen(Listener(path, listening_socket(path, ADMIN_MODE), None, None, None, parking, self._turns))
+        """Open a socket of no tenant: the operator's, the observers', or the couriers', each of which names its tenant.
+        Raises `OSError`."""
+        self._listen(Listener(path, listening_socket(path, mode), None, users, None, host, self._turns))
 
     def _listen(self, listener: Listener) -> None:
         if listener.pool is None:

@@ -13,11 +13,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvstore.block.errors import BadInput, StoreClosed, StoreError
 from kvstore.core.store import Store
 from kvstore.protocol import messages as m
 from kvstore.service.sessions import ClientState
 from kvstore.status.tree import ElsewhereStatus
 from tiering.counts.awaits import AwaitEnd, ParkedAwait
+from tiering.errors import TierError
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,14 @@ class Response:
     descriptors: Sequence[int] = ()
     parked: ParkedLocate | None = None
     """Set in place of an answer that comes later."""
+
+
+def refusal(error: TierError | StoreError) -> Response:
+    """The answer to a request that ended with this error."""
+    if isinstance(error, StoreClosed):
+        return Response(m.Failed(m.RequestFault.CLOSED, "the sidecar is going down"))
+    fault = m.RequestFault.BAD_INPUT if isinstance(error, BadInput) else m.RequestFault.BUSY
+    return Response(m.failed(fault, str(error)))
 
 
 @dataclass(eq=False, slots=True)

@@ -1,6 +1,6 @@
 """Runs `kvstore serve`: logs, store, API sockets, signals, and the socket to the supervisor (*keeper*).
 
-Clock and randomness are handed in.
+Randomness is handed in.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from kvstore.node import EmbeddedStore, StoreParts, memory_here, open_embedded
 from kvstore.service.daemon import CouriersMaker, Daemon, budgets
 from kvstore.service.keeper import ALL, CHILD_END_SECONDS, DESCRIPTORS, EDGE, FORGET, KEEP, READY, TOLD, ChildProcess
 from kvstore.service.settings import Settings, read_token, settings_of, shares_of
-from tiering.clock import Clock
 from tiering.dram.extents import Extent
 from tiering.dram.keeping import NAME_BYTES, KeptExtent
 from tiering.errors import TierError
@@ -82,7 +81,6 @@ class Outside:
     for the next process, if there is one. couriers: makes the part that serves couriers, if configured. edge: the
     command of an edge that the sidecar itself starts, and the descriptors that it inherits."""
 
-    clock: Clock
     process_seconds: Callable[[], float]
     first_number: int
     new_token: Callable[[int], bytes]
@@ -127,16 +125,14 @@ def _serve(settings: Settings, outside: Outside, started: Callable[[list[str]], 
         settings.store, dram=dram, nvme=nvme, slab=settings.store.slab if nvme is not None else None
     )
     with _open(settings, outside, policy, tiers) as store:
-        daemon = Daemon(
-            store, settings, outside.clock, outside.first_number, outside.new_token, why_not, outside.couriers
-        )
+        daemon = Daemon(store, settings, outside.first_number, outside.new_token, why_not, outside.couriers)
         keeper, edge = outside.keeper, None
         if settings.http.listen is not None and settings.http.token_file is None and len(settings.sockets()) > 1:
             _log.warning("/metrics is closed: several tenants are configured, and there is no http.token_file")
         try:
             daemon.start(outside.process_seconds, _end_at_once)
             if keeper is not None:
-                daemon.health.lacks = keeper.lacks
+                daemon.report.lacks = keeper.lacks
                 keeper.start(lambda: os.kill(os.getpid(), signal.SIGTERM))
                 keeper.ready()
             if outside.edge is not None:
@@ -162,7 +158,7 @@ class _OwnEdge:
         """As `ChildProcess`."""
         self._selector = selectors.PollSelector()
         self._child = ChildProcess(EDGE, command, self._selector, descriptors)
-        self._lacks = daemon.health.lacks
+        self._lacks = daemon.report.lacks
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-edge", daemon=True)
         self._thread.start()

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
-from kvstore.protocol.handing_over import MAX_AWAITED_KEYS
+from kvstore.protocol.messages import MAX_AWAITED_KEYS
 from kvstore.service.connections import DoorLimits
 from kvstore.service.local_door import LocalDoor
 from service.sidecar import Sidecar
@@ -170,7 +169,7 @@ def test_absent_keys_and_those_of_another_tenant_are_the_same(tmp_path: Path) ->
     with Sidecar(tmp_path) as sidecar:
         other = tmp_path / "other.sock"
         sidecar.door.close(10)
-        sidecar.door = LocalDoor(sidecar.handlers, sidecar.sessions, SystemClock(), DoorLimits())
+        sidecar.door = LocalDoor(sidecar.handlers, DoorLimits(), sidecar.store.faults)
         sidecar.door.listen(sidecar.path, sidecar.store.tenant_keys("default"))
         sidecar.door.listen(other, sidecar.store.tenant_keys("other"))
         sidecar.door.start()

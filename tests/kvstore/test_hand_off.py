@@ -18,7 +18,7 @@ from kvstore.client.pending import PendingReply
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
 from kvstore.protocol.hand_off_ticket import HandOff, opened
-from kvstore.protocol.handing_over import MAX_TICKET_SECONDS
+from kvstore.protocol.messages import MAX_TICKET_SECONDS
 from service.sidecar import Sidecar
 from torture.peer import Peer, packed_namespace
 from waiting import wait_until

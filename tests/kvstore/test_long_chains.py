@@ -14,16 +14,13 @@ import pytest
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.client.handle import NamespaceHandle
-from kvstore.client.pending import BLOCK_SECONDS, GRACE_SECONDS, LeaseThreads
 from kvstore.config import Limits
 from kvstore.core import leases
 from kvstore.core.store import Store
-from kvstore.protocol import messages as m
-from kvstore.protocol.door import NamedLease
 from kvstore.protocol.messages import LeaseReply
 from simulation.two_tiers import put
 from tiering.tier import extent_of, slot_of
-from workbench import Bench, FakeClock, bench, ids, random_pages
+from workbench import Bench, bench, ids, random_pages
 
 from .test_between_tiers import Place, Prompt
 
@@ -256,28 +253,3 @@ def test_a_put_of_a_long_chain_is_as_recent_as_a_short_one(monkeypatch: pytest.M
             victims.append(handle.match(longer).blocks)
         orders.append(victims)
     assert orders[0] == orders[1] and orders[0][0] == BLOCKS + 4
-
-
-def test_a_submitted_lease_has_more_time_the_longer_it_is() -> None:
-    """The deadline is for what has to be brought up; what is there takes as long as it takes."""
-    clock = FakeClock()
-    threads = LeaseThreads(clock)
-    begun, go_on = threading.Event(), threading.Event()
-
-    def lease(remaining_ms: float) -> NamedLease:
-        begun.set()
-        assert go_on.wait(20)
-        return NamedLease(LeaseReply(7, 0, 15_625))
-
-    released: list[int] = []
-    requests = [m.LeasePrefix(0, [bytes(32)] * blocks, 0, 50.0) for blocks in (0, 15_625)]
-    asked = [threads.submit(lease, released.append, released.append, one) for one in requests]
-    assert begun.wait(20)
-    clock.advance(0.05 + GRACE_SECONDS + 0.001)
-    short, long = [one.poll() for one in asked]
-    assert short is not None and short.reply.reason is MissReason.DEADLINE and long is None
-    clock.advance(BLOCK_SECONDS * 15_625)
-    late = asked[1].poll()
-    assert late is not None and late.reply.reason is MissReason.DEADLINE
-    go_on.set()
-    threads.close()

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import gc
 import threading
+from typing import Any
 
 import pytest
 
 from kvstore.block.account import MissReason
-from kvstore.client.pending import GRACE_SECONDS, LEASE_THREADS, MAX_SUBMITTED, LeaseThreads, PendingReply
+from kvstore.client.pending import (
+    BLOCK_SECONDS,
+    GRACE_SECONDS,
+    LEASE_THREADS,
+    MAX_SUBMITTED,
+    LeaseThreads,
+    PendingReply,
+)
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import NamedLease, Submitted
 from kvstore.protocol.messages import LeaseReply
@@ -18,25 +26,28 @@ from workbench import FakeClock
 
 
 class SlowStore:
-    """Grants leases, numbered from 1 on, when it is let."""
+    """A `Door` that grants leases, numbered from 1 on, when it is let."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
-        self.threads = LeaseThreads(self.clock)
+        self.threads = LeaseThreads()
         self.may_grant = threading.Event()
         self.granted: list[int] = []
-        self.released: list[int] = []
+        self.forgotten: list[int] = []
+        self.released = self.forgotten
         self.given_ms: list[float] = []
 
-    def lease(self, remaining_ms: float) -> NamedLease:
-        self.given_ms.append(remaining_ms)
+    def call(self, request: Any, kind: type, seconds: float | None = None) -> Any:
+        if isinstance(request, m.Release):
+            self.released += request.leases
+            return m.Done()
+        self.given_ms.append(request.deadline_ms)
         assert self.may_grant.wait(20)
         self.granted.append(len(self.granted) + 1)
         return NamedLease(LeaseReply(self.granted[-1], 0, 1))
 
-    def submit(self, deadline_ms: float = 10) -> Submitted[NamedLease]:
-        asked = m.LeasePrefix(0, [], 0, deadline_ms)
-        return self.threads.submit(self.lease, self.released.append, self.released.append, asked)
+    def submit(self, deadline_ms: float = 10, blocks: int = 0) -> Submitted[NamedLease]:
+        return self.threads.submit(self, m.LeasePrefix(0, [bytes(32)] * blocks, 0, deadline_ms))  # type: ignore[arg-type]
 
 
 def test_a_lease_that_is_late_is_a_miss_and_given_back() -> None:
@@ -60,6 +71,20 @@ def test_who_waited_for_a_thread_has_less_time_left() -> None:
     store.may_grant.set()
     wait_until(lambda: all(one.poll() is not None for one in asked))
     assert [round(ms) for ms in store.given_ms] == [100] * LEASE_THREADS + [40] and not store.released
+
+
+def test_a_submitted_lease_has_more_time_the_longer_it_is() -> None:
+    """The deadline is for what has to be brought up; what is there takes as long as it takes."""
+    store = SlowStore()
+    short, long = store.submit(50), store.submit(50, blocks=15_625)
+    store.clock.advance(0.05 + GRACE_SECONDS + 0.001)
+    late = short.poll()
+    assert late is not None and late.reply.reason is MissReason.DEADLINE and long.poll() is None
+    store.clock.advance(BLOCK_SECONDS * 15_625)
+    late = long.poll()
+    assert late is not None and late.reply.reason is MissReason.DEADLINE
+    store.may_grant.set()
+    store.threads.close()
 
 
 @pytest.mark.slow

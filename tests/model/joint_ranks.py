@@ -14,12 +14,10 @@ from typing import Any
 
 from kvstore.block.layout import Layout
 from kvstore.client.handle import NamespaceHandle
-from kvstore.insight.recording import Recording
 from kvstore.protocol import messages as m
 from kvstore.protocol.messages import ReserveReply
-from kvstore.service.accounting import Counting
 from kvstore.service.dispatch import Handlers
-from kvstore.service.sessions import ClientState, Sessions
+from kvstore.service.sessions import ClientState
 from tiering.slots import FrameState
 from tiering.tier import extent_of
 from workbench import Bench, bench
@@ -47,10 +45,8 @@ class Ranks:
         self.bench: Bench = bench(**options)
         self.store, self.clock, self.layout = self.bench.store, self.bench.clock, layout
         self.whole: NamespaceHandle = self.bench.namespace(layout)
-        self.sessions = Sessions(self.store, 1, os.urandom)
-        self.handlers = Handlers(
-            self.store, self.sessions, b"r" * 16, Counting(self.clock), Recording(self.clock, bytes)
-        )
+        self.handlers = Handlers(self.store, 1, os.urandom)
+        self.sessions = self.handlers.sessions
         self.ranks: list[Rank] = []
 
     def enter(self, parts: Iterable[int]) -> Rank:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import patience
 from kvstore.block.codec import codec_named
-from kvstore.client.handle import Lease
+from kvstore.client.framing import FramedSocket
+from kvstore.client.handle import Lease, NamespaceHandle
 from kvstore.client.sidecar_store import SidecarStore, open_sidecar
 from kvstore.client.socket_door import CallLimits
 from kvstore.elsewhere.desk import CourierDesk
-from kvstore.insight.curve import WhatIf
-from kvstore.insight.recording import Recording
 from kvstore.node import EmbeddedStore, SystemClock
-from kvstore.service.accounting import Counting
-from kvstore.service.admin import Admin, Observer, SidecarHealth, StatusReport
+from kvstore.protocol import messages as m
+from kvstore.service.admin import Admin, Observer, StatusReport
 from kvstore.service.connections import DoorLimits
 from kvstore.service.dispatch import Handlers
 from kvstore.service.local_door import LocalDoor
-from kvstore.service.sessions import Sessions
 from kvstore.service.settings import StoreSettings
-from workbench import open_at
+from workbench import MODEL, open_at, small_layout
 
 
 def patient(store: SidecarStore) -> SidecarStore:
@@ -38,6 +38,17 @@ def number_of(lease: Lease) -> int:
     return lease._store_name[1]
 
 
+def wire_to(path: Path | str, seconds: float = 20.0) -> FramedSocket:
+    """A client's connection, which takes any verb."""
+    return FramedSocket(str(path), "test", b"", SystemClock(), seconds)
+
+
+def asked(path: Path | str, *verbs: m.Verb) -> list[m.Answer]:
+    """What is answered there, over a connection of its own."""
+    with closing(wire_to(path)) as wire:
+        return [wire.call(verb, 20.0).answer for verb in verbs]
+
+
 class Sidecar:
     """Close it, or use it as a context."""
 
@@ -48,15 +59,10 @@ class Sidecar:
         given = {"dram": "16MiB", **options}
         self.store: EmbeddedStore = open_at(directory / "kv", **given)
         self.core = self.store._store
-        clock = SystemClock()
-        self.sessions = Sessions(self.core, 1, secrets.token_bytes)
-        run = secrets.token_bytes(16)
-        self.counting = Counting(clock, run)
-        recording = Recording(clock, secrets.token_bytes)
-        self.whatif = WhatIf(clock, secrets.randbits(64))
-        self.handlers = Handlers(self.core, self.sessions, run, self.counting, recording, self.store.names, self.whatif)
+        self.handlers = Handlers(self.core, 1, secrets.token_bytes, self.store.names)
+        self.sessions, self.counting, self.whatif = self.handlers.sessions, self.handlers.counting, self.handlers.whatif
         self.told, self.prefixes = self.handlers.told, self.handlers.prefixes
-        self.door = LocalDoor(self.handlers, self.sessions, clock, door or DoorLimits())
+        self.door = LocalDoor(self.handlers, door or DoorLimits(), self.store.faults)
         self.door.listen(
             self.path,
             self.store.tenant_keys(self.store.tenant),
@@ -65,21 +71,24 @@ class Sidecar:
         self.desk = CourierDesk(self.store, self.sessions, self.handlers) if couriers else None
         self.courier_path = directory / "courier.sock"
         if self.desk is not None:
-            self.door.listen_couriers(self.courier_path, self.desk)
-        self.health = SidecarHealth(self.store, self.sessions, StoreSettings(), couriers=self.desk)
-        self.report = StatusReport(
-            self.store, self.health, self.sessions, self.door, self.counting, self.whatif, self.told
-        )
-        self.admin = Admin(self.store, self.report, self.door, recording, self.told, self.prefixes)
+            self.door.listen_apart(self.courier_path, self.desk)
+        self.report = StatusReport(self.store, self.handlers, self.door, StoreSettings())
+        self.admin = Admin(self.report)
         self.admin_path = directory / "admin.sock"
-        self.door.listen_admin(self.admin_path, self.admin)
+        self.door.listen_apart(self.admin_path, self.admin)
         self.observe_path = directory / "observe.sock"
-        self.door.listen_admin(self.observe_path, Observer(self.admin, clock), 0o660)
+        self.door.listen_apart(self.observe_path, Observer(self.admin), 0o660)
         self.door.start()
 
     def client(self, session: str | None = None, engine: str = "t") -> SidecarStore:
         token, clock = session or secrets.token_hex(16), SystemClock()
         return patient(open_sidecar(str(self.path), codecs=codec_named, clock=clock, session=token, engine=engine))
+
+    @contextmanager
+    def opened(self, **options: Any) -> Iterator[NamespaceHandle]:
+        """A namespace of a client's, by default of the small layout."""
+        with self.client() as store:
+            yield store.namespace(**{"model": MODEL, "layout": small_layout(), **options})
 
     def __enter__(self) -> Sidecar:
         return self

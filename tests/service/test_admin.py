@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import stat
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,14 +17,15 @@ from kvstore.block.account import MissReason
 from kvstore.block.codec import codec_named
 from kvstore.block.errors import BadInput, Unreachable
 from kvstore.cli import ask
-from kvstore.client.framing import FramedSocket
+from kvstore.client.handle import NamespaceHandle
 from kvstore.client.sidecar_store import CallLimits, open_sidecar
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from kvstore.protocol.words import pick, printable
 from kvstore.service.connections import ADMIN_CONNECTIONS, DoorLimits
-from service.sidecar import Sidecar, patient
+from service.sidecar import Sidecar, asked, patient, wire_to
 from tiering.nvme.lmdb_index import LmdbMaker
+from torture.peer import Peer
 from waiting import wait_until
 from workbench import MODEL, ids, one_line, random_pages, small_layout
 
@@ -38,14 +39,6 @@ def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
         yield sidecar
 
 
-def asked(path: Path, *verbs: m.Verb) -> list[m.Answer]:
-    wire = FramedSocket(str(path), "test", b"", CLOCK, 10)
-    try:
-        return [wire.call(verb, 20).answer for verb in verbs]
-    finally:
-        wire.close()
-
-
 # Who may ask what -----------------------------------------------------------------------------------------------------
 
 
@@ -53,67 +46,53 @@ def test_only_its_owner_may_open_it(sidecar: Sidecar) -> None:
     assert stat.S_IMODE(os.stat(sidecar.admin_path).st_mode) == 0o600
 
 
-def test_a_tenant_has_no_admin_verb(sidecar: Sidecar) -> None:
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
-        handle.put(ids(640), random_pages(handle.layout, 10))
-        one = handle.namespace.digest().hex()
-        answers = asked(sidecar.path, m.Stat(), m.DropAny(one), m.DropAny(one, "default"), m.Purge("default"))
-        assert [isinstance(answer, m.Failed) and answer.fault for answer in answers] == [m.RequestFault.BAD_INPUT] * 4
-        assert handle.match(ids(640)).blocks == 10 and len(sidecar.store.tenant_names()) == 1
+def test_a_tenant_has_no_admin_verb(sidecar: Sidecar, handle: NamespaceHandle) -> None:
+    handle.put(ids(640), random_pages(handle.layout, 10))
+    one = handle.namespace.digest().hex()
+    answers = asked(sidecar.path, m.Stat(), m.DropAny(one), m.DropAny(one, "default"), m.Purge("default"))
+    assert [isinstance(answer, m.Failed) and answer.fault for answer in answers] == [m.RequestFault.BAD_INPUT] * 4
+    assert handle.match(ids(640)).blocks == 10 and len(sidecar.store.tenant_names()) == 1
 
 
-def test_an_operator_has_no_verb_of_a_tenant(sidecar: Sidecar) -> None:
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
-        handle.put(ids(640), random_pages(handle.layout, 10))
-        keys = handle.match(ids(640)).keys
-        verbs: list[m.Verb] = [
-            m.OpenNamespace(handle.namespace.pack(), [8192]),
-            m.MatchPrefix(handle.number, keys),
-            m.LeasePrefix(handle.number, keys, 0, 0),
-            m.Extents([0], False),
-            m.Drop(handle.number),
-            m.Namespaces(),
-        ]
-        answers = asked(sidecar.admin_path, *verbs)
-        assert [isinstance(answer, m.Failed) and answer.fault for answer in answers] == [m.RequestFault.BAD_INPUT] * 6
-        (refused,) = asked_raw(sidecar.admin_path, m.Hello(9, 9))
-        assert isinstance(refused, m.Failed) and refused.fault is m.RequestFault.VERSION
-
-
-def asked_raw(path: Path, *verbs: m.Verb) -> list[m.Answer]:
-    """Without a hello."""
-    answers = []
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(10)
-        sock.connect(str(path))
-        for number, verb in enumerate(verbs, 1):
-            sock.sendall(m.pack(m.Request(number, verb)))
-            answers.append(m.unpack_reply(sock.recv(1 << 16)[4:]).answer)
-    return answers
+def test_an_operator_has_no_verb_of_a_tenant(sidecar: Sidecar, handle: NamespaceHandle) -> None:
+    handle.put(ids(640), random_pages(handle.layout, 10))
+    keys = handle.match(ids(640)).keys
+    verbs: list[m.Verb] = [
+        m.OpenNamespace(handle.namespace.pack(), [8192]),
+        m.MatchPrefix(handle.number, keys),
+        m.LeasePrefix(handle.number, keys, 0, 0),
+        m.Extents([0], False),
+        m.Drop(handle.number),
+        m.Namespaces(),
+    ]
+    answers = asked(sidecar.admin_path, *verbs)
+    assert [isinstance(answer, m.Failed) and answer.fault for answer in answers] == [m.RequestFault.BAD_INPUT] * 6
+    with closing(Peer(str(sidecar.admin_path))) as peer:
+        refused = peer.ask(m.Hello(9, 9))
+    assert isinstance(refused, m.Failed) and refused.fault is m.RequestFault.VERSION
 
 
 def test_what_is_no_hello_ends_an_admin_connection_too(sidecar: Sidecar) -> None:
-    (answer,) = asked_raw(sidecar.admin_path, m.Stat())
+    with closing(Peer(str(sidecar.admin_path))) as peer:
+        answer = peer.ask(m.Stat())
     assert isinstance(answer, m.Failed) and answer.fault is m.RequestFault.MALFORMED
     assert ask.stat(str(sidecar.admin_path), CLOCK).door.malformed == 1
 
 
 def test_an_operator_is_let_in_where_tenants_take_up_all_that_they_may(tmp_path: Path) -> None:
     with Sidecar(tmp_path, DoorLimits(connections=2, threads=1, long_threads=1)) as sidecar:
-        wires = [FramedSocket(str(sidecar.path), "test", b"", CLOCK, 10) for _ in range(2)]
-        admins = [FramedSocket(str(sidecar.admin_path), "test", b"", CLOCK, 10) for _ in range(ADMIN_CONNECTIONS - 1)]
+        wires = [wire_to(sidecar.path) for _ in range(2)]
+        admins = [wire_to(sidecar.admin_path) for _ in range(ADMIN_CONNECTIONS - 1)]
         gate = threading.Event()
         for pool in (sidecar.door._threads._pool, sidecar.door._threads._long_pool):
-            pool.submit(gate.wait, 30)
+            pool.executor.submit(gate.wait, 30)
         try:
             with pytest.raises(Unreachable):
-                FramedSocket(str(sidecar.path), "test", b"", CLOCK, 10)
+                wire_to(sidecar.path)
             facts = ask.stat(str(sidecar.admin_path), CLOCK)
             assert (facts.door.connections, facts.door.admin_connections, facts.door.refused) == (2, 8, 1)
-            admins.append(FramedSocket(str(sidecar.admin_path), "test", b"", CLOCK, 10))
-            admins.append(FramedSocket(str(sidecar.admin_path), "test", b"", CLOCK, 10))
+            admins.append(wire_to(sidecar.admin_path))
+            admins.append(wire_to(sidecar.admin_path))
             used = ask.stat(str(sidecar.admin_path), CLOCK).door.admin_connections
             assert used == ADMIN_CONNECTIONS, "the one that has been idle for longest makes room"
         finally:
@@ -284,6 +263,6 @@ def test_keys_that_cannot_be_made_keep_a_purged_tenant_out_and_nobody_else(
 
         patched.setattr("kvstore.block.key_file.write_secret_file", full)
         with pytest.raises(Exception, match="cannot be written"):
-            FramedSocket(str(sidecar.path), "test", b"", CLOCK, 10)
+            wire_to(sidecar.path)
         assert ask.stat(str(sidecar.admin_path), CLOCK).state == "ready"
-    FramedSocket(str(sidecar.path), "test", b"", CLOCK, 10).close()
+    wire_to(sidecar.path).close()

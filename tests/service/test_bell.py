@@ -18,13 +18,11 @@ from descriptors import open_files, opened_since
 from kvstore.block.account import MissReason
 from kvstore.block.errors import Unreachable
 from kvstore.client import socket_door as remote_door
-from kvstore.client.framing import FramedSocket
 from kvstore.client.handle import NamespaceHandle, PutResult
 from kvstore.client.sidecar_store import SidecarStore
-from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from programs import run_python, start_python
-from service.sidecar import Sidecar
+from service.sidecar import Sidecar, wire_to
 from tiering.dram.unmap_wait import TENANT_SECONDS, WAIT_SECONDS
 from tiering.frame import digest
 from torture.peer import Peer, opened_by
@@ -254,7 +252,7 @@ def test_a_client_without_a_bell_is_told_when_it_asks(sidecar: Sidecar, monkeypa
 
 def test_an_answer_without_its_bell_is_no_bell(sidecar: Sidecar) -> None:
     """A process that has no descriptor left is handed none."""
-    wire = FramedSocket(str(sidecar.path), "test", b"", SystemClock(), 10.0)
+    wire = wire_to(sidecar.path)
     receive = wire._receive_piece
 
     def without() -> bytes:
@@ -272,7 +270,7 @@ def test_an_answer_without_its_bell_is_no_bell(sidecar: Sidecar) -> None:
 
 @pytest.mark.slow
 def test_a_descriptor_of_something_else_is_no_bell(sidecar: Sidecar) -> None:
-    wire = FramedSocket(str(sidecar.path), "test", b"", SystemClock(), 10.0)
+    wire = wire_to(sidecar.path)
     receive, before = wire._receive_piece, open_files("/dev/null")
 
     def another() -> bytes:

@@ -7,9 +7,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,8 @@ from kv_bench.process import free_port
 from kvstore.block.errors import StoreError
 from kvstore.cli import ask
 from network.running import Issuer, token_file
-from service.test_serve import PATHS, ended, page, serving
+from service.test_keeper import WIRE, keeping
+from service.test_serve import ended, page, serving
 from test_cli import Here
 from tiering.clock import SystemClock
 from waiting import wait_until
@@ -150,30 +148,16 @@ if {hangs}: time.sleep(600)
 def test_a_child_that_prints_without_end_and_a_log_without_a_reader_stop_nothing(hangs: bool, tmp_path: Path) -> None:
     done = tmp_path / "done"
     flood = "x" * 200 + "\n" + "\xff\x00 \x1b[2J\n"
-    sidecar = "import signal, socket, sys; wire = socket.socket(fileno=int(sys.argv[-1]))\n"
+    sidecar = f"{WIRE}\n"
     sidecar += "wire.recv(64); wire.send(b'r'); print(wire.recv(8192), flush=True); signal.pause()"
-    program = "from kvstore.service import keeper; import json, sys\n"
-    program += "sys.exit(keeper.Keeper([sys.executable, '-c', sys.argv[1]], 0.0, False, json.loads(sys.argv[2])).run())"
     child = CHILD.format(flood=flood, done=str(done), hangs=hangs)
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, sidecar, json.dumps({"edge": [sys.executable, "-c", child]})],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={"PYTHONPATH": PATHS["PYTHONPATH"]},
-        start_new_session=True,
-    )
-    try:
+    with keeping(sidecar, edge=child) as process:
         assert process.stdout is not None
         wait_until(done.exists)  # and the log has no reader
         if not hangs:
             assert "the edge ended with status 0: no end of a line" in process.stdout.readline()
         process.terminate()
         log = process.communicate(timeout=60)[1].splitlines()
-    finally:
-        with suppress(ProcessLookupError):  # its children too
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
     found = [json.loads(line) for line in log]
     assert process.returncode == 0 and found[0]["message"] == "it serves"
     assert {one["logger"] for one in found} <= {"kvstore.edge", "kvstore.keeper"}

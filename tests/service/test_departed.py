@@ -12,14 +12,13 @@ import pytest
 
 from kvstore.block.identity import Namespace
 from kvstore.client.framing import FramedSocket
-from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from kvstore.service import sessions as departed
 from kvstore.service.connections import DoorLimits
 from kvstore.service.dispatch import MAX_SHARES
 from kvstore.service.sessions import DisconnectedClients
 from programs import start_python
-from service.sidecar import Sidecar
+from service.sidecar import Sidecar, wire_to
 from tiering.dram.extents import MappedExtent
 from tiering.tier import SLOT_BITS
 from waiting import wait_until
@@ -120,7 +119,7 @@ def test_a_client_that_leaves_thousands_of_times_and_keeps_its_memory(tmp_path: 
 
 def opened(sidecar: Sidecar, blocks: int) -> tuple[FramedSocket, int, list[int]]:
     """A connection, a lease of so many blocks that it stored, and the extents that they are in."""
-    wire = FramedSocket(str(sidecar.path), "test", b"", SystemClock(), 60.0)
+    wire = wire_to(sidecar.path)
     granted = wire.call(m.OpenNamespace(Namespace("m", small_layout(), "raw").pack(), [8192]), 60.0).answer
     assert isinstance(granted, m.Granted)
     keys = [number.to_bytes(32, "big") for number in range(1, blocks + 1)]
@@ -143,14 +142,14 @@ def mapped(wire: FramedSocket, extents: list[int]) -> list[MappedExtent]:
 
 
 class Slow:
-    """The kernel, which does not answer before it may."""
+    """The kernel, which does not answer before it may, but about the third connection."""
 
     def __init__(self) -> None:
         self.asked, self.may_answer = threading.Semaphore(0), threading.Event()
 
     def unmapped(self, extents: Sequence[int], holder: int) -> tuple[int, int, float]:
         self.asked.release()
-        assert self.may_answer.wait(20.0)
+        assert holder == 3 or self.may_answer.wait(20.0)
         return len(extents), len(extents), 0.0
 
 
@@ -159,14 +158,15 @@ def test_two_threads_may_look_at_connections_of_one_tenant_at_a_time(is_same: bo
     """One of them asks, also where both look at the same connection; the other one knows nothing new."""
     kernel = Slow()
     departed = DisconnectedClients(kernel)
-    first, other = departed.add(1, b"t", None, [7]), departed.add(2, b"t", None, [8])
-    assert first is not None and other is not None
+    first, other, of_another_tenant = (departed.add(n, b"u" if n == 3 else b"t", None, [7]) for n in (1, 2, 3))
+    assert first is not None and other is not None and of_another_tenant is not None
     seen: list[tuple[bool, int]] = []
     thread = threading.Thread(target=lambda: seen.append(departed.look(first)))
     thread.start()
     assert kernel.asked.acquire(timeout=20.0)
     assert departed.look(first if is_same else other) == (True, 0)
     assert departed.look(first if is_same else other) == (True, 0), "and the first look goes on"
+    assert departed.look(of_another_tenant) == (False, 1), "only its own tenant's are not asked about"
     kernel.may_answer.set()
     thread.join(20.0)
     assert seen == [(False, 1)] and departed.look(other) == (False, 1)

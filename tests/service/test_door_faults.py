@@ -8,6 +8,7 @@ import os
 import threading
 import tracemalloc
 import zlib
+from contextlib import closing
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,10 @@ from kvstore.block import identity
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import Namespace
 from kvstore.block.layout import KvGroup, Layout
-from kvstore.client.framing import FramedSocket
-from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from kvstore.service.connections import LARGE_BYTES
 from kvstore.service.dispatch import Response
-from service.sidecar import Sidecar
+from service.sidecar import Sidecar, asked
 from tiering.nvme.lmdb_index import LmdbMaker
 from torture.peer import come_in, packed_namespace
 from workbench import ids, one_line, random_pages, small_layout
@@ -50,13 +49,9 @@ def deflated(text: str) -> bytes:
 
 
 def facts_of(sidecar: Sidecar) -> m.StatReply:
-    wire = FramedSocket(str(sidecar.admin_path), "test", b"", SystemClock(), 10.0)
-    try:
-        answer = wire.call(m.Stat(), 10.0).answer
-        assert isinstance(answer, m.StatReply), answer
-        return answer
-    finally:
-        wire.close()
+    (answer,) = asked(sidecar.admin_path, m.Stat())
+    assert isinstance(answer, m.StatReply), answer
+    return answer
 
 
 LONG_CONFIG = {str(n): blake2b(b"%d" % n).hexdigest() for n in range(60)}
@@ -219,37 +214,25 @@ def test_an_answer_with_descriptors_that_cannot_be_encoded_closes_them(sidecar: 
     peer.close()
 
 
-@pytest.mark.parametrize("verb", [m.Abort(1), m.ReportFrame(1, 0, 0)])
+@pytest.mark.parametrize("verb", [m.Abort(1), m.ReportFrame(1, 0, 0), m.Release([1])])
 def test_untyped_faults_of_one_client_are_one_line(
     sidecar: Sidecar, verb: m.Verb, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Whichever thread serves it; a fault on the door's own also ends the connection, and no other."""
+
     def fail(caller: object, verb: object) -> m.Answer:
         raise KeyError("a fault of the sidecar")
 
-    sidecar.handlers._verbs[type(verb)] = fail
+    served, sidecar.handlers._verbs[type(verb)] = sidecar.handlers._verbs[type(verb)], fail
     other = come_in(sidecar.path)
     for _ in range(200):
-        peer = come_in(sidecar.path)
-        peer.socket.sendall(m.pack(m.Request(1, verb)))
-        peer.reply()
-        peer.close()
-    assert other.ask(m.Ping()) == m.Done()
+        with closing(come_in(sidecar.path)) as peer:
+            peer.socket.sendall(m.pack(m.Request(1, verb)))
+            assert (peer.reply() is None) is isinstance(verb, m.Release)
+    sidecar.handlers._verbs[type(verb)] = served
+    assert other.ask(m.Ping()) == other.ask(verb) == m.Done()
     told = [one for one in caplog.records if one.levelno >= logging.WARNING]
     assert len(told) == 1 and told[0].exc_info is not None, "with its traceback, once"
-    other.close()
-
-
-def test_a_fault_on_the_doors_own_thread_ends_its_connection_alone(sidecar: Sidecar) -> None:
-    def fail(caller: object, verb: object) -> m.Answer:
-        raise KeyError("a fault of the sidecar")
-
-    release, sidecar.handlers._verbs[m.Release] = sidecar.handlers._verbs[m.Release], fail
-    other, peer = come_in(sidecar.path), come_in(sidecar.path)
-    peer.socket.sendall(m.pack(m.Request(1, m.Release([1]))))
-    assert peer.reply() is None, "it was not hung up on"
-    peer.close()
-    sidecar.handlers._verbs[m.Release] = release
-    assert other.ask(m.Release([1])) == m.Done()
     other.close()
 
 

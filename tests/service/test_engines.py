@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,13 +17,12 @@ from kvstore.client.handle import NamespaceHandle
 from kvstore.node import SystemClock
 from service.sidecar import Sidecar, patient
 from service.test_serve import crash, serving
+from service.workers import SECONDS, workers
 from waiting import wait_until
 from workbench import MODEL, blank_pages, ids, one_line, random_pages, same_tokens, small_layout
 
 LAYOUT = small_layout()
 PAGES = random_pages(LAYOUT, 8)
-SPAWN = multiprocessing.get_context("spawn")
-SECONDS = 30
 
 
 def work(socket: str, session: str, wires: Connection) -> None:
@@ -36,47 +32,16 @@ def work(socket: str, session: str, wires: Connection) -> None:
         wires.send("ready")
         held = None
         while (order := wires.recv()) is not None:
-            if order == "release":
+            if order == ("release",):
                 assert held is not None
                 held.release()
                 wires.send("released")
                 continue
-            held = handle.attach(order)
+            held = handle.attach(*order)
             blank = blank_pages(LAYOUT, 8)
             loaded = handle.get(held, blank)
             is_right = same_tokens(PAGES, blank, range(loaded.tokens))
             wires.send((held.blocks, loaded.tokens, is_right, str(held.reason)))
-
-
-class Worker:
-    def __init__(self, socket: str, session: str) -> None:
-        self.wires, theirs = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=work, args=(socket, session, theirs), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def hears(self) -> Any:
-        assert self.wires.poll(SECONDS)
-        return self.wires.recv()
-
-    def tell(self, order: Any) -> Any:
-        self.wires.send(order)
-        return self.hears()
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join(SECONDS)
-
-
-@contextmanager
-def workers(socket: str, session: str, count: int = 2) -> Iterator[list[Worker]]:
-    started = [Worker(socket, session) for _ in range(count)]
-    try:
-        assert [one.hears() for one in started] == ["ready"] * count
-        yield started
-    finally:
-        for one in started:
-            one.end()
 
 
 READ = (8, 512, True, "None")
@@ -96,25 +61,24 @@ def test_workers_read_what_the_scheduler_leased_and_a_killed_one_holds_nothing(t
     with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.client() as store:
         scheduler = store.namespace(model=MODEL, layout=LAYOUT)
         scheduler.put(ids(512), PAGES)
-        with workers(str(sidecar.path), store.session) as (one, two):
+        with workers(work, [(str(sidecar.path), store.session)] * 2) as (one, two):
             assert len(list(sidecar.sessions.sessions())) == 1
             ticket = lease_of(scheduler, request="r").ticket()
             gc.collect()
-            assert one.tell(ticket) in (READ, MISSED), "the lease was forgotten; it may be there still"
+            assert one.told(ticket) in (READ, MISSED), "the lease was forgotten; it may be there still"
             lease = lease_of(scheduler, request="r")
             ticket = lease.ticket()
-            assert one.tell(ticket) == READ and two.tell(ticket) == READ
+            assert one.told(ticket) == READ and two.told(ticket) == READ
             store.release_request("r")
             assert lease.released
             scheduler.match(ids(64))
             assert sidecar.store.evict(100) == 0, "the workers hold it"
-            two.process.kill()
-            two.process.join(SECONDS)
+            two.kill()
             wait_until(lambda: len(sidecar.sessions.departed) == 0 and len(sidecar.sessions) == 2)
             assert sidecar.store.evict(100) == 0, "one of them still does"
-            assert one.tell("release") == "released"
+            assert one.told("release") == "released"
             wait_until(lambda: sidecar.store.usage().leases == 0 and sidecar.store.usage().pinned_bytes == 0)
-            assert one.tell(ticket) == MISSED
+            assert one.told(ticket) == MISSED
             assert sidecar.store.evict(100) == 8
 
 
@@ -126,29 +90,28 @@ def test_one_ticket_of_a_session_is_good_across_restarts_of_the_sidecar(tmp_path
         store = patient(kvstore.open(f"unix:{socket}"))
         scheduler = store.namespace(model=MODEL, layout=LAYOUT)
         assert scheduler.put(ids(512), PAGES, durability="disk").stored == 8
-        with workers(socket, store.session) as (one, two):
+        with workers(work, [(socket, store.session)] * 2) as (one, two):
             old = lease_of(scheduler)
-            assert one.tell(old.ticket()) == READ
+            assert one.told(old.ticket()) == READ
             ticket = old.ticket()
             crash(process, said)
             process.communicate(timeout=SECONDS)
             wait_until(lambda: wait_until(scheduler.submit_match(ids(512)).poll).reason is MissReason.UNREACHABLE)
             assert wait_until(scheduler.submit_lease(scheduler.match(ids(512))).poll).blocks == 0
-            assert two.tell(ticket)[:3] == (0, 0, True)
+            assert two.told(ticket)[:3] == (0, 0, True)
             with serving(tmp_path, *flags):
                 # The worker may be the first to come back: it begins the session anew.
-                wait_until(lambda: two.tell(ticket) == MISSED)
+                wait_until(lambda: two.told(ticket) == MISSED)
                 wait_until(lambda: wait_until(scheduler.submit_match(ids(512)).poll).blocks == 8)
                 lease = lease_of(scheduler)
-                wait_until(lambda: two.tell(lease.ticket()) == READ)
-                wait_until(lambda: one.tell(lease.ticket()) == READ)
-                assert one.tell(ticket) == MISSED
+                wait_until(lambda: two.told(lease.ticket()) == READ)
+                wait_until(lambda: one.told(lease.ticket()) == READ)
+                assert one.told(ticket) == MISSED
                 store.close()
 
 
 def test_a_forked_child_is_of_the_same_session(tmp_path: Path) -> None:
-    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=LAYOUT)
+    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.opened(layout=LAYOUT) as handle:
         handle.put(ids(512), PAGES)
         lease = lease_of(handle)
         ticket = lease.ticket()
@@ -171,8 +134,7 @@ def test_a_forked_child_is_of_the_same_session(tmp_path: Path) -> None:
 
 
 def test_a_lease_that_comes_after_its_deadline_is_given_back(tmp_path: Path) -> None:
-    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=LAYOUT)
+    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.opened(layout=LAYOUT) as handle:
         handle.put(ids(512), PAGES)
         match = handle.match(ids(512))
         handle.door._limits = type(handle.door._limits)(lease=0.0)  # type: ignore[attr-defined]

@@ -17,12 +17,7 @@ from typing import Any
 
 import pytest
 
-import kvstore
 from kvstore.block.account import HitTier, MissReason
-from kvstore.client.framing import FramedSocket
-from kvstore.client.handle import NamespaceHandle
-from kvstore.client.sidecar_store import SidecarStore
-from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from kvstore.service.keeper import (
     FIRST_PAUSE_SECONDS,
@@ -33,10 +28,16 @@ from kvstore.service.keeper import (
 )
 from kvstore.service.serve import KeeperWire
 from programs import PATHS, ROOT
-from service.sidecar import patient
-from service.test_serve import ended, serving
+from service.sidecar import asked
+from service.test_serve import ended, opened, serving
 from waiting import wait_until
-from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
+from workbench import (
+    blank_pages,
+    prompt_of,
+    put_prompt,
+    read_prompt,
+    small_layout,
+)
 
 LAYOUT = small_layout()
 BLOCKS = 10
@@ -50,39 +51,18 @@ def next_line(process: subprocess.Popen[str]) -> dict[str, Any]:
     return line
 
 
-@contextmanager
-def connected(said: dict[str, Any]) -> Iterator[tuple[SidecarStore, NamespaceHandle]]:
-    with patient(kvstore.open(f"unix:{said['serving'][0]}", engine="test 1.0")) as store:
-        yield store, store.namespace(model=MODEL, layout=LAYOUT)
-
-
-def stored(handle: NamespaceHandle, number: int) -> Any:
-    return handle.put(ids(TOKENS, 10_000 * number), random_pages(LAYOUT, BLOCKS, seed=number))
-
-
-def got(handle: NamespaceHandle, number: int) -> int:
-    """Tokens that are there and right; a miss counts as none."""
-    prompt, blank = ids(TOKENS, 10_000 * number), blank_pages(LAYOUT, BLOCKS)
-    match = handle.match(prompt)
-    assert match.reason is None or match.blocks < BLOCKS, match
-    with handle.lease(match, deadline_ms=5000) as lease:
-        loaded = handle.get(lease, blank)
-    assert same_tokens(random_pages(LAYOUT, BLOCKS, seed=number), blank, range(loaded.tokens))
-    return loaded.tokens
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("nvme", ["off", "64MiB"])
 def test_what_memory_held_is_there_after_a_crash(tmp_path: Path, nvme: str) -> None:
-    with serving(tmp_path, "--nvme", nvme) as (process, said), connected(said) as (_, handle):
-        assert all(stored(handle, number).stored == BLOCKS for number in range(5))
+    with serving(tmp_path, "--nvme", nvme) as (process, said), opened(said) as handle:
+        assert all(put_prompt(handle, number, BLOCKS).stored == BLOCKS for number in range(5))
         for lap in range(3):
             os.kill(said["pid"], signal.SIGKILL)
             said = next_line(process)
             for number in range(5 + lap):
-                wait_until(lambda number=number: got(handle, number) == TOKENS)
-                assert handle.match(ids(TOKENS, 10_000 * number)).tiers == ((HitTier.DRAM, BLOCKS),)
-            assert stored(handle, 5 + lap).stored == BLOCKS
+                wait_until(lambda number=number: read_prompt(handle, number, BLOCKS).blocks == BLOCKS)
+                assert handle.match(prompt_of(number, BLOCKS)).tiers == ((HitTier.DRAM, BLOCKS),)
+            assert put_prompt(handle, 5 + lap, BLOCKS).stored == BLOCKS
         status, log = ended(process)
         messages = [line["message"] for line in log]
         assert status == 0 and messages.count("serving") == 4
@@ -106,12 +86,12 @@ def test_all_of_memory_is_there_before_anybody_asks_for_it(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_an_upgrade_keeps_memory_and_ends_in_order(tmp_path: Path) -> None:
-    with serving(tmp_path, "--nvme", "off") as (process, said), connected(said) as (_, handle):
-        assert stored(handle, 1).stored == BLOCKS
+    with serving(tmp_path, "--nvme", "off") as (process, said), opened(said) as handle:
+        assert put_prompt(handle, 1, BLOCKS).stored == BLOCKS
         process.send_signal(signal.SIGUSR2)
         again = next_line(process)
         assert again["pid"] != said["pid"] and again["keeper_pid"] == said["keeper_pid"]
-        wait_until(lambda: got(handle, 1) == TOKENS)
+        wait_until(lambda: read_prompt(handle, 1, BLOCKS).blocks == BLOCKS)
         status, log = ended(process)
         assert status == 0
         assert [line["message"] for line in log].count("stopped") == 2
@@ -120,9 +100,9 @@ def test_an_upgrade_keeps_memory_and_ends_in_order(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_flipped_bit_in_memory_that_was_taken_over_is_a_miss(tmp_path: Path) -> None:
     """Nobody has read it since the crash: it is verified when it is leased for the first time."""
-    with serving(tmp_path, "--nvme", "off") as (process, said), connected(said) as (_, handle):
-        assert stored(handle, 1).stored == BLOCKS
-        lease = handle.lease(handle.match(ids(TOKENS, 10_000)))
+    with serving(tmp_path, "--nvme", "off") as (process, said), opened(said) as handle:
+        assert put_prompt(handle, 1, BLOCKS).stored == BLOCKS
+        lease = handle.lease(handle.match(prompt_of(1, BLOCKS)))
         handle.get(lease, blank_pages(LAYOUT, BLOCKS))
         place = lease.reply.places[0][4]
         with open(f"/proc/{said['pid']}/fd/{extent_descriptor(said['pid'])}", "r+b", buffering=0) as memory:
@@ -133,12 +113,12 @@ def test_a_flipped_bit_in_memory_that_was_taken_over_is_a_miss(tmp_path: Path) -
             memory.write(bytes([byte[0] ^ 4]))
         os.kill(said["pid"], signal.SIGKILL)
         next_line(process)
-        wait_until(lambda: handle.match(ids(TOKENS, 10_000)).reason not in AWAY)
-        with handle.lease(handle.match(ids(TOKENS, 10_000)), deadline_ms=5000) as lease:
+        wait_until(lambda: handle.match(prompt_of(1, BLOCKS)).reason not in AWAY)
+        with handle.lease(handle.match(prompt_of(1, BLOCKS)), deadline_ms=5000) as lease:
             assert lease.blocks == 4 and lease.reason is MissReason.CORRUPT
             assert handle.get(lease, blank_pages(LAYOUT, BLOCKS)).tokens == 4 * 64
-        assert stored(handle, 1).stored == 1  # what hangs below it stayed
-        assert got(handle, 1) == TOKENS
+        assert put_prompt(handle, 1, BLOCKS).stored == 1  # what hangs below it stayed
+        assert read_prompt(handle, 1, BLOCKS).blocks == BLOCKS
 
 
 @pytest.mark.slow
@@ -146,20 +126,42 @@ def test_an_idle_client_lets_go_of_what_is_gone(tmp_path: Path) -> None:
     """Nobody asks it for anything: the sidecar that came back must not wait for it all the same."""
     gc.collect()
     others = mapped_extents()  # of stores of other tests
-    with serving(tmp_path, "--nvme", "off") as (process, said), connected(said) as (_, handle):
-        assert stored(handle, 1).stored == BLOCKS
+    with serving(tmp_path, "--nvme", "off") as (process, said), opened(said) as handle:
+        assert put_prompt(handle, 1, BLOCKS).stored == BLOCKS
         assert mapped_extents() - others
         os.kill(said["pid"], signal.SIGKILL)
         wait_until(lambda: not mapped_extents() - others)
         next_line(process)
-        wait_until(lambda: got(handle, 1) == TOKENS)
+        wait_until(lambda: read_prompt(handle, 1, BLOCKS).blocks == BLOCKS)
 
 
-CHILD = """
-import os, signal, socket, sys, time
-wire = socket.socket(fileno=int(sys.argv[-1]))
-{body}
-"""
+WIRE = "import os, signal, socket, sys, time; wire = socket.socket(fileno=int(sys.argv[-1]))"
+
+
+@contextmanager
+def keeping(sidecar: str, setup: str = "", **children: str) -> Iterator[subprocess.Popen[str]]:
+    """A supervisor of programs in Python, in a group of its own, which is killed in the end."""
+    keeper = "keeper.Keeper([*python, sys.argv[1]], 0.0, False, {name: [*python, one] for name, one in children})"
+    program = f"from kvstore.service import keeper; import json, sys; {setup}\n"
+    program += (
+        f"python, children = [sys.executable, '-S', '-c'], json.loads(sys.argv[2]).items(); sys.exit({keeper}.run())"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, sidecar, json.dumps(children)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):  # what it runs too
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
 IGNORES = "signal.signal(signal.SIGTERM, lambda *_: wire.send(b'r')); print('up', flush=True); time.sleep(600)"
 AGAIN_AT_TERM = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); print('up', flush=True); time.sleep(600)"
 DIES_OF_TERM = "print('up', flush=True); time.sleep(600)"
@@ -173,21 +175,10 @@ DIES_OF_TERM = "print('up', flush=True); time.sleep(600)"
 )
 def test_a_keeper_that_is_told_to_end_ends(body: str, status: int) -> None:
     """Also in the middle of another start of the sidecar, and where that says that it is ready and goes on."""
-    command = [sys.executable, "-c", "from kvstore.service import keeper; import sys; keeper.END_SECONDS = 0.5;"]
-    command[-1] += "sys.exit(keeper.Keeper(sys.argv[1:], 0.0, False).run())"
-    child = [sys.executable, "-c", CHILD.format(body=body)]
-    process = subprocess.Popen(
-        [*command, *child], stdout=subprocess.PIPE, env={"PYTHONPATH": str(ROOT)}, start_new_session=True
-    )
-    try:
-        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+    with keeping(f"{WIRE}\n{body}", "keeper.END_SECONDS = 0.5") as process:
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == status
-    finally:
-        process.kill()
-        with suppress(ProcessLookupError):  # its child
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
 
 
 CRASHES_WHEN_READY = "wire.send(b'r'); os.kill(os.getpid(), signal.SIGKILL)"
@@ -207,23 +198,10 @@ def test_a_loop_of_crashes_is_slowed_down(
     calm_seconds: float, body: str, crashes: list[int | None], pauses: list[float | None]
 ) -> None:
     """Also of a sidecar that was ready each time: a client may end it again and again."""
-    setup = f"keeper.CALM_SECONDS = {calm_seconds}; keeper.FIRST_PAUSE_SECONDS = 0.001;"
-    program = f"from kvstore.service import keeper; import sys; {setup} keeper.Keeper(sys.argv[1:], 0.0, False).run()"
-    child = [sys.executable, "-S", "-c", CHILD.format(body=body)]
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, *child],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={"PYTHONPATH": str(ROOT)},
-        start_new_session=True,
-    )
-    try:
+    setup = f"keeper.CALM_SECONDS = {calm_seconds}; keeper.FIRST_PAUSE_SECONDS = 0.001"
+    with keeping(f"{WIRE}\n{body}", setup) as process:
         assert process.stderr is not None
         told = [json.loads(process.stderr.readline()) for _ in crashes]
-    finally:
-        with suppress(ProcessLookupError):  # its child too
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
     assert [one.get("crashes") for one in told] == crashes and [one.get("pause_seconds") for one in told] == pauses
 
 
@@ -239,8 +217,8 @@ def test_the_pause_before_a_start_is_bounded() -> None:
 def test_what_clients_of_an_earlier_run_still_map_is_told(tmp_path: Path) -> None:
     """A process stopped over the crash still maps it; once it is gone nothing is guarded."""
     with serving(tmp_path, "--nvme", "off") as (process, said):
-        with connected(said) as (_, handle):
-            assert stored(handle, 1).stored == BLOCKS
+        with opened(said) as handle:
+            assert put_prompt(handle, 1, BLOCKS).stored == BLOCKS
         holder = subprocess.Popen(
             [sys.executable, "-c", HOLD, said["serving"][0]],
             stdout=subprocess.PIPE,
@@ -248,7 +226,7 @@ def test_what_clients_of_an_earlier_run_still_map_is_told(tmp_path: Path) -> Non
             env=PATHS,
         )
         try:
-            assert holder.stdout is not None and holder.stdout.readline() == f"{TOKENS}\n"
+            assert holder.stdout is not None and holder.stdout.readline() == f"{BLOCKS}\n"
             holder.send_signal(signal.SIGSTOP)
             os.kill(said["pid"], signal.SIGKILL)
             next_line(process)
@@ -261,22 +239,19 @@ def test_what_clients_of_an_earlier_run_still_map_is_told(tmp_path: Path) -> Non
 
 HOLD = """
 import sys, time
-from service.test_keeper import connected, got
-with connected({"serving": sys.argv[1:]}) as (_, handle):
-    print(got(handle, 1), flush=True)
+from service.test_serve import opened
+from workbench import read_prompt
+with opened({"serving": sys.argv[1:]}) as handle:
+    print(read_prompt(handle, 1, 10).blocks, flush=True)
     time.sleep(600)
 """
 
 
 def guarded_bytes(directory: Path) -> int:
     """As `kvstore stat` says."""
-    wire = FramedSocket(str(directory / "kv" / "admin.sock"), "test", b"", SystemClock(), 20.0)
-    try:
-        answer = wire.call(m.Stat(), 20.0).answer
-        assert isinstance(answer, m.StatReply), answer
-        return answer.facts.guarded_bytes
-    finally:
-        wire.close()
+    (answer,) = asked(directory / "kv" / "admin.sock", m.Stat())
+    assert isinstance(answer, m.StatReply), answer
+    return answer.facts.guarded_bytes
 
 
 def test_what_was_said_before_a_hand_over_is_said() -> None:

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,7 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.block.errors import StoreClosed, Unreachable
 from kvstore.block.identity import Namespace
 from kvstore.block.layout import Layout
-from kvstore.client.framing import FramedSocket
-from kvstore.client.handle import EARLY_BLOCKS, LAST_BLOCKS, PutResult
-from kvstore.node import SystemClock
+from kvstore.client.handle import EARLY_BLOCKS, LAST_BLOCKS, NamespaceHandle, PutResult
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import ReservationLost
 from kvstore.service import dispatch as handlers
@@ -41,11 +40,11 @@ from kvstore.service.connections import (
 )
 from kvstore.service.local_door import TURNED_AWAY
 from kvstore.service.sessions import ClientState
-from service.sidecar import Sidecar, number_of
+from service.sidecar import Sidecar, number_of, wire_to
 from tiering.dram.extents import MappedExtent
 from tiering.frame import HEADER_BYTES, KEY_BYTES
 from tiering.nvme.lmdb_index import LmdbMaker
-from torture.peer import come_in, opened_by
+from torture.peer import Peer, come_in, opened_by
 from waiting import wait_until
 from workbench import MODEL, blank_pages, ids, plausible_pages, random_pages, same_tokens, small_layout
 
@@ -101,14 +100,12 @@ def test_a_put_ends_before_a_block_that_its_codec_cannot_write(tmp_path: Path, f
         assert (key - want_key).abs().max() < 0.03 and (value - want_value).abs().max() < 0.03
 
 
-def test_what_is_leased_can_not_be_written(sidecar: Sidecar) -> None:
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
-        handle.put(ids(64), random_pages(handle.layout, 1))
-        with handle.lease(handle.match(ids(64))) as lease:
-            (span,) = handle.door.memory(lease.reply.lease, lease.reply.places[0])
-            with pytest.raises(TypeError, match="read-only"):
-                span.view[0] = 1
+def test_what_is_leased_can_not_be_written(handle: NamespaceHandle) -> None:
+    handle.put(ids(64), random_pages(handle.layout, 1))
+    with handle.lease(handle.match(ids(64))) as lease:
+        (span,) = handle.door.memory(lease.reply.lease, lease.reply.places[0])
+        with pytest.raises(TypeError, match="read-only"):
+            span.view[0] = 1
 
 
 def test_room_for_one_block_costs_others_no_more_than_an_extent(tmp_path: Path) -> None:
@@ -174,18 +171,10 @@ def test_memory_of_a_lease_goes_with_its_connection(sidecar: Sidecar) -> None:
 
 def talk(sidecar: Sidecar, *frames: bytes) -> list[m.Reply]:
     """What the sidecar answers to these bytes, until it has answered each of them or hangs up."""
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(10)
-        sock.connect(str(sidecar.path))
+    with closing(Peer(str(sidecar.path))) as peer:
         for frame in frames:
-            sock.sendall(frame)
-        read, replies = b"", []
-        while len(replies) < len(frames) and (piece := sock.recv(1 << 16)):
-            read += piece
-            while len(read) >= 4 and len(read) >= 4 + (length := int.from_bytes(read[:4], "little")):
-                replies.append(m.unpack_reply(read[4 : 4 + length]))
-                read = read[4 + length :]
-    return replies
+            peer.socket.sendall(frame)
+        return [reply for reply in (peer.reply() for _ in frames) if reply is not None]
 
 
 HELLO = m.pack(m.Request(1, m.Hello(1, 1, "test")))
@@ -209,8 +198,7 @@ LARGE = LARGE_BYTES + 1
     ],
 )
 def test_what_is_no_message_ends_the_connection_and_nothing_else(sidecar: Sidecar, frames: list[bytes]) -> None:
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
+    with sidecar.opened() as handle:
         answer = talk(sidecar, *frames)[-1].answer
         assert isinstance(answer, m.Failed) and answer.fault is m.RequestFault.MALFORMED
         assert handle.put(ids(64), random_pages(handle.layout, 1)).stored == 1
@@ -242,26 +230,24 @@ def test_the_highest_version_in_common_is_spoken(sidecar: Sidecar, oldest: int, 
         assert isinstance(reply.answer, m.Failed) and reply.answer.fault is m.RequestFault.VERSION
 
 
-def test_keys_that_are_no_chain_store_nothing_and_harm_nothing(sidecar: Sidecar) -> None:
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
-        assert handle.put(ids(192), random_pages(handle.layout, 3)).stored == 3
-        keys = handle.match(ids(640)).keys
-        with handle.lease(handle.match(ids(192))) as lease:
-            sidecar.core.spans([lease.reply.places[0][0]])[0].view[HEADER_BYTES] ^= 1
-            handle.get(lease, blank_pages(handle.layout, 3))
-        wait_until(lambda: sidecar.store.usage().counters.get("quarantined_blocks") == 1)
-        for wrong in ([keys[0]] * 3, [keys[1], keys[5]], [keys[0], keys[2], keys[1]], [keys[4], keys[4]]):
-            reply = Asking(handle.door).reserve(handle.number, wrong, 0, 0, None)
-            assert len(reply.blocks) <= 1 and reply.reason is not None
-            Asking(handle.door).abort(reply.reservation)
-            leased = Asking(handle.door).lease(handle.number, wrong, 0, 50)
-            assert leased.blocks <= 1
-            Asking(handle.door).release(leased.lease)
-            handle.match(ids(64))
-            sidecar.store.check()
-        assert handle.put(ids(192), random_pages(handle.layout, 3)).stored == 1
-        wait_until(lambda: is_at_rest(sidecar))
+def test_keys_that_are_no_chain_store_nothing_and_harm_nothing(sidecar: Sidecar, handle: NamespaceHandle) -> None:
+    assert handle.put(ids(192), random_pages(handle.layout, 3)).stored == 3
+    keys = handle.match(ids(640)).keys
+    with handle.lease(handle.match(ids(192))) as lease:
+        sidecar.core.spans([lease.reply.places[0][0]])[0].view[HEADER_BYTES] ^= 1
+        handle.get(lease, blank_pages(handle.layout, 3))
+    wait_until(lambda: sidecar.store.usage().counters.get("quarantined_blocks") == 1)
+    for wrong in ([keys[0]] * 3, [keys[1], keys[5]], [keys[0], keys[2], keys[1]], [keys[4], keys[4]]):
+        reply = Asking(handle.door).reserve(handle.number, wrong, 0, 0, None)
+        assert len(reply.blocks) <= 1 and reply.reason is not None
+        Asking(handle.door).abort(reply.reservation)
+        leased = Asking(handle.door).lease(handle.number, wrong, 0, 50)
+        assert leased.blocks <= 1
+        Asking(handle.door).release(leased.lease)
+        handle.match(ids(64))
+        sidecar.store.check()
+    assert handle.put(ids(192), random_pages(handle.layout, 3)).stored == 1
+    wait_until(lambda: is_at_rest(sidecar))
 
 
 def test_numbers_of_an_earlier_run_name_nothing(tmp_path: Path) -> None:
@@ -309,26 +295,23 @@ def test_memory_is_not_inherited_by_programs_that_a_client_starts(
             super().__init__(descriptor, size_bytes, writable=writable)
 
     monkeypatch.setattr("kvstore.client.connection.MappedExtent", Watched)
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
+    with sidecar.opened() as handle:
         assert handle.put(ids(512), random_pages(handle.layout, 8)).stored == 8
     assert inheritable and not any(inheritable)
 
 
-def test_an_answer_that_comes_too_late_leaves_nothing(sidecar: Sidecar) -> None:
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
-        assert handle.put(ids(512), random_pages(handle.layout, 8)).stored == 8
-        keys, unknown = handle.match(ids(512)).keys, handle.match(ids(64, 9)).keys
-        limits = handle.door._limits
-        handle.door._limits = replace(limits, lease=0.0, fill=0.0)
-        for _ in range(20):
-            leased = Asking(handle.door).lease(handle.number, keys, 0, 0)
-            assert leased.reason in (None, MissReason.DEADLINE)
-            Asking(handle.door).release(leased.lease)  # now and then it was there in time
-            Asking(handle.door).abort(Asking(handle.door).reserve(handle.number, unknown, 0, 0, None).reservation)
-        handle.door._limits = limits
-        wait_until(lambda: bool(handle.match(ids(64)).blocks) and is_at_rest(sidecar))
+def test_an_answer_that_comes_too_late_leaves_nothing(sidecar: Sidecar, handle: NamespaceHandle) -> None:
+    assert handle.put(ids(512), random_pages(handle.layout, 8)).stored == 8
+    keys, unknown = handle.match(ids(512)).keys, handle.match(ids(64, 9)).keys
+    limits = handle.door._limits
+    handle.door._limits = replace(limits, lease=0.0, fill=0.0)
+    for _ in range(20):
+        leased = Asking(handle.door).lease(handle.number, keys, 0, 0)
+        assert leased.reason in (None, MissReason.DEADLINE)
+        Asking(handle.door).release(leased.lease)  # now and then it was there in time
+        Asking(handle.door).abort(Asking(handle.door).reserve(handle.number, unknown, 0, 0, None).reservation)
+    handle.door._limits = limits
+    wait_until(lambda: bool(handle.match(ids(64)).blocks) and is_at_rest(sidecar))
 
 
 def test_whoever_is_turned_away_is_told_why(tmp_path: Path) -> None:
@@ -339,7 +322,7 @@ def test_whoever_is_turned_away_is_told_why(tmp_path: Path) -> None:
             with pytest.raises(
                 Unreachable, match=r"refused: there are as many connections as may be; .* door\.connections$"
             ):
-                FramedSocket(str(sidecar.path), "test", b"", SystemClock(), 10.0)
+                wire_to(sidecar.path)
         silent = [socket.socket(socket.AF_UNIX) for _ in range(2 * TURNED_AWAY)]
         for one in silent:
             one.connect(str(sidecar.path))
@@ -415,7 +398,7 @@ def test_what_no_thread_was_found_for_is_answered_once(sidecar: Sidecar) -> None
     assert answer == m.Failed(m.RequestFault.BUSY, "no thread is free")
     reply = peer.reply()
     assert reply is not None and reply.number == 2 and isinstance(reply.answer, m.Reserved)
-    wait_until(lambda: sidecar.door._threads._pool._work_queue.empty())
+    wait_until(lambda: sidecar.door._threads._pool.executor._work_queue.empty())
     peer.ask(m.ReleaseRequest(""), 4)
     assert sidecar.store.usage().reservations == 1
     (connection,) = sidecar.door._connections
@@ -426,8 +409,7 @@ def test_what_no_thread_was_found_for_is_answered_once(sidecar: Sidecar) -> None
 
 def test_memory_is_writable_for_whoever_stores_into_its_namespace(sidecar: Sidecar) -> None:
     """And for nobody else of its tenant; all of them may read it."""
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
+    with sidecar.opened() as handle:
         handle.put(ids(64), random_pages(handle.layout, 1))
         (extent,) = sidecar.core.blocks.dram.all_extents(sidecar.core.blocks.spaces[0].classes[0])
     peer = come_in(sidecar.path)
@@ -462,30 +444,28 @@ def test_a_fault_of_the_door_is_logged_and_told(tmp_path: Path, caplog: pytest.L
 
 
 def test_the_reason_why_a_connection_was_ended_is_told(sidecar: Sidecar) -> None:
-    wire = FramedSocket(str(sidecar.path), "test", b"", SystemClock(), 10.0)
+    wire = wire_to(sidecar.path)
     with pytest.raises(Unreachable, match="the sidecar ended it: a connection begins with one hello"):
         wire.call(m.Hello(1, 1), 10.0)
 
 
-def test_a_put_is_committed_while_it_is_being_filled(sidecar: Sidecar) -> None:
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
-        blocks = LAST_BLOCKS + EARLY_BLOCKS + 3
-        seen: list[int] = []
+def test_a_put_is_committed_while_it_is_being_filled(sidecar: Sidecar, handle: NamespaceHandle) -> None:
+    blocks = LAST_BLOCKS + EARLY_BLOCKS + 3
+    seen: list[int] = []
 
-        def watched(request: m.Commit, commit: Callable[[], Any]) -> Any:
-            wait_until(lambda: sidecar.store.usage().blocks == request.first)  # by what was posted
-            seen.append(request.first)
-            return commit()
+    def watched(request: m.Commit, commit: Callable[[], Any]) -> Any:
+        wait_until(lambda: sidecar.store.usage().blocks == request.first)  # by what was posted
+        seen.append(request.first)
+        return commit()
 
-        stand_in(store._door, m.Commit, watched)
-        pages = random_pages(handle.layout, blocks)
-        assert handle.put(ids(64 * blocks), pages) == PutResult(0, blocks, None, None)
-        assert seen == [EARLY_BLOCKS + 3] and sidecar.door.usage().served["commit"] == 3
-        found = blank_pages(handle.layout, blocks)
-        with handle.lease(handle.match(ids(64 * blocks))) as lease:
-            assert handle.get(lease, found).tokens == 64 * blocks
-        assert same_tokens(found, pages, range(64 * blocks))
+    stand_in(handle.door, m.Commit, watched)
+    pages = random_pages(handle.layout, blocks)
+    assert handle.put(ids(64 * blocks), pages) == PutResult(0, blocks, None, None)
+    assert seen == [EARLY_BLOCKS + 3] and sidecar.door.usage().served["commit"] == 3
+    found = blank_pages(handle.layout, blocks)
+    with handle.lease(handle.match(ids(64 * blocks))) as lease:
+        assert handle.get(lease, found).tokens == 64 * blocks
+    assert same_tokens(found, pages, range(64 * blocks))
 
 
 def test_what_was_reserved_on_a_connection_that_broke_is_not_filled(sidecar: Sidecar) -> None:
@@ -539,8 +519,7 @@ def test_messages_of_a_connection_are_served_in_their_order(tmp_path: Path) -> N
 def test_a_long_message_counts_for_many(tmp_path: Path) -> None:
     """Its connection waits for the rate; others do not wait for it."""
     limits = DoorLimits(rate=20.0, burst=40)
-    with Sidecar(tmp_path, limits) as sidecar, sidecar.client() as store, socket.socket(socket.AF_UNIX) as sock:
-        handle = store.namespace(model=MODEL, layout=small_layout())
+    with Sidecar(tmp_path, limits) as sidecar, sidecar.opened() as handle, socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(10)
         sock.connect(str(sidecar.path))
         long = m.pack(m.Request(2, m.ReleaseRequest("x" * (m.MAX_BODY_BYTES - 100))))
@@ -636,8 +615,7 @@ def test_who_has_as_much_under_way_as_he_may_is_told_so(
     limits = DoorLimits()
     msgspec.structs.force_setattr(limits, "long_running", 0 if kind == "persist" else 1)  # no user may set 0
     nvme: dict[str, Any] = {"nvme": "16MiB", "indexes": LmdbMaker} if kind == "persist" else {}
-    with Sidecar(tmp_path, limits, dram="16MiB", **nvme) as sidecar, sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
+    with Sidecar(tmp_path, limits, dram="16MiB", **nvme) as sidecar, sidecar.opened() as handle:
         pages = random_pages(small_layout(), 2)
         handle.put(ids(128), pages)
         match = handle.match(ids(128))
@@ -661,8 +639,6 @@ def test_who_has_as_much_under_way_as_he_may_is_told_so(
 
 
 @pytest.mark.parametrize("keys", [[b"k" * 32] * 2, [b"short"]])
-def test_what_the_sidecar_cannot_take_is_unsupported(sidecar: Sidecar, keys: list[bytes]) -> None:
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
-        reply = Asking(handle.door).match(handle.number, keys)
-        assert reply.reason is MissReason.UNSUPPORTED and "prefix key" in reply.detail
+def test_what_the_sidecar_cannot_take_is_unsupported(handle: NamespaceHandle, keys: list[bytes]) -> None:
+    reply = Asking(handle.door).match(handle.number, keys)
+    assert reply.reason is MissReason.UNSUPPORTED and "prefix key" in reply.detail

@@ -6,7 +6,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -58,6 +58,7 @@ class Engines:
     """One over the other store, and one at the sidecar."""
 
     def __init__(self, sidecar: Sidecar, far: EmbeddedStore) -> None:
+        self.sidecar, self.far = sidecar, far
         self.random = Random(7)
         self.one = PagedEngine(Shape(), lambda _: SharedStore(far), Random(1), session="ab" * 16)
         self.two = PagedEngine(Shape(), sidecar.client, Random(2), session="ab" * 16)
@@ -83,13 +84,11 @@ class Engines:
         return account
 
 
-@contextmanager
-def engines(sidecar: Sidecar, far: EmbeddedStore) -> Iterator[Engines]:
-    made = Engines(sidecar, far)
-    try:
+@pytest.fixture
+def both(tmp_path: Path) -> Iterator[Engines]:
+    with hosts(tmp_path) as (sidecar, far), closing(Engines(sidecar, far)) as made:
         yield made
-    finally:
-        made.close()
+        wait_until(lambda: settled(sidecar))
 
 
 @contextmanager
@@ -119,93 +118,81 @@ def settled(sidecar: Sidecar) -> bool:
 
 
 @pytest.mark.parametrize("tier", [HitTier.PEER, HitTier.REMOTE])
-def test_an_engine_gets_what_the_other_store_has_and_counts_it_once(tmp_path: Path, tier: HitTier) -> None:
-    with hosts(tmp_path) as (sidecar, far), engines(sidecar, far) as both:
-        with SmallCourier(sidecar.courier_path, far, tier=tier) as courier:
-            prompt = both.prompt(500)
-            account = both.ask("a", prompt)
-            assert account["hits"] == {str(tier): 448}, (account, courier.brought)
-            assert courier.brought == {"located": 1, "fetches": 1, "blocks": 7}
-            assert both.ask("b", prompt)["hits"] == {"dram": 448}
-            wait_until(lambda: sidecar.admin.facts().looked.hit_tokens.get(str(tier)) == 448)  # once it is reported
-        wait_until(lambda: settled(sidecar))
+def test_an_engine_gets_what_the_other_store_has_and_counts_it_once(both: Engines, tier: HitTier) -> None:
+    with SmallCourier(both.sidecar.courier_path, both.far, tier=tier) as courier:
+        prompt = both.prompt(500)
+        account = both.ask("a", prompt)
+        assert account["hits"] == {str(tier): 448}, (account, courier.brought)
+        assert courier.brought == {"located": 1, "fetches": 1, "blocks": 7}
+        assert both.ask("b", prompt)["hits"] == {"dram": 448}
+        wait_until(lambda: both.sidecar.admin.facts().looked.hit_tokens.get(str(tier)) == 448)  # once it is reported
 
 
-def test_what_comes_in_part_is_taken_and_the_rest_named(tmp_path: Path) -> None:
-    with (
-        hosts(tmp_path) as (sidecar, far),
-        engines(sidecar, far) as both,
-        SmallCourier(sidecar.courier_path, far) as courier,
-    ):
+def test_what_comes_in_part_is_taken_and_the_rest_named(both: Engines) -> None:
+    with SmallCourier(both.sidecar.courier_path, both.far) as courier:
         prompt = both.prompt(500)
         courier.may_bring = lambda blocks: 3
         account = both.ask("a", prompt)
         assert account["hits"] == {"peer": 192} and account["misses"]["stale_hint"] == 256, account
 
 
-def test_a_courier_that_hangs_up_while_it_is_waited_for_is_unreachable(tmp_path: Path) -> None:
-    with hosts(tmp_path) as (sidecar, far), engines(sidecar, far) as both:
-        prompt = both.prompt(500)
-        courier = SmallCourier(sidecar.courier_path, far)
+def test_a_courier_that_hangs_up_while_it_is_waited_for_is_unreachable(both: Engines) -> None:
+    prompt = both.prompt(500)
+    courier = SmallCourier(both.sidecar.courier_path, both.far)
 
-        def hang_up(blocks: int) -> int:
-            courier._run.close()
-            return 0
+    def hang_up(blocks: int) -> int:
+        courier._run.close()
+        return 0
 
-        courier.may_bring = hang_up
-        account = both.ask("a", prompt)
-        assert account["hits"] == {} and account["misses"]["unreachable"] == 448, account
-        courier._thread.join(SECONDS)
-        assert both.ask("b", prompt)["hits"] == {"dram": 448}, "it was computed, and stored here"
-        wait_until(lambda: settled(sidecar))
+    courier.may_bring = hang_up
+    account = both.ask("a", prompt)
+    assert account["hits"] == {} and account["misses"]["unreachable"] == 448, account
+    courier._thread.join(SECONDS)
+    assert both.ask("b", prompt)["hits"] == {"dram": 448}, "it was computed, and stored here"
 
 
-def test_the_blocking_verbs_do_the_same(tmp_path: Path) -> None:
-    with hosts(tmp_path) as (sidecar, far), engines(sidecar, far) as both:
-        prompt = both.prompt(300)
-        with SmallCourier(sidecar.courier_path, far):
-            namespace = both.two.half.opener.now()
-            assert namespace is not None
-            hashed = namespace.hashed(prompt)
-            assert namespace.match(hashed).blocks == 0 and namespace.has_courier
-            located = namespace.locate(hashed)
-            assert (located.blocks, located.tier, located.where) == (4, HitTier.PEER, "the other store")
-            awaited = namespace.await_block(hashed, 3, 5000, located.number)
-            assert (awaited.blocks, awaited.end) == (1, AwaitEnd.READABLE)
-            with namespace.lease(namespace.match(hashed)) as lease:
-                assert lease.blocks == 4 and lease.account.hits == {HitTier.PEER: 256}
-            assert namespace.match(hashed).account.hits == {HitTier.DRAM: 256}
-
-
-def test_without_a_courier_no_message_more_is_sent(tmp_path: Path) -> None:
-    with hosts(tmp_path) as (sidecar, far), engines(sidecar, far) as both:
-        prompt = both.prompt(300)
+def test_the_blocking_verbs_do_the_same(both: Engines) -> None:
+    prompt = both.prompt(300)
+    with SmallCourier(both.sidecar.courier_path, both.far):
         namespace = both.two.half.opener.now()
         assert namespace is not None
-        with counted(namespace) as sent:
-            both.ask("a", prompt)
-            both.ask("b", prompt)
-            namespace.match(prompt)
-            assert namespace.locate(namespace.hashed(prompt)) == m.Located(0, 0)
-            assert namespace.submit_locate(namespace.hashed(prompt)).poll() == m.Located(0, 0)
-        assert (sent["MatchPrefix"], sent["LeasePrefix"]) == (2, 1), sent  # what is called goes another way
-        assert not sent["Locate"] + sent["Await"] + sent["OpenTicket"], sent
+        hashed = namespace.hashed(prompt)
+        assert namespace.match(hashed).blocks == 0 and namespace.has_courier
+        located = namespace.locate(hashed)
+        assert (located.blocks, located.tier, located.where) == (4, HitTier.PEER, "the other store")
+        awaited = namespace.await_block(hashed, 3, 5000, located.number)
+        assert (awaited.blocks, awaited.end) == (1, AwaitEnd.READABLE)
+        with namespace.lease(namespace.match(hashed)) as lease:
+            assert lease.blocks == 4 and lease.account.hits == {HitTier.PEER: 256}
+        assert namespace.match(hashed).account.hits == {HitTier.DRAM: 256}
 
 
-def test_beside_a_courier_only_what_is_not_all_here_is_looked_up_again(tmp_path: Path) -> None:
-    with hosts(tmp_path) as (sidecar, far), engines(sidecar, far) as both:
-        first, second = both.prompt(500), both.prompt(500)
-        with SmallCourier(sidecar.courier_path, far):
-            both.ask("a", first)
-            namespace = both.two.half.opener.now()
-            assert namespace is not None and namespace.has_courier
-            for name, prompt, messages in (("b", first, 1), ("c", second, 2), ("d", second, 1)):
-                looked = sidecar.admin.facts().looked.lookups
-                with counted(namespace) as sent:
-                    both.ask(name, prompt)
-                assert (sent["MatchPrefix"], sent["LeasePrefix"]) == (messages, 1), (name, sent)
-                assert sidecar.admin.facts().looked.lookups == looked + 1, name
-        wait_until(lambda: settled(sidecar))
+def test_without_a_courier_no_message_more_is_sent(both: Engines) -> None:
+    prompt = both.prompt(300)
+    namespace = both.two.half.opener.now()
+    assert namespace is not None
+    with counted(namespace) as sent:
+        both.ask("a", prompt)
+        both.ask("b", prompt)
+        namespace.match(prompt)
+        assert namespace.locate(namespace.hashed(prompt)) == m.Located(0, 0)
+        assert namespace.submit_locate(namespace.hashed(prompt)).poll() == m.Located(0, 0)
+    assert (sent["MatchPrefix"], sent["LeasePrefix"]) == (2, 1), sent  # what is called goes another way
+    assert not sent["Locate"] + sent["Await"] + sent["OpenTicket"], sent
+
+
+def test_beside_a_courier_only_what_is_not_all_here_is_looked_up_again(both: Engines) -> None:
+    first, second = both.prompt(500), both.prompt(500)
+    with SmallCourier(both.sidecar.courier_path, both.far):
+        both.ask("a", first)
+        namespace = both.two.half.opener.now()
+        assert namespace is not None and namespace.has_courier
+        for name, prompt, messages in (("b", first, 1), ("c", second, 2), ("d", second, 1)):
+            looked = both.sidecar.admin.facts().looked.lookups
+            with counted(namespace) as sent:
+                both.ask(name, prompt)
+            assert (sent["MatchPrefix"], sent["LeasePrefix"]) == (messages, 1), (name, sent)
+            assert both.sidecar.admin.facts().looked.lookups == looked + 1, name
 
 
 # Engines that may wait, and chunks ------------------------------------------------------------------------------------

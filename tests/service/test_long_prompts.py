@@ -50,16 +50,15 @@ def test_a_client_waits_the_longer_for_an_answer_the_more_it_asks_for(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What there is for each block is enough, where there is no time for a call as such."""
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=LAYOUT)
+    with sidecar.opened(layout=LAYOUT) as handle:
         tokens = prompt(LONG, 1)
         assert handle.put(tokens, blank(LONG)).reason is None
         hashed = handle.hashed(tokens)
-        store._door._limits = CallLimits(match=0.05, lease=0.05)
+        handle.door._limits = CallLimits(match=0.05, lease=0.05)
         monkeypatch.setattr(run_module, "BLOCK_SECONDS", 0.0)
         with sidecar.core.lock:  # which its answer waits for
             assert handle.match(hashed).reason is MissReason.DEADLINE
-        breaker = store._door._run.breaker
+        breaker = handle.door._run.breaker
         wait_until(lambda: not breaker.is_open and not breaker.is_suspected)
         monkeypatch.setattr(run_module, "BLOCK_SECONDS", 0.01)  # 25 seconds for these
         match = handle.match(hashed)
@@ -107,9 +106,8 @@ def test_a_prompt_of_more_blocks_than_a_message_takes(sidecar: Sidecar, monkeypa
 
 def test_a_sidecar_that_takes_fewer_blocks_is_not_asked_for_more(sidecar: Sidecar) -> None:
     """An older one says nothing of it, and ends a connection on which a longer message comes."""
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=LAYOUT)
-        run = store._door._run
+    with sidecar.opened(layout=LAYOUT) as handle:
+        run = handle.door._run
         assert run is not None and run.max_keys == m.MAX_KEYS
         assert m.Welcome(1, b"", b"").max_keys == m.OLDER_MAX_KEYS == 30_000
         tokens = prompt(300 * 64, 1)
@@ -162,8 +160,7 @@ def test_whoever_reads_no_answers_is_served_no_further(tmp_path: Path, monkeypat
     """Also what was asked before: each of 64 leases under way may have an answer of many megabytes."""
     monkeypatch.setattr("kvstore.core.leases.LOCKED_BLOCKS", 1)  # none is granted by the door's own thread
     with Sidecar(tmp_path, DoorLimits(unread_bytes=1), dram="16MiB") as sidecar:
-        with sidecar.client() as store:
-            handle = store.namespace(model=MODEL, layout=LAYOUT)
+        with sidecar.opened(layout=LAYOUT) as handle:
             assert handle.put(prompt(600 * 64, 1), blank(600 * 64)).stored == 600
             keys = list(handle.match(prompt(600 * 64, 1)).keys)
         wait_until(lambda: not sidecar.door._connections)
@@ -196,8 +193,7 @@ def test_whoever_reads_no_answers_is_served_no_further(tmp_path: Path, monkeypat
 def test_a_put_of_a_long_prompt_names_its_last_blocks_only(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
     """And names them all where what was skipped is gone, or where all of them are to be kept for longer."""
     monkeypatch.setattr(remote_door, "SENT_BLOCKS", 150)
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=LAYOUT)
+    with sidecar.opened(layout=LAYOUT) as handle:
         tokens, pages = prompt(600 * 64, 1), filled(600)
         asked: list[tuple[int, int, int]] = []
         reserve = sidecar.core.reserve
@@ -237,12 +233,11 @@ def test_a_put_of_a_long_prompt_names_its_last_blocks_only(sidecar: Sidecar, mon
 
 def test_a_wrong_place_in_a_chain_stores_nothing(sidecar: Sidecar) -> None:
     """Whoever says that other blocks come before his keys than do is told so, and harms nobody."""
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=LAYOUT)
+    with sidecar.opened(layout=LAYOUT) as handle:
         tokens = prompt(40 * 64, 1)
         keys = handle.hashed(tokens).keys
         assert handle.put(tokens[: 20 * 64], blank(20 * 64)).stored == 20
-        run = store._door._run
+        run = handle.door._run
         assert run is not None
         number = run.namespaces[handle.number]
         before = sidecar.store.usage().dram.used
@@ -280,8 +275,7 @@ def test_a_lease_of_more_frames_than_an_answer_holds_is_shorter_and_says_so(
 ) -> None:
     """It leads on behind what was leased, as with any other lease that ended early."""
     monkeypatch.setattr(handlers, "MAX_LEASED_FRAMES", 7)
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=LAYOUT)
+    with sidecar.opened(layout=LAYOUT) as handle:
         tokens = prompt(10 * 64, 1)
         assert handle.put(tokens, filled(10)).stored == 10
         match = handle.match(tokens)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 import stat
 import threading
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,13 +15,13 @@ import pytest
 from kvstore.block.account import HitTier
 from kvstore.block.errors import BadInput
 from kvstore.cli import ask
-from kvstore.client.framing import FramedSocket
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from kvstore.protocol.told import SavingsTold
 from kvstore.service.connections import ADMIN_CONNECTIONS, DoorLimits
 from kvstore.service.settings import read_settings
-from service.sidecar import Sidecar
+from service.sidecar import Sidecar, wire_to
+from torture.peer import come_in
 from workbench import MODEL, ids, random_pages, small_layout
 
 CLOCK = SystemClock()
@@ -28,63 +29,26 @@ TELLING = (m.Hello, m.Stat, m.Why, m.Prefixes, m.Ping)
 
 
 def answers_to(path: Path, *verbs: m.Verb) -> list[m.Answer]:
-    """Frames as any program may send them."""
-    found = []
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(10)
-        sock.connect(str(path))
-        with sock.makefile("rb") as read:
-            for number, verb in enumerate((m.Hello(1, 1), *verbs), 1):
-                sock.sendall(m.pack(m.Request(number, verb)))
-                found.append(m.unpack_reply(read.read(int.from_bytes(read.read(4), "little"))).answer)
-    return found[1:]
+    with closing(come_in(path)) as peer:
+        return [peer.ask(verb, number) for number, verb in enumerate(verbs, 2)]
 
 
 def one_of_each(packed: bytes, keys: list[bytes], lease: int) -> list[m.Verb]:
     """Every verb that there is, with arguments that would do something at another socket."""
-    made: dict[type, m.Verb] = {
-        m.Hello: m.Hello(1, 1),
-        m.OpenNamespace: m.OpenNamespace(packed, [8192]),
-        m.MatchPrefix: m.MatchPrefix(0, keys),
-        m.LeasePrefix: m.LeasePrefix(0, keys, 0, 100.0),
-        m.Attach: m.Attach([lease]),
-        m.Release: m.Release([lease]),
-        m.ReleaseRequest: m.ReleaseRequest("r"),
-        m.ReportFrame: m.ReportFrame(lease, 0, 0),
-        m.Reserve: m.Reserve(0, keys, 0),
-        m.Commit: m.Commit(1, 0, 0, [[bytes(16)]]),
-        m.Abort: m.Abort(1),
-        m.Persist: m.Persist(0, keys, 1.0),
-        m.Extents: m.Extents([0], True),
-        m.Drop: m.Drop(0),
-        m.Ping: m.Ping(True),
-        m.Namespaces: m.Namespaces(),
-        m.Stat: m.Stat(),
-        m.DropAny: m.DropAny(""),
-        m.Purge: m.Purge("default"),
-        m.Record: m.Record(),
-        m.Changes: m.Changes(0, 0),
-        m.Tell: m.Tell([], SavingsTold(1.0)),
-        m.Why: m.Why("r"),
-        m.Which: m.Which(0, keys),
-        m.Await: m.Await(0, keys, 1.0),
-        m.Cancel: m.Cancel([1]),
-        m.SealTicket: m.SealTicket(0, keys, 1.0),
-        m.OpenTicket: m.OpenTicket(0, "kv1."),
-        m.Prefixes: m.Prefixes(),
-        m.Locate: m.Locate(0, keys),
-        m.Adopt: m.Adopt(1, 0, 0, [bytes(4096)], HitTier.PEER),
-        m.Holdings: m.Holdings(0, 0),
-        m.Questions: m.Questions(),
-        m.UnknownVerb: m.UnknownVerb(),
+    given: dict[str, Any] = {
+        **{"packed": packed, "payload_bytes": [8192], "namespace": 0, "keys": keys, "first_block": 0, "after": 0},
+        **{"deadline_ms": 100.0, "leases": [lease], "lease": lease, "request": "r", "requests": [], "block": 0},
+        **{"part": 0, "reservation": 1, "first": 0, "digests": [[bytes(16)]], "seconds": 1.0, "numbers": [0]},
+        **{"writable": True, "id": "", "tenant": "default", "ticket": "kv1.", "headers": [bytes(4096)]},
+        **{"tier": HitTier.PEER, "savings": SavingsTold(1.0)},
     }
-    assert set(made) == set(m.Verb.__args__), "a new verb: say here that it is refused"
-    return [verb for kind, verb in made.items() if kind not in TELLING]
+    wanted = {kind: [one.name for one in msgspec.structs.fields(kind) if one.required] for kind in m.Verb.__args__}
+    wanted[m.Tell].append("savings")
+    return [kind(**{name: given[name] for name in names}) for kind, names in wanted.items() if kind not in TELLING]
 
 
 def test_nothing_that_changes_anything_passes(sidecar: Sidecar) -> None:
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
+    with sidecar.opened() as handle:
         handle.put(ids(640), random_pages(handle.layout, 10))
         match = handle.match(ids(640))
         with handle.lease(match, deadline_ms=5000) as lease:
@@ -99,8 +63,7 @@ def test_nothing_that_changes_anything_passes(sidecar: Sidecar) -> None:
 
 
 def test_it_tells_what_the_operator_is_told(sidecar: Sidecar) -> None:
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
+    with sidecar.opened() as handle:
         handle.put(ids(640), random_pages(handle.layout, 10))
         handle.match(ids(640))
         told, by_admin = (ask.stat(str(path), CLOCK) for path in (sidecar.observe_path, sidecar.admin_path))
@@ -118,14 +81,14 @@ def test_a_flood_of_questions_has_the_sidecar_look_twice_a_second(sidecar: Sidec
 
 def test_observers_take_no_connection_and_no_thread_of_the_operators(tmp_path: Path) -> None:
     with Sidecar(tmp_path, DoorLimits(connections=2)) as sidecar:
-        wires = [FramedSocket(str(sidecar.observe_path), "test", b"", CLOCK, 10) for _ in range(ADMIN_CONNECTIONS)]
+        wires = [wire_to(sidecar.observe_path) for _ in range(ADMIN_CONNECTIONS)]
         gate = threading.Event()
         (observers,) = [one for one in sidecar.door._listeners if one.path == sidecar.observe_path]
         assert observers.pool is not None
         for _ in range(8):
             observers.pool.submit(gate.wait, 30)
         try:
-            wires.append(FramedSocket(str(sidecar.observe_path), "test", b"", CLOCK, 10))  # one that is idle makes room
+            wires.append(wire_to(sidecar.observe_path))  # one that is idle makes room
             assert ask.stat(str(sidecar.admin_path), CLOCK).door.admin_connections == ADMIN_CONNECTIONS + 1
             with sidecar.client() as store:
                 assert store.namespace(model=MODEL, layout=small_layout()).match(ids(64)).blocks == 0

@@ -3,11 +3,7 @@ break it."""
 
 from __future__ import annotations
 
-import json
-import os
 import secrets
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +15,7 @@ from kvstore.client.handle import NamespaceHandle
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from service.sidecar import Sidecar
-from service.test_serve import PATHS
+from service.test_operate import run, told
 from torture.peer import Peer, come_in
 from workbench import MODEL, ids, random_pages, small_layout
 
@@ -71,51 +67,41 @@ def observed_anew(sidecar: Sidecar) -> m.PrefixFigures:
     return observed(sidecar)
 
 
-def test_the_hottest_prefix_is_shown_as_it_is_stored(tmp_path: Path) -> None:
-    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
-        handle = opened(store)
-        handle.put(ids(640), random_pages(LAYOUT, 10), ttl=600)
-        for number in range(10):
-            prompt = ids(640) + ids(64, 1_000_000 * (number + 1))
-            handle.lease(handle.match(prompt), first_token=128, deadline_ms=5000).release()
-        sidecar.prefixes.step()
-        (row,) = observed(sidecar).hottest
-        assert (row.tokens, row.stored_tokens, row.tiers, row.tenant) == (640, 640, {"dram": 10}, "default")
-        assert row.id == handle.match(ids(640)).keys[-1].hex()[:8]
-        assert row.saved_tokens_per_hour == pytest.approx(row.requests_per_hour * 512)
-        now = SystemClock().wall_seconds()
-        assert row.retained_until is not None and 500 < row.retained_until - now <= 600
-        assert row.bytes == 10 * sum(sidecar.core.namespaces()[0].payload_bytes) + 10 * 4096 * len(LAYOUT.parts)
-        assert abs(row.used_at - now) < 60
-        assert handle.door.call(m.Drop(handle.number), m.Counted).blocks == 10
-        (row,) = observed_anew(sidecar).hottest
-        assert (row.stored_tokens, row.tiers, row.retained_until) == (0, {}, None)
+def test_the_hottest_prefix_is_shown_as_it_is_stored(sidecar: Sidecar, handle: NamespaceHandle) -> None:
+    handle.put(ids(640), random_pages(LAYOUT, 10), ttl=600)
+    for number in range(10):
+        prompt = ids(640) + ids(64, 1_000_000 * (number + 1))
+        handle.lease(handle.match(prompt), first_token=128, deadline_ms=5000).release()
+    sidecar.prefixes.step()
+    (row,) = observed(sidecar).hottest
+    assert (row.tokens, row.stored_tokens, row.tiers, row.tenant) == (640, 640, {"dram": 10}, "default")
+    assert row.id == handle.match(ids(640)).keys[-1].hex()[:8]
+    assert row.saved_tokens_per_hour == pytest.approx(row.requests_per_hour * 512)
+    now = SystemClock().wall_seconds()
+    assert row.retained_until is not None and 500 < row.retained_until - now <= 600
+    assert row.bytes == 10 * sum(sidecar.core.namespaces()[0].payload_bytes) + 10 * 4096 * len(LAYOUT.parts)
+    assert abs(row.used_at - now) < 60
+    assert handle.door.call(m.Drop(handle.number), m.Counted).blocks == 10
+    (row,) = observed_anew(sidecar).hottest
+    assert (row.stored_tokens, row.tiers, row.retained_until) == (0, {}, None)
 
 
 @pytest.mark.slow
-def test_the_command_prints_sentences_and_an_object(tmp_path: Path) -> None:
-    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
-        handle = opened(store)
-        command = [sys.executable, "-m", "kvstore", "prefixes", "--admin-socket", str(sidecar.observe_path)]
-        environment = {**os.environ, **PATHS}
-        nothing = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert nothing.returncode == 0 and "No prefix that was found stands out" in nothing.stdout, nothing.stderr
-        handle.put(ids(640), random_pages(LAYOUT, 10))
-        handle.lease(handle.match(ids(700)), deadline_ms=5000).release()
-        sidecar.prefixes.step()
-        time_over(sidecar)
-        shown = subprocess.run(command, capture_output=True, text=True, env=environment).stdout
-        assert "small model" in shown
-        read = subprocess.run([*command, "--json"], capture_output=True, text=True, env=environment).stdout
-        assert json.loads(read)["hottest"][0]["tokens"] == 640
+def test_the_command_prints_sentences_and_an_object(sidecar: Sidecar, handle: NamespaceHandle) -> None:
+    command = "prefixes", "--admin-socket", str(sidecar.observe_path)
+    assert "No prefix that was found stands out" in run(*command).stdout
+    handle.put(ids(640), random_pages(LAYOUT, 10))
+    handle.lease(handle.match(ids(700)), deadline_ms=5000).release()
+    sidecar.prefixes.step()
+    time_over(sidecar)
+    assert "small model" in run(*command).stdout
+    assert told(*command)["hottest"][0]["tokens"] == 640
 
 
-def test_look_ups_of_an_operator_are_none(tmp_path: Path) -> None:
+def test_look_ups_of_an_operator_are_none(sidecar: Sidecar, handle: NamespaceHandle) -> None:
     """Those that a client says do not count."""
-    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
-        handle = opened(store)
-        handle.door.call(m.MatchPrefix(handle.number, handle.hashed(ids(640)).keys, counts=False), m.Matched)
-        assert observed(sidecar).lookups == 0
+    handle.door.call(m.MatchPrefix(handle.number, handle.hashed(ids(640)).keys, counts=False), m.Matched)
+    assert observed(sidecar).lookups == 0
 
 
 def test_to_a_tenants_socket_and_under_another_name_nothing_is_shown(peers: Any) -> None:

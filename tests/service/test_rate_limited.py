@@ -8,31 +8,24 @@ import threading
 import pytest
 
 from tiering.faults import MOST_KINDS, RateLimitedLog
-
-
-class Hand:
-    """A clock that a test turns."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic_seconds(self) -> float:
-        return self.now
+from workbench import FakeClock
 
 
 @pytest.fixture
-def hand() -> Hand:
-    return Hand()
+def hand() -> FakeClock:
+    return FakeClock(0.0)
 
 
 @pytest.fixture
-def warnings(hand: Hand) -> RateLimitedLog:
+def warnings(hand: FakeClock) -> RateLimitedLog:
     return RateLimitedLog(logging.getLogger("tests.rate_limited"), hand)
 
 
-def test_one_line_per_kind_and_minute(warnings: RateLimitedLog, hand: Hand, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_per_kind_and_minute(
+    warnings: RateLimitedLog, hand: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
     for second in range(120):
-        hand.now = float(second)
+        hand.monotonic = float(second)
         warnings.warn("disk", "the disk is full at %d s", second)
         warnings.warn("memory", "no memory at %d s", second)
     assert caplog.messages == [
@@ -45,16 +38,16 @@ def test_one_line_per_kind_and_minute(warnings: RateLimitedLog, hand: Hand, capl
 
 
 def test_a_kind_that_comes_once_a_minute_is_always_told(
-    warnings: RateLimitedLog, hand: Hand, caplog: pytest.LogCaptureFixture
+    warnings: RateLimitedLog, hand: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     for minute in range(5):
-        hand.now = 60.0 * minute
+        hand.monotonic = 60.0 * minute
         assert warnings.warn("disk", "minute %d", minute)
     assert caplog.messages == [f"minute {minute}" for minute in range(5)]
 
 
 def test_a_fault_of_our_own_has_its_traceback_once(
-    warnings: RateLimitedLog, hand: Hand, caplog: pytest.LogCaptureFixture
+    warnings: RateLimitedLog, hand: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(1000):
         try:
@@ -66,14 +59,14 @@ def test_a_fault_of_our_own_has_its_traceback_once(
 
 
 def test_kinds_without_end_are_bounded_in_lines_and_in_memory(
-    warnings: RateLimitedLog, hand: Hand, caplog: pytest.LogCaptureFixture
+    warnings: RateLimitedLog, hand: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A client may name the kinds."""
     for number in range(10_000):
         warnings.warn(f"kind {number}", "%d", number)
     assert len(caplog.messages) == MOST_KINDS + 1  # and one for all the others
     assert len(warnings._kinds) <= MOST_KINDS + 1
-    hand.now = 60.0
+    hand.monotonic = 60.0
     for number in range(10_000, 20_000):
         warnings.warn(f"kind {number}", "%d", number)
     told = caplog.messages[MOST_KINDS + 1 :]
@@ -81,25 +74,25 @@ def test_kinds_without_end_are_bounded_in_lines_and_in_memory(
 
 
 def test_no_warning_is_lost_from_the_count(
-    warnings: RateLimitedLog, hand: Hand, caplog: pytest.LogCaptureFixture
+    warnings: RateLimitedLog, hand: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not of a kind that made room for others either."""
     given = 0
     for minute in range(4):
         for number in range(3 * MOST_KINDS):
             for _ in range(3):
-                hand.now = 61.0 * minute
+                hand.monotonic = 61.0 * minute
                 warnings.warn(f"{minute} {number}", "x")
                 given += 1
-    hand.now = 1000.0
+    hand.monotonic = 1000.0
     for number in range(2 * MOST_KINDS):  # new kinds, which the old ones make room for
         warnings.warn(f"last {number}", "x")
         given += 1
-    hand.now = 2000.0
+    hand.monotonic = 2000.0
     for kind in list(warnings._kinds):
         warnings.warn(kind, "x")
         given += 1
-    hand.now = 3000.0
+    hand.monotonic = 3000.0
     for number in range(MOST_KINDS + 1):  # the last one has to share
         warnings.warn(f"after {number}", "x")
         given += 1
@@ -108,12 +101,12 @@ def test_no_warning_is_lost_from_the_count(
 
 
 def test_a_percent_sign_of_a_client_is_text(
-    warnings: RateLimitedLog, hand: Hand, caplog: pytest.LogCaptureFixture
+    warnings: RateLimitedLog, hand: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     warnings.warn("one", "%s", "100 %d %s")
-    hand.now = 30.0
+    hand.monotonic = 30.0
     warnings.warn("one", "%s", "unseen")
-    hand.now = 61.0
+    hand.monotonic = 61.0
     warnings.warn("one", "%s", "50 %d")
     assert caplog.messages == ["100 %d %s", "50 %d (1 more like this were not logged)"]
 

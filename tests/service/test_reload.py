@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,12 @@ import pytest
 
 from console.running import console
 from kvstore.cli import ask
-from kvstore.client.framing import FramedSocket
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from kvstore.service.serve import taken_over
 from kvstore.service.settings import read_settings
 from kvstore.status.tree import SidecarStatus
-from service.sidecar import Sidecar
+from service.sidecar import Sidecar, wire_to
 from service.test_serve import ended, serving
 from waiting import wait_until
 
@@ -122,14 +121,11 @@ def test_shares_rates_tokens_and_the_level_count_without_a_restart(tmp_path: Pat
 
 
 def seconds_of_pings(path: str, count: int) -> float:
-    wire = FramedSocket(path, "test", b"", SystemClock(), 20.0)
-    try:
+    with closing(wire_to(path)) as wire:
         began = time.monotonic()
         for _ in range(count):
             wire.call(m.Ping(), 20.0)
         return time.monotonic() - began
-    finally:
-        wire.close()
 
 
 def test_what_needs_a_restart_is_named_and_the_rest_counts(tmp_path: Path) -> None:

@@ -6,18 +6,20 @@ and puts are durable again once the directory is there, or after a restart.
 from __future__ import annotations
 
 import shutil
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from kvstore.block.account import MissReason
 from kvstore.client.handle import NamespaceHandle
-from service.test_serve import ended, serving
-from service.test_shortages import opened, stat
+from service.test_serve import ended, opened, serving
+from service.test_shortages import stat
 from waiting import wait_until
-from workbench import blank_pages, ids, random_pages, same_tokens, small_layout
+from workbench import put_prompt, read_prompt, small_layout
 
 LAYOUT = small_layout()
 FLAGS = ["--nvme", "16MiB"]
@@ -25,25 +27,24 @@ PUTS = 200
 AGAIN_SECONDS = 5.0
 
 
-def prompt(number: int) -> list[int]:
-    return ids(64, 1_000_000 + 64 * number)
-
-
 def put(handle: NamespaceHandle, number: int) -> MissReason | None:
-    pages = random_pages(LAYOUT, 1, seed=number)
-    return handle.put(prompt(number), pages, durability="disk").reason
+    return put_prompt(handle, number, 1, durability="disk").reason
 
 
 def is_right(handle: NamespaceHandle, number: int) -> bool:
-    blank = blank_pages(LAYOUT, 1)
-    with handle.lease(handle.match(prompt(number)), deadline_ms=5000) as lease:
-        tokens = handle.get(lease, blank).tokens
-    return tokens == 64 and same_tokens(random_pages(LAYOUT, 1, seed=number), blank, range(64))
+    return read_prompt(handle, number, 1).blocks == 1
+
+
+@contextmanager
+def running(directory: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], NamespaceHandle]]:
+    """A sidecar that is ready, and a client's namespace."""
+    with serving(directory, *FLAGS, *flags) as (process, said), opened(said) as handle:
+        wait_until(lambda: stat(directory).state == "ready")
+        yield process, handle
 
 
 def absent_after_a_restart(directory: Path, numbers: list[int]) -> list[int]:
-    with serving(directory, *FLAGS) as (process, said), opened(said) as handle:
-        wait_until(lambda: stat(directory).state == "ready")
+    with running(directory) as (process, handle):
         absent = [number for number in numbers if not is_right(handle, number)]
         assert put(handle, 9_999) is None, "and puts are durable"
         ended(process)
@@ -82,8 +83,7 @@ def remove_keys(directory: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("remove", [remove_slabs, remove_keys])
 def test_what_is_removed_and_can_be_written_again_is(tmp_path: Path, remove: Callable[[Path], None]) -> None:
-    with serving(tmp_path, *FLAGS) as (process, said), opened(said) as handle:
-        wait_until(lambda: stat(tmp_path).state == "ready")
+    with running(tmp_path) as (process, handle):
         before = [number for number in range(PUTS // 2) if put(handle, number) is None]
         remove(tmp_path)
         after = [number for number in range(PUTS // 2, PUTS) if put(handle, number) is None]
@@ -100,8 +100,7 @@ def test_what_is_removed_and_can_be_written_again_is(tmp_path: Path, remove: Cal
 def test_nothing_is_acknowledged_while_the_directory_is_gone(
     tmp_path: Path, remove: Callable[[Path], None], bring_back: Callable[[Path], None]
 ) -> None:
-    with serving(tmp_path, *FLAGS, "--http", "127.0.0.1:0") as (process, said), opened(said) as handle:
-        wait_until(lambda: stat(tmp_path).state == "ready")
+    with running(tmp_path, "--http", "127.0.0.1:0") as (process, handle):
         before = [number for number in range(PUTS // 2) if put(handle, number) is None]
         remove(tmp_path)
         assert {put(handle, number) for number in (0, *range(PUTS // 2, PUTS))} == {MissReason.TIER_DOWN}
@@ -122,8 +121,7 @@ def test_nothing_is_acknowledged_while_the_directory_is_gone(
 @pytest.mark.slow
 @pytest.mark.parametrize("remove", [remove_nvme, lambda directory: shutil.rmtree(directory / "kv")])
 def test_after_a_restart_without_the_directory_puts_are_durable(tmp_path: Path, remove: Callable[[Path], None]) -> None:
-    with serving(tmp_path, *FLAGS) as (process, said), opened(said) as handle:
-        wait_until(lambda: stat(tmp_path).state == "ready")
+    with running(tmp_path) as (process, handle):
         assert {put(handle, number) for number in range(PUTS // 2)} == {None}
         remove(tmp_path)
         after = [number for number in range(PUTS // 2, PUTS) if put(handle, number) is None]
@@ -133,8 +131,7 @@ def test_after_a_restart_without_the_directory_puts_are_durable(tmp_path: Path, 
 
 @pytest.mark.slow
 def test_another_file_under_a_slabs_name_is_left_alone_and_said(tmp_path: Path) -> None:
-    with serving(tmp_path, *FLAGS) as (process, said), opened(said) as handle:
-        wait_until(lambda: stat(tmp_path).state == "ready")
+    with running(tmp_path) as (process, handle):
         assert put(handle, 0) is None
         path = slabs(tmp_path)[-1]
         copy = path.with_suffix(".copy")
@@ -151,8 +148,7 @@ def test_another_file_under_a_slabs_name_is_left_alone_and_said(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_slab_that_was_cut_acknowledges_nothing(tmp_path: Path) -> None:
-    with serving(tmp_path, *FLAGS) as (process, said), opened(said) as handle:
-        wait_until(lambda: stat(tmp_path).state == "ready")
+    with running(tmp_path) as (process, handle):
         assert put(handle, 0) is None
         with slabs(tmp_path)[-1].open("r+b") as slab:
             slab.truncate(8192)

@@ -47,6 +47,12 @@ def test_the_defaults_of_all_sections_are_what_they_allow() -> None:
     ("text", "fragments"),
     [
         (b'[store]\ndata = "\xff"\n', ("not UTF-8 at byte 16",)),
+        ("[store]\ndrm = 1\n", ("store.drm is not a setting", "did you mean store.dram?")),
+        ("store = 1\n", ("store=1", "[store]")),
+        ("[door]\nlimits = 1\n", ("door.limits is not a setting",)),
+        ("[tenants.a]\n", ("tenants.a.socket is missing",)),
+        ("[tenants.a]\nsocket = 's'\n[tenants.b]\nsocket = 's'\n", ("tenants.b.socket=s is tenants.a.socket too",)),
+        ("[admin]\nsocket = 's'\n[tenants.a]\nsocket = 's'\n", ("admin.socket=s is tenants.a.socket too", "its own")),
         ("[store]\ndram = 'AUTO'\n", ("store.dram='AUTO'", "or auto")),
         ("[store]\nnvme = 'none'\n", ("store.nvme='none'", "or auto", "or off")),
         ("[store]\nextent = 'auto'\n", ("store.extent='auto'",)),

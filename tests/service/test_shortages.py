@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,10 @@ from kvstore.client.handle import NamespaceHandle
 from kvstore.node import SystemClock
 from kvstore.service import keeper as keeper_program
 from kvstore.status.tree import SidecarStatus
-from service.sidecar import patient
-from service.test_serve import PATHS, SERVE, ended, page, serving
+from service.test_serve import PATHS, SERVE, ended, opened, page, serving
 from small_disk import fill, small_disk
 from waiting import wait_until
-from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
+from workbench import put_prompt, read_prompt, small_layout
 
 LAYOUT = small_layout()
 OUT_OF_RESOURCES = 71
@@ -44,14 +43,8 @@ def stat(directory: Path) -> SidecarStatus:
     return ask.stat(str(directory / "kv" / "admin.sock"), CLOCK)
 
 
-@contextmanager
-def opened(said: dict[str, Any]) -> Iterator[NamespaceHandle]:
-    with patient(kvstore.open(f"unix:{said['serving'][0]}", engine="test 1.0")) as store:
-        yield store.namespace(model=MODEL, layout=LAYOUT)
-
-
 def put(handle: NamespaceHandle, first: int, durability: str = "disk") -> MissReason | None:
-    return handle.put(ids(640 + first)[first:], random_pages(LAYOUT, 10, seed=first), durability=durability).reason
+    return put_prompt(handle, first, 10, durability=durability).reason
 
 
 def fault_lines(log: list[dict[str, Any]]) -> list[str]:
@@ -165,19 +158,7 @@ def started(
             resource.setrlimit(what, (most, most))
 
     process = subprocess.Popen(
-        [
-            *under,
-            sys.executable,
-            "-m",
-            "kvstore",
-            "serve",
-            "--json",
-            "--data",
-            str(directory / "kv"),
-            "--dram",
-            "16MiB",
-            *flags,
-        ],
+        [*under, *SERVE, "--data", str(directory / "kv"), "--dram", "16MiB", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -197,24 +178,33 @@ def started(
         process.communicate()
 
 
+def configured(directory: Path, keeper: bool) -> list[str]:
+    config = directory / "c.toml"
+    config.write_text(f"[store]\nkeeper = {str(keeper).lower()}\n")
+    return ["--nvme", "16MiB", "--http", "127.0.0.1:0", "--config", str(config)]
+
+
+def says_why_not(status: int | None, errors: str, words: str) -> bool:
+    """Whether it ended for want of something, with one line for people, which says so."""
+    said = [line for line in errors.splitlines() if not line.startswith("{")]
+    assert status == OUT_OF_RESOURCES and len(said) == 1 and said[0].startswith("kvstore: ") and words in said[0], (
+        errors
+    )
+    return True
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("descriptors", "keeper"), [(12, False), (16, True), (20, False), (28, False), (28, True)])
 def test_a_start_with_few_descriptors_says_why_not(tmp_path: Path, descriptors: int, keeper: bool) -> None:
-    config = tmp_path / "c.toml"
-    config.write_text(f"[store]\nkeeper = {str(keeper).lower()}\n")
-    flags = ["--nvme", "16MiB", "--http", "127.0.0.1:0", "--config", str(config)]
+    flags = configured(tmp_path, keeper)
     status, output, errors = started(tmp_path, {resource.RLIMIT_NOFILE: descriptors}, *flags)
-    assert (status, output) == (OUT_OF_RESOURCES, ""), errors
-    said = [line for line in errors.splitlines() if not line.startswith("{")]
-    assert len(said) == 1 and said[0].startswith("kvstore: ") and "ulimit -n" in said[0], errors
+    assert output == "" and says_why_not(status, errors, "ulimit -n")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keeper", [False, True])
 def test_a_start_names_the_descriptors_that_it_lacks_and_serves_with_them(tmp_path: Path, keeper: bool) -> None:
-    config = tmp_path / "c.toml"
-    config.write_text(f"[store]\nkeeper = {str(keeper).lower()}\n")
-    flags = ["--nvme", "16MiB", "--http", "127.0.0.1:0", "--config", str(config)]
+    flags = configured(tmp_path, keeper)
     _, _, errors = started(tmp_path, {resource.RLIMIT_NOFILE: 30}, *flags)
     had, wanted = map(int, re.findall(r"(\d+) more files may be open, .* want (\d+)", errors)[0])
     enough = 30 - had + wanted
@@ -242,16 +232,9 @@ def test_a_start_with_a_small_limit_of_file_size_says_so(tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize(("mib", "keeper"), [(210, False), (260, True), (275, False), (300, True), (400, False)])
 def test_a_start_with_little_address_space_serves_or_says_why_not(tmp_path: Path, mib: int, keeper: bool) -> None:
-    config = tmp_path / "c.toml"
-    config.write_text(f"[store]\nkeeper = {str(keeper).lower()}\n")
-    flags = ["--nvme", "16MiB", "--http", "127.0.0.1:0", "--config", str(config)]
+    flags = configured(tmp_path, keeper)
     status, output, errors = started(tmp_path, {resource.RLIMIT_AS: mib << 20}, *flags)
-    if output:
-        assert status == 0, errors
-        return
-    assert status == OUT_OF_RESOURCES, errors
-    said = [line for line in errors.splitlines() if not line.startswith("{")]
-    assert len(said) == 1 and said[0].startswith("kvstore: ") and "address space" in said[0], errors
+    assert status == 0 if output else says_why_not(status, errors, "address space"), errors
 
 
 @pytest.mark.slow
@@ -263,9 +246,7 @@ def test_a_start_with_few_threads_serves_or_says_why_not(tmp_path: Path, threads
     somebody = ["setpriv", "--reuid", str(61_000 + threads), *caps]  # root may have as many threads as it likes
     if subprocess.run([*somebody, "true"], capture_output=True).returncode:
         pytest.skip("no other user can be had here")
-    config = tmp_path / "c.toml"
-    config.write_text("[store]\nkeeper = false\n")
-    flags = ["--nvme", "16MiB", "--http", "127.0.0.1:0", "--config", str(config)]
+    flags = configured(tmp_path, keeper=False)
     status, output, errors = started(tmp_path, {resource.RLIMIT_NPROC: threads}, *flags, under=somebody)
     if output:
         assert status == 0, errors
@@ -417,10 +398,7 @@ def later(directory: Path, pid: int) -> SidecarStatus:
 
 def is_found(handle: NamespaceHandle, first: int) -> bool:
     """Whether what `put` stored is there, to the byte."""
-    blank = blank_pages(LAYOUT, 10)
-    with handle.lease(handle.match(ids(640 + first)[first:]), deadline_ms=5000) as lease:
-        tokens = handle.get(lease, blank).tokens
-    return tokens == 640 and same_tokens(random_pages(LAYOUT, 10, seed=first), blank, range(640))
+    return read_prompt(handle, first, 10).blocks == 10
 
 
 @pytest.mark.slow

@@ -184,7 +184,7 @@ def test_a_sidecar_that_answered_behind_a_ping_and_fell_silent_is_found_out(said
     with client(said, ping=0.01, connect=0.1) as handle:
         door = handle.door
         with stopped(said["pid"]):
-            wait_until(lambda: door._run.breaker.is_open and door._touch._pinged is not None)
+            wait_until(lambda: door._run.breaker.is_open and door._run.pinged is not None)
             door._run.wire.heard_at = time.monotonic()
             door._run.breaker.answered()
             wait_until(lambda: door._run.breaker.is_open)
@@ -273,8 +273,7 @@ def test_a_new_connection_that_nobody_answers_costs_one_verb(tmp_path: Path, sai
 
 
 def test_a_request_that_is_slow_does_not_keep_others_from_a_sidecar_that_answers(tmp_path: Path) -> None:
-    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=LAYOUT)
+    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.opened(layout=LAYOUT) as handle:
         handle.put(ids(512), PAGES)
         door: Any = handle.door
         handle.match(ids(512))
@@ -348,8 +347,7 @@ def test_what_nobody_waits_for_any_more_is_not_decoded_and_still_given_back(
 ) -> None:
     """Forgotten answers about thousands of blocks would cost the next verb of the client their decoding."""
     forget, kind, awaited = FORGOTTEN[name]
-    with Sidecar(tmp_path, dram="16MiB") as sidecar, sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=LAYOUT)
+    with Sidecar(tmp_path, dram="16MiB") as sidecar, sidecar.opened(layout=LAYOUT) as handle:
         handle.put(ids(512), PAGES)
         match = handle.match(ids(512))
         decoded: list[object] = []

@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvstore.client.framing import FramedSocket
-from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from kvstore.service.connections import DoorLimits
 from kvstore.service.descriptors import ALLOWED_SECONDS, RARELY, SLOW_SECONDS, SlowExtents
 from kvstore.service.sessions import SWEEPS_A_SECOND, DisconnectedClients
-from service.sidecar import Sidecar
+from service.sidecar import Sidecar, wire_to
 from tiering.dram.extents import MappedExtent
 from tiering.dram.unmap_wait import Unmapped
 from tiering.tier import extent_of
@@ -78,7 +77,7 @@ def test_slow_hand_overs_take_a_hundredth_of_the_time() -> None:
 @contextmanager
 def filled(sidecar: Sidecar, path: Path) -> Iterator[tuple[FramedSocket, list[int]]]:
     """A client that has stored blocks in two extents: their numbers."""
-    wire = FramedSocket(str(path), "t", b"", SystemClock(), 60.0)
+    wire = wire_to(path)
     number = wire.call(m.OpenNamespace(packed_namespace(), [8192]), 60.0).answer.grant.number
     keys = [bytes([one]) * 32 for one in range(1, 10)]
     reply = wire.call(m.Reserve(number, keys, 0), 60.0).answer.reply
@@ -145,7 +144,7 @@ def test_the_door_serves_while_a_sweep_takes_long(tmp_path: Path) -> None:
             return 0
 
         sidecar.sessions.sweep = slow_sweep  # type: ignore[method-assign]
-        wire = FramedSocket(str(sidecar.path), "t", b"", SystemClock(), 60.0)
+        wire = wire_to(sidecar.path)
         assert begun.wait(60)
         for _ in range(100):
             assert isinstance(wire.call(m.Ping(), 60.0).answer, m.Done)
@@ -188,23 +187,3 @@ def test_a_tenant_where_questions_are_slow_is_left_out_of_sweeps() -> None:
     nothing = departed.add(5, b"a", None, [])
     assert nothing is not None and departed.look(nothing) == (False, 0), "it has nothing to be asked about"
     assert len(departed) == 5
-
-
-def test_one_thread_at_a_time_asks_about_a_tenants_connections() -> None:
-    class Nested(Mappings):
-        """While it is asked, another thread comes to ask about the others."""
-
-        def unmapped(self, extents: Sequence[int], holder: int) -> Unmapped:
-            if holder == 1:
-                with ThreadPoolExecutor(1) as pool:
-                    found.extend(pool.submit(departed.look, gone).result() for gone in (second, other))
-            return super().unmapped(extents, holder)
-
-    mappings, found = Nested({1: 0.0, 2: 0.0, 3: 0.0}), list[tuple[bool, int]]()
-    departed = DisconnectedClients(mappings)
-    first, second = departed.add(1, b"a", None, [7]), departed.add(2, b"a", None, [7])
-    other = departed.add(3, b"b", None, [7])
-    assert first is not None and second is not None and other is not None
-    assert departed.look(first) == (True, 1)
-    assert found == [(True, 0), (True, 1)] and mappings.asked == [3, 1]
-    assert departed.look(second) == (True, 1)

@@ -6,7 +6,6 @@ go through pipes, so that a test says who is how far when one of them is killed.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -28,12 +27,11 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.door import Collective
 from service.sidecar import Sidecar, patient
 from service.test_serve import serving
+from service.workers import SECONDS, Worker, workers
 from tiering.clock import SystemClock
 from waiting import wait_until
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, shard_pages, small_layout
 
-SPAWN = multiprocessing.get_context("spawn")
-SECONDS = 60
 TOKENS, BLOCKS = 512, 8
 TWO = small_layout(head_shards=2)
 
@@ -70,37 +68,6 @@ def work(socket: str, session: str, layout: Layout, rank: int, wires: Connection
                     loaded = handle.get(lease, blank)
                 is_right = same_tokens(shard_pages(pages_of(layout, seed), layout, rank), blank, range(loaded.tokens))
                 wires.send((loaded.tokens, is_right, loaded.reason))
-
-
-class Worker:
-    def __init__(self, socket: str, session: str, layout: Layout, rank: int) -> None:
-        self.wires, theirs = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=work, args=(socket, session, layout, rank, theirs), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def hears(self) -> Any:
-        assert self.wires.poll(SECONDS)
-        return self.wires.recv()
-
-    def told(self, *order: Any) -> Any:
-        self.wires.send(order)
-        return self.hears()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join(SECONDS)
-
-
-@contextmanager
-def workers(socket: str, session: str, layout: Layout) -> Iterator[list[Worker]]:
-    started = [Worker(socket, session, layout, rank) for rank in range(layout.head_shards)]
-    try:
-        assert [one.hears() for one in started] == ["ready"] * len(started)
-        yield started
-    finally:
-        for one in started:
-            one.kill()
 
 
 class Engine:
@@ -149,7 +116,7 @@ def engine(directory: Path, layout: Layout, *flags: str) -> Iterator[Engine]:
         (socket,) = said["serving"]
         with (
             patient(kvstore.open(f"unix:{socket}", engine="scheduler")) as store,
-            workers(socket, store.session, layout) as started,
+            workers(work, [(socket, store.session, layout, rank) for rank in range(layout.head_shards)]) as started,
         ):
             yield Engine(socket, store, layout, started)
 
@@ -194,7 +161,7 @@ def test_a_rank_that_is_killed_before_its_commit_ends_the_put_for_all(tmp_path: 
         two.wires.send(("put", 2, "b"))
         assert two.hears() == PutResult(0, 0, 0, MissReason.DISABLED), "it is over under that name"
         # Another process takes the rank of the one that is gone, and all goes on.
-        it.workers[0] = Worker(str(Path(it.admin).with_name("kvstore.sock")), it.store.session, TWO, 0)
+        it.workers[0] = Worker(work, str(Path(it.admin).with_name("kvstore.sock")), it.store.session, TWO, 0)
         try:
             assert it.workers[0].hears() == "ready"
             for worker in it.workers:

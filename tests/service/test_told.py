@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +20,8 @@ from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from kvstore.protocol.told import MAX_TOLD_REQUESTS, MAX_TOLD_WORDS, RequestTold, SavingsTold
 from kvstore.service.told import MOST_LEASES, MOST_REQUESTS
-from service.sidecar import Sidecar, number_of
-from service.test_serve import PATHS
+from service.sidecar import Sidecar, asked, number_of
+from service.test_operate import refused, run, told
 from tiering.nvme.lmdb_index import LmdbMaker
 from torture.peer import come_in
 from waiting import wait_until
@@ -48,28 +44,28 @@ def why(sidecar: Sidecar, request: str) -> list[Any]:
     return ask.why(str(sidecar.admin_path), CLOCK, request).found
 
 
-def test_a_request_is_shown_with_its_leases_and_with_what_its_engine_told(tmp_path: Path) -> None:
-    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
-        handle = opened(store)
-        handle.put(ids(320), random_pages(LAYOUT, 5))
-        with handle.lease(handle.match(ids(400)), deadline_ms=5000, request="cmpl-1") as lease:
-            assert lease.blocks == 5
-        (one,) = why(sidecar, "cmpl-1")
-        assert (one.request, one.tenant, one.engine, one.model) == ("cmpl-1", "default", "t", "small model")
-        assert one.told is None and one.told_at is None
-        (leased,) = one.leases
-        assert (leased.first_block, leased.wanted, leased.blocks, leased.tiers) == (0, 5, 5, {"dram": 5})
-        assert leased.reason == "" and leased.seconds >= 0
-        told = told_of("cmpl-1", detail="as it is", load_ms=2.5, saved_blocks=1, put_reasons={"quota": 1})
-        handle.tell([told, told_of("cmpl-2")])
-        wait_until(lambda: len(why(sidecar, "cmpl-")) == 2)
-        newest, older = why(sidecar, "cmpl-")
-        assert {newest.request, older.request} == {"cmpl-1", "cmpl-2"}
-        assert why(sidecar, "cmpl-1")[0].told == told and why(sidecar, "cmpl-2")[0].leases == []
-        with pytest.raises(BadInput, match="nothing is known"):
-            why(sidecar, "other")
-        with pytest.raises(BadInput, match="characters"):
-            why(sidecar, "")
+def test_a_request_is_shown_with_its_leases_and_with_what_its_engine_told(
+    sidecar: Sidecar, handle: NamespaceHandle
+) -> None:
+    handle.put(ids(320), random_pages(LAYOUT, 5))
+    with handle.lease(handle.match(ids(400)), deadline_ms=5000, request="cmpl-1") as lease:
+        assert lease.blocks == 5
+    (one,) = why(sidecar, "cmpl-1")
+    assert (one.request, one.tenant, one.engine, one.model) == ("cmpl-1", "default", "t", "small model")
+    assert one.told is None and one.told_at is None
+    (leased,) = one.leases
+    assert (leased.first_block, leased.wanted, leased.blocks, leased.tiers) == (0, 5, 5, {"dram": 5})
+    assert leased.reason == "" and leased.seconds >= 0
+    told = told_of("cmpl-1", detail="as it is", load_ms=2.5, saved_blocks=1, put_reasons={"quota": 1})
+    handle.tell([told, told_of("cmpl-2")])
+    wait_until(lambda: len(why(sidecar, "cmpl-")) == 2)
+    newest, older = why(sidecar, "cmpl-")
+    assert {newest.request, older.request} == {"cmpl-1", "cmpl-2"}
+    assert why(sidecar, "cmpl-1")[0].told == told and why(sidecar, "cmpl-2")[0].leases == []
+    with pytest.raises(BadInput, match="nothing is known"):
+        why(sidecar, "other")
+    with pytest.raises(BadInput, match="characters"):
+        why(sidecar, "")
 
 
 def test_what_an_engine_reports_counts_and_not_what_its_look_ups_found(tmp_path: Path) -> None:
@@ -104,16 +100,16 @@ def test_what_an_engine_reports_counts_and_not_what_its_look_ups_found(tmp_path:
     ],
     ids=str,
 )
-def test_tokens_that_do_not_add_up_are_not_counted(wrong: dict[str, Any], tmp_path: Path) -> None:
-    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
-        handle = opened(store)
-        handle.is_told = True
-        good, bad = (msgspec.structs.replace(told_of("a", **more), counts=True) for more in ({}, wrong))
-        handle.tell([good, bad])
-        handle.tell([good])
-        wait_until(lambda: sidecar.admin.facts().looked.asked_tokens)
-        looked = sidecar.admin.facts().looked
-        assert (looked.asked_tokens, looked.hit_tokens) == (400, {"dram": 320})
+def test_tokens_that_do_not_add_up_are_not_counted(
+    wrong: dict[str, Any], sidecar: Sidecar, handle: NamespaceHandle
+) -> None:
+    handle.is_told = True
+    good, bad = (msgspec.structs.replace(told_of("a", **more), counts=True) for more in ({}, wrong))
+    handle.tell([good, bad])
+    handle.tell([good])
+    wait_until(lambda: sidecar.admin.facts().looked.asked_tokens)
+    looked = sidecar.admin.facts().looked
+    assert (looked.asked_tokens, looked.hit_tokens) == (400, {"dram": 320})
 
 
 def test_who_only_asks_whether_a_sidecar_answers_is_no_engine(tmp_path: Path) -> None:
@@ -127,59 +123,45 @@ def test_who_only_asks_whether_a_sidecar_answers_is_no_engine(tmp_path: Path) ->
             wire.close()
 
 
-def test_loads_of_one_tier_say_how_fast_it_is(tmp_path: Path) -> None:
-    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
-        handle = opened(store)
-        handle.put(ids(320), random_pages(LAYOUT, 5))
-        for number in range(4):
-            with handle.lease(handle.match(ids(320)), deadline_ms=5000, request=f"cmpl-{number}"):
-                pass
+def test_loads_of_one_tier_say_how_fast_it_is(sidecar: Sidecar, handle: NamespaceHandle) -> None:
+    handle.put(ids(320), random_pages(LAYOUT, 5))
+    for number in range(4):
+        with handle.lease(handle.match(ids(320)), deadline_ms=5000, request=f"cmpl-{number}"):
+            pass
 
-        def rates() -> dict[str, float]:
-            return sidecar.admin.facts().namespaces[0].load_tokens_per_second
+    def rates() -> dict[str, float]:
+        return sidecar.admin.facts().namespaces[0].load_tokens_per_second
 
-        handle.tell([told_of("cmpl-0", load_ms=0.0), told_of("never leased", load_ms=5.0)])
-        handle.tell([told_of("cmpl-1", hits={"dram": 160, "nvme": 160}, load_ms=5.0)])
-        handle.tell([told_of("cmpl-2", hits={"engine": 80, "nvme": 240}, load_ms=24.0)])
-        wait_until(lambda: rates() == {"nvme": 10_000.0})
-        handle.tell([told_of("cmpl-3", load_ms=32.0)])
-        wait_until(lambda: rates() == {"nvme": 10_000.0, "dram": 10_000.0})
-        handle.tell([told_of("cmpl-3", load_ms=16.0)])  # the latest one counts most
-        wait_until(lambda: rates()["dram"] > 10_000.0)
-        assert rates()["dram"] == pytest.approx(1000 * (0.9 * 320 + 320) / (0.9 * 32 + 16))
-        for load_ms in (1e-300, math.nan, 0.001):  # what cannot be spoils no figure of others
-            handle.tell([told_of("cmpl-3", hits={"dram": (1 << 53) - 1}, load_ms=load_ms)])
-        wait_until(lambda: rates()["dram"] == 1e12)
-        assert ask.stat(str(sidecar.admin_path), CLOCK).namespaces[0].load_tokens_per_second == rates()
-        sidecar.told.forget(sidecar.store.tenant_keys("default").tenant, "default")
-        assert rates() == {}
+    handle.tell([told_of("cmpl-0", load_ms=0.0), told_of("never leased", load_ms=5.0)])
+    handle.tell([told_of("cmpl-1", hits={"dram": 160, "nvme": 160}, load_ms=5.0)])
+    handle.tell([told_of("cmpl-2", hits={"engine": 80, "nvme": 240}, load_ms=24.0)])
+    wait_until(lambda: rates() == {"nvme": 10_000.0})
+    handle.tell([told_of("cmpl-3", load_ms=32.0)])
+    wait_until(lambda: rates() == {"nvme": 10_000.0, "dram": 10_000.0})
+    handle.tell([told_of("cmpl-3", load_ms=16.0)])  # the latest one counts most
+    wait_until(lambda: rates()["dram"] > 10_000.0)
+    assert rates()["dram"] == pytest.approx(1000 * (0.9 * 320 + 320) / (0.9 * 32 + 16))
+    for load_ms in (1e-300, math.nan, 0.001):  # what cannot be spoils no figure of others
+        handle.tell([told_of("cmpl-3", hits={"dram": (1 << 53) - 1}, load_ms=load_ms)])
+    wait_until(lambda: rates()["dram"] == 1e12)
+    assert ask.stat(str(sidecar.admin_path), CLOCK).namespaces[0].load_tokens_per_second == rates()
+    sidecar.told.forget(sidecar.store.tenant_keys("default").tenant, "default")
+    assert rates() == {}
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_timeline_and_an_object(tmp_path: Path) -> None:
-    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
-        handle = opened(store)
-        handle.put(ids(320), random_pages(LAYOUT, 5))
-        handle.lease(handle.match(ids(400)), deadline_ms=5000, request="cmpl-1").release()
-        handle.tell([told_of("cmpl-1", saved_blocks=1, put_reasons={"quota": 1}, detail="\x1b[31mred")])
-        wait_until(lambda: why(sidecar, "cmpl-1")[0].told is not None)
-        command = [sys.executable, "-m", "kvstore", "why", "cmpl-1", "--admin-socket", str(sidecar.admin_path)]
-        environment = {**os.environ, **PATHS}
-        shown = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert shown.returncode == 0, shown.stderr
-        for words in (
-            "cmpl-1 of t, tenant default, small model",
-            "leased 5 of 5 blocks",
-            "dram 5",
-            "400 tokens",
-            "quota 1",
-        ):
-            assert words in shown.stdout, shown.stdout
-        assert "\x1b" not in shown.stdout
-        read = subprocess.run([*command, "--json"], capture_output=True, text=True, env=environment)
-        assert json.loads(read.stdout)["requests"][0]["told"]["saved_blocks"] == 1
-        none = subprocess.run([*command[:4], "unknown", *command[5:]], capture_output=True, text=True, env=environment)
-        assert none.returncode == 2 and none.stderr.count("\n") == 1 and "nothing is known" in none.stderr
+def test_the_command_prints_a_timeline_and_an_object(sidecar: Sidecar, handle: NamespaceHandle) -> None:
+    handle.put(ids(320), random_pages(LAYOUT, 5))
+    handle.lease(handle.match(ids(400)), deadline_ms=5000, request="cmpl-1").release()
+    handle.tell([told_of("cmpl-1", saved_blocks=1, put_reasons={"quota": 1}, detail="\x1b[31mred")])
+    wait_until(lambda: why(sidecar, "cmpl-1")[0].told is not None)
+    where = "--admin-socket", str(sidecar.admin_path)
+    shown = run("why", "cmpl-1", *where)
+    assert shown.returncode == 0, shown.stderr
+    said = "cmpl-1 of t, tenant default, small model|leased 5 of 5 blocks|dram 5|400 tokens|quota 1"
+    assert all(words in shown.stdout for words in said.split("|")) and "\x1b" not in shown.stdout, shown.stdout
+    assert told("why", "cmpl-1", *where)["requests"][0]["told"]["saved_blocks"] == 1
+    assert "nothing is known" in refused("why", "unknown", *where)
 
 
 def evicted_note(sidecar: Sidecar, handle: NamespaceHandle, prompt: Any, request: str) -> Any:
@@ -227,8 +209,7 @@ def test_a_miss_behind_a_drop_says_so_and_what_nobody_remembers_is_not_made_up(t
         assert ask.drop(str(sidecar.admin_path), CLOCK, sidecar.admin.facts().namespaces[0].id, "", 30.0).blocks == 5
         gone = evicted_note(sidecar, handle, ids(320), "cmpl-1")
         assert gone.cause == "drop"
-        command = [sys.executable, "-m", "kvstore", "why", "cmpl-1", "--admin-socket", str(sidecar.admin_path)]
-        shown = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **PATHS})
+        shown = run("why", "cmpl-1", "--admin-socket", str(sidecar.admin_path))
         assert "looked up: found 0 of 5 blocks" in shown.stdout and "as its namespace was dropped" in shown.stdout
         for number in range(1, 3):  # what is remembered is bounded, and these take its place
             handle.put(ids(320, 10_000 * number), random_pages(LAYOUT, 5))
@@ -238,42 +219,41 @@ def test_a_miss_behind_a_drop_says_so_and_what_nobody_remembers_is_not_made_up(t
         assert one.looked[0].gone is None and one.looked[0].reason == "absent"
 
 
-def test_a_purge_is_told_to_who_comes_after_it_under_that_name(tmp_path: Path) -> None:
-    with Sidecar(tmp_path) as sidecar:
-        with sidecar.client() as store:
-            opened(store).put(ids(320), random_pages(LAYOUT, 5))
-        ask.purge(str(sidecar.admin_path), CLOCK, "default", 30.0)
-        with sidecar.client() as store:
-            opened(store).match(ids(320), request="cmpl-1")
-            (one,) = why(sidecar, "cmpl-1")
-            assert one.purged_at is not None and abs(one.purged_at - CLOCK.wall_seconds()) < 60
-            assert one.looked[0].gone is None and one.looked[0].reason == "absent"
-
-
-def test_a_block_that_fails_its_readers_check_is_in_the_requests_record(tmp_path: Path) -> None:
-    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
-        handle = opened(store)
+def test_a_purge_takes_what_is_known_of_requests_and_is_told_to_who_comes_after_it(sidecar: Sidecar) -> None:
+    with sidecar.opened(name="small model") as handle:
         handle.put(ids(320), random_pages(LAYOUT, 5))
-        with handle.lease(handle.match(ids(320)), deadline_ms=5000, request="cmpl-1") as lease:
-            peer = come_in(sidecar.path, newest=2)
-            assert isinstance(peer.ask(m.ReportFrame(number_of(lease), 0, 0)), m.Done), (
-                "who does not hold it says nothing"
-            )
-            peer.close()
-            assert why(sidecar, "cmpl-1")[0].reported == 0
-            store._door.call(m.ReportFrame(lease.reply.lease, 0, 0), m.Done)
-            wait_until(lambda: why(sidecar, "cmpl-1")[0].reported == 1)
+        handle.tell([told_of("mine")])
+        wait_until(lambda: bool(sidecar.told.why("mine", sidecar.store.tenant_names(), str).found))
+        tenants = dict(sidecar.store.tenant_names())
+    ask.purge(str(sidecar.admin_path), CLOCK, "default", 30.0)
+    assert sidecar.told.why("mine", tenants, str).kept == 0
+    with sidecar.opened(name="small model") as handle:
+        handle.match(ids(320), request="cmpl-1")
+        (one,) = why(sidecar, "cmpl-1")
+        assert one.purged_at is not None and abs(one.purged_at - CLOCK.wall_seconds()) < 60
+        assert one.looked[0].gone is None and one.looked[0].reason == "absent"
 
 
-def test_a_name_that_is_too_long_costs_that_look_up_alone(tmp_path: Path) -> None:
-    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
-        handle = opened(store)
-        with pytest.raises(BadInput, match="256 characters"):
-            handle.match(ids(320), request="x" * 300)
+def test_a_block_that_fails_its_readers_check_is_in_the_requests_record(
+    sidecar: Sidecar, handle: NamespaceHandle
+) -> None:
+    handle.put(ids(320), random_pages(LAYOUT, 5))
+    with handle.lease(handle.match(ids(320)), deadline_ms=5000, request="cmpl-1") as lease:
         peer = come_in(sidecar.path, newest=2)
-        assert isinstance(peer.ask(m.MatchPrefix(1, [b"k" * 32], request="x" * 300)), m.Failed)
-        assert isinstance(peer.ask(m.Ping()), m.Done), "the connection goes on"
+        assert isinstance(peer.ask(m.ReportFrame(number_of(lease), 0, 0)), m.Done), "who does not hold it says nothing"
         peer.close()
+        assert why(sidecar, "cmpl-1")[0].reported == 0
+        handle.door.call(m.ReportFrame(lease.reply.lease, 0, 0), m.Done)
+        wait_until(lambda: why(sidecar, "cmpl-1")[0].reported == 1)
+
+
+def test_a_name_that_is_too_long_costs_that_look_up_alone(sidecar: Sidecar, handle: NamespaceHandle) -> None:
+    with pytest.raises(BadInput, match="256 characters"):
+        handle.match(ids(320), request="x" * 300)
+    peer = come_in(sidecar.path, newest=2)
+    assert isinstance(peer.ask(m.MatchPrefix(1, [b"k" * 32], request="x" * 300)), m.Failed)
+    assert isinstance(peer.ask(m.Ping()), m.Done), "the connection goes on"
+    peer.close()
 
 
 class CountedSends:
@@ -377,61 +357,44 @@ def test_numbers_that_cannot_be_are_refused_and_nothing_is_counted(tmp_path: Pat
         peer.close()
 
 
-def test_messages_that_are_too_large_end_their_connection_alone(tmp_path: Path) -> None:
-    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
-        handle = opened(store)
-        for verb in (
-            m.Tell([told_of(f"r{number}") for number in range(MAX_TOLD_REQUESTS + 1)]),
-            m.Tell([told_of("r", hits={f"word{number}": 1 for number in range(MAX_TOLD_WORDS + 1)})]),
-            m.Tell([told_of("r" * 300)]),
-            m.Tell([told_of("r", asked=-1)]),
-        ):
-            peer = come_in(sidecar.path, newest=2)
-            assert isinstance(peer.ask(verb), m.Failed)
-            peer.close()
-        assert handle.match(ids(64)).blocks == 0 and sidecar.told.why("r", sidecar.store.tenant_names(), str).kept == 0
-
-
-def test_what_is_remembered_is_bounded_and_the_last_ones_stay(tmp_path: Path) -> None:
-    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
-        handle = opened(store)
-        handle.put(ids(64), random_pages(LAYOUT, 1))
-        for _ in range(MOST_LEASES + 3):
-            handle.lease(handle.match(ids(70), request="many"), deadline_ms=5000, request="many").release()
-        (many,) = why(sidecar, "many")
-        assert len(many.leases) == len(many.looked) == MOST_LEASES
-        for first in range(0, MOST_REQUESTS + 64, 64):
-            handle.tell([told_of(f"r{number:05}") for number in range(first, first + 64)])
-        last = f"r{MOST_REQUESTS + 63:05}"
-        wait_until(lambda: bool(sidecar.told.why(last, sidecar.store.tenant_names(), str).found))
-        reply = ask.why(str(sidecar.admin_path), CLOCK, "r")
-        assert reply.kept == MOST_REQUESTS and len(reply.found) == m.MAX_RECORDS
-        assert reply.found[0].request == last
-        with pytest.raises(BadInput):
-            why(sidecar, "many")
-
-
-def test_a_tenants_socket_tells_nothing_of_requests_and_the_observers_does(tmp_path: Path) -> None:
-    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
-        opened(store).tell([told_of("mine")])
-        wait_until(lambda: bool(sidecar.told.why("mine", sidecar.store.tenant_names(), str).found))
+def test_messages_that_are_too_large_end_their_connection_alone(sidecar: Sidecar, handle: NamespaceHandle) -> None:
+    for verb in (
+        m.Tell([told_of(f"r{number}") for number in range(MAX_TOLD_REQUESTS + 1)]),
+        m.Tell([told_of("r", hits={f"word{number}": 1 for number in range(MAX_TOLD_WORDS + 1)})]),
+        m.Tell([told_of("r" * 300)]),
+        m.Tell([told_of("r", asked=-1)]),
+    ):
         peer = come_in(sidecar.path, newest=2)
-        assert isinstance(peer.ask(m.Why("mine")), m.Failed)
+        assert isinstance(peer.ask(verb), m.Failed)
         peer.close()
-        watching = come_in(sidecar.observe_path, newest=2)
-        reply = watching.ask(m.Why("mine"))
-        assert isinstance(reply, m.WhyReply) and reply.found[0].request == "mine"
-        watching.close()
+    assert handle.match(ids(64)).blocks == 0 and sidecar.told.why("r", sidecar.store.tenant_names(), str).kept == 0
 
 
-def test_what_is_known_of_a_tenants_requests_goes_with_its_purge(tmp_path: Path) -> None:
-    with Sidecar(tmp_path) as sidecar:
-        with sidecar.client() as store:
-            opened(store).tell([told_of("mine")])
-            wait_until(lambda: bool(sidecar.told.why("mine", sidecar.store.tenant_names(), str).found))
-            tenants = dict(sidecar.store.tenant_names())
-        ask.purge(str(sidecar.admin_path), CLOCK, "default", 30.0)
-        assert sidecar.told.why("mine", tenants, str).kept == 0
+def test_what_is_remembered_is_bounded_and_the_last_ones_stay(sidecar: Sidecar, handle: NamespaceHandle) -> None:
+    handle.put(ids(64), random_pages(LAYOUT, 1))
+    for _ in range(MOST_LEASES + 3):
+        handle.lease(handle.match(ids(70), request="many"), deadline_ms=5000, request="many").release()
+    (many,) = why(sidecar, "many")
+    assert len(many.leases) == len(many.looked) == MOST_LEASES
+    for first in range(0, MOST_REQUESTS + 64, 64):
+        handle.tell([told_of(f"r{number:05}") for number in range(first, first + 64)])
+    last = f"r{MOST_REQUESTS + 63:05}"
+    wait_until(lambda: bool(sidecar.told.why(last, sidecar.store.tenant_names(), str).found))
+    reply = ask.why(str(sidecar.admin_path), CLOCK, "r")
+    assert reply.kept == MOST_REQUESTS and len(reply.found) == m.MAX_RECORDS
+    assert reply.found[0].request == last
+    with pytest.raises(BadInput):
+        why(sidecar, "many")
+
+
+def test_a_tenants_socket_tells_nothing_of_requests_and_the_observers_does(
+    sidecar: Sidecar, handle: NamespaceHandle
+) -> None:
+    handle.tell([told_of("mine")])
+    wait_until(lambda: bool(why(sidecar, "mine")))
+    (refused,), (reply,) = (asked(path, m.Why("mine")) for path in (sidecar.path, sidecar.observe_path))
+    assert isinstance(refused, m.Failed)
+    assert isinstance(reply, m.WhyReply) and reply.found[0].request == "mine"
 
 
 def test_a_models_name_is_asked_for_those_alone_that_are_shown(tmp_path: Path) -> None:

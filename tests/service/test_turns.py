@@ -83,24 +83,24 @@ def test_whoever_comes_is_next_and_has_saved_up_nothing(was_away: int) -> None:
 
 
 def test_a_free_thread_is_for_the_tenant_with_fewest_at_work() -> None:
-    lines: Lines[str] = Lines(8)
+    lines: Lines[str] = Lines(8, "t")
     one, other = lines.new_line(), lines.new_line()
     one.waiting.extend(f"a{at}" for at in range(100))
     assert [lines.begin() for _ in range(7)] == ["a0", "a1", "a2", "a3", "a4", "a5", None]  # two are left to others
     other.waiting.extend("bcd")
     assert [lines.begin() for _ in range(3)] == ["b", "c", None]
-    lines.end(one)
+    one.end()
     assert lines.begin() == "d"
-    lines.end(other)
-    lines.end(other)
+    other.end()
+    other.end()
     assert [lines.begin() for _ in range(2)] == ["a6", None]  # six are at work for it again
-    lines.end(one)
+    one.end()
     one.leave_out(lambda piece: piece < "a8")
     assert lines.begin() == "a8" and (one.running, other.running) == (6, 1)
 
 
 def test_a_tenant_that_is_alone_has_all_threads() -> None:
-    lines: Lines[int] = Lines(3)
+    lines: Lines[int] = Lines(3, "t")
     line = lines.new_line()
     line.waiting.extend(range(5))
     assert [lines.begin() for _ in range(4)] == [0, 1, 2, None]
@@ -283,7 +283,7 @@ def test_a_request_for_the_pool_does_not_wait_behind_those_of_another_tenant(cro
     crowded.sidecar.core.reserve = watched  # type: ignore[method-assign, assignment]
     verbs = [m.Reserve(0, [b"a" + bytes([at]) * 31], 0) for at in range(4)]
     try:
-        line = door._listeners[0].line
+        line = door._listeners[0].lines[0]
         for at, peer in enumerate((*crowd, gone), 1):
             for verb in verbs:
                 peer.socket.sendall(m.pack(m.Request(2, msgspec.structs.replace(verb, namespace=numbers[peer]))))
@@ -316,7 +316,7 @@ def test_what_takes_long_does_not_wait_behind_that_of_another_tenant(crowded: Cr
 
     crowded.sidecar.core.persist = watched  # type: ignore[method-assign, assignment]
     try:
-        line = crowded.sidecar.door._listeners[0].long_line
+        line = crowded.sidecar.door._listeners[0].lines[1]
         for at, peer in enumerate(crowd, 1):
             peer.socket.sendall(m.pack(m.Request(2, m.Persist(numbers[peer], [b"a" * 32], 1.0))))
             wait_until(lambda count=at: line.running + len(line.waiting) == count)

@@ -276,27 +276,6 @@ class Hoard:
         resource.setrlimit(resource.RLIMIT_NOFILE, self._limits)
 
 
-class Told:
-    """`FaultReports` that notes down."""
-
-    def __init__(self) -> None:
-        self.failures: list[FaultKind] = []
-        self.lasts = False
-
-    @property
-    def failing(self) -> tuple[str, ...]:
-        return (SENT,) if self.lasts else ()
-
-    def failed(self, what: str, kind: FaultKind, detail: str) -> None:
-        if what == SENT:
-            self.failures.append(kind)
-            self.lasts = True
-
-    def worked(self, what: str) -> None:
-        if what == SENT:
-            self.lasts = False
-
-
 @pytest.fixture
 def hoard(sidecar: Sidecar) -> Iterator[Hoard]:
     notify = sidecar.sessions.notify
@@ -314,23 +293,20 @@ def hoard(sidecar: Sidecar) -> Iterator[Hoard]:
     one.end()
 
 
-def test_an_answer_that_the_kernel_does_not_send_waits_and_others_are_served(
-    sidecar: Sidecar, hoard: Hoard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = Told()
-    monkeypatch.setattr(sidecar.door, "_faults", told)
+def test_an_answer_that_the_kernel_does_not_send_waits_and_others_are_served(sidecar: Sidecar, hoard: Hoard) -> None:
+    faults = sidecar.store.faults
     peers, other = [come_in(sidecar.path) for _ in range(3)], come_in(sidecar.path)
     for peer in peers:
         peer.socket.sendall(m.pack(m.Request(7, BELL)) + m.pack(m.Request(8, m.Ping())))
-    wait_until(lambda: len(told.failures) > 10)  # it is tried again and again
-    assert set(told.failures) == {FaultKind.NO_DESCRIPTORS} and told.lasts
+    wait_until(lambda: any(one.what == SENT and one.count > 10 for one in faults.now()))  # it is tried again and again
+    assert set(faults.failing[SENT]) == {FaultKind.NO_DESCRIPTORS}
     assert isinstance(other.ask(m.Ping()), m.Done)
     assert len(connections(sidecar)) == 4
     hoard.end()
     for peer in peers:
         replies = [peer.reply(), peer.reply()]
         assert [(one.number, type(one.answer)) for one in replies if one] == [(7, m.NotifyPipeReply), (8, m.Done)]
-    assert not told.lasts
+    assert SENT not in faults.failing
     for peer in (*peers, other):
         peer.close()
 

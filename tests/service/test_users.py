@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,23 +11,15 @@ import pytest
 from kvstore.protocol import messages as m
 from service.sidecar import Sidecar
 from service.test_serve import serving
+from torture.peer import Peer
 
 ME, OTHER = os.getuid(), os.getuid() + 1
-HELLO = m.pack(m.Request(1, m.Hello(1, 1, "test")))
 
 
 def answer(path: Path) -> m.Answer:
     """To a hello."""
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(20)
-        sock.connect(str(path))
-        sock.sendall(HELLO)
-        read = b""
-        while piece := sock.recv(1 << 16):
-            read += piece
-            if len(read) >= 4 and len(read) >= 4 + int.from_bytes(read[:4], "little"):
-                return m.unpack_reply(read[4:]).answer
-    raise AssertionError("hung up without an answer")
+    with closing(Peer(str(path))) as peer:
+        return peer.ask(m.Hello(1, 1, "test"))
 
 
 @pytest.mark.parametrize(
