@@ -129,14 +129,12 @@ def plan(
     }
     request = plans.PlanRequest(**options)
     if trace is not None:
-        from kvstore.node import build_replay
-
         path = Path(trace)
         if path.is_dir():
             raise typer.BadParameter(f"--trace {path} is a folder; give a file in it")
         with shown_progress() as show:
             read = read_recorded(path, path.name, block_tokens, show)
-            request = plans.PlanRequest(**options, trace=plans.measure(request, read, build_replay, show))
+            request = plans.PlanRequest(**options, trace=plans.measure(request, read, show))
     return print_result(plans.plan(request), as_json)
 
 

@@ -29,7 +29,6 @@ from kvstore.insight.replay import (
     optimal_hits,
 )
 from kvstore.insight.trace import Trace
-from kvstore.node import build_replay
 from recorded import PUBLIC, line, made_of, read_trace, recorded
 from tiering.policies.adaptive import Adaptive
 from tiering.policies.admission import URGE, Admission, AdmitAll, LearnedAdmission
@@ -58,7 +57,7 @@ MEASURED = {
 def test_lru_and_the_optimum_have_the_figures_that_were_measured(of: tuple[str, str], blocks: int) -> None:
     trace = recorded(of[0])
     best = of[1] == OPTIMUM
-    hits = optimal_hits(trace, blocks) if best else build_replay(MAKERS["lru"], blocks).run(trace).dram_hits
+    hits = optimal_hits(trace, blocks) if best else Replay(MAKERS["lru"], blocks).run(trace).dram_hits
     assert f"{hits.sum() / len(trace.blocks):.4f}" == f"{MEASURED[of][blocks]:.4f}"
 
 
@@ -98,7 +97,7 @@ def test_the_optimums_hits_are_told_by_request() -> None:
 @settings(max_examples=40, deadline=None)
 def test_no_policy_finds_more_than_the_optimum(policy: str, prompts: list[list[int]], capacity: int, seed: int) -> None:
     trace = made_of(*prompts)
-    replay = build_replay(MAKERS[policy], capacity, seed)
+    replay = Replay(MAKERS[policy], capacity, seed)
     done = replay.run(trace)
     replay.check()
     lengths = np.diff(trace.starts)
@@ -112,19 +111,19 @@ def test_no_policy_finds_more_than_the_optimum(policy: str, prompts: list[list[i
 def test_the_same_again_gives_the_same(policy: str) -> None:
     random = np.random.default_rng(SEED)
     trace = made_of(*(random.integers(0, 4, random.integers(1, 9)).tolist() for _ in range(800)))
-    first, again = (build_replay(MAKERS[policy], 64, SEED).run(trace) for _ in range(2))
+    first, again = (Replay(MAKERS[policy], 64, SEED).run(trace) for _ in range(2))
     assert (first.dram_hits == again.dram_hits).all() and (first.dram_writes == again.dram_writes).all()
 
 
 def test_blocks_are_in_the_stores_own_index() -> None:
-    replay = build_replay(MAKERS["lru"], 4)
+    replay = Replay(MAKERS["lru"], 4)
     replay.run(made_of([1, 2], [1, 3]))
     assert replay._blocks.index.visible_blocks() == 3
 
 
 def table(trace: Trace, *policies: str, **options: object) -> replays.ReplayResult:
     given = ReplayOptions(**{"blocks": [4], **options})  # type: ignore[arg-type]
-    return replays.run([trace], {name: MAKERS[name] for name in policies}, given, build_replay, *QUIET)
+    return replays.run([trace], {name: MAKERS[name] for name in policies}, given, *QUIET)
 
 
 def test_rows_are_sums_over_requests() -> None:
@@ -155,7 +154,7 @@ STATES = ReplayOptions([100], state_bytes=48, kv_bytes_per_token=1)
 def with_states(trace: Trace, **options: object) -> dict[str | None, replays.ReplayRow]:
     """Of `lru`, by where states are kept."""
     given = replace(STATES, **options)  # type: ignore[arg-type]
-    rows = replays.run([trace], {"lru": MAKERS["lru"]}, given, build_replay, *QUIET).rows
+    rows = replays.run([trace], {"lru": MAKERS["lru"]}, given, *QUIET).rows
     return {row.states: row for row in rows if row.policy != OPTIMUM}
 
 
@@ -276,7 +275,7 @@ def two_tiers_by_hand(trace: Trace, above: int, below: int) -> list[tuple[int, i
 @settings(max_examples=150, deadline=None)
 def test_lru_in_one_tier_and_in_two_is_what_it_says(prompts: list[list[int]], above: int, below: int) -> None:
     trace = made_of(*prompts)
-    replay = build_replay(LeafFirstLru, above, 0, below)
+    replay = Replay(LeafFirstLru, above, 0, below)
     done = replay.run(trace)
     replay.check()
     rows = zip(done.dram_hits, done.dram_writes, done.nvme_hits, done.nvme_writes, strict=True)
@@ -300,7 +299,7 @@ def test_tables_agree_whatever_is_admitted(
     policy: str, admission: str, prompts: list[list[int]], above: int, below: int, seed: int
 ) -> None:
     trace = made_of(*prompts)
-    replay = build_replay(MAKERS[policy], above, seed, below, lambda replay: ADMISSIONS[admission](replay, trace))
+    replay = Replay(MAKERS[policy], above, seed, below, lambda replay: ADMISSIONS[admission](replay, trace))
     done = replay.run(trace)
     replay.check()
     lengths = np.diff(trace.starts)
@@ -312,7 +311,7 @@ def test_tables_agree_whatever_is_admitted(
 def test_nothing_is_written_twice_while_it_is_there() -> None:
     """Brought up and gone again, it is on NVMe still."""
     trace = made_of(*[[1], [2], [3]] * 20)
-    done = build_replay(LeafFirstLru, 1, 0, 3).run(trace)
+    done = Replay(LeafFirstLru, 1, 0, 3).run(trace)
     assert done.nvme_writes.sum() == 3 and done.nvme_hits.sum() == 57 and done.dram_writes.sum() == 60
 
 
@@ -321,7 +320,7 @@ def test_nothing_is_written_twice_while_it_is_there() -> None:
 
 def rows_of(trace: Trace, **options: object) -> list[replays.ReplayRow]:
     given = ReplayOptions(**{"blocks": [4], "nvme_blocks": 12, **options})  # type: ignore[arg-type]
-    return list(replays.run([trace], {"lru": LeafFirstLru}, given, build_replay, *QUIET).rows)
+    return list(replays.run([trace], {"lru": LeafFirstLru}, given, *QUIET).rows)
 
 
 @pytest.mark.slow
@@ -377,7 +376,7 @@ def test_on_recorded_conversations_fewer_bytes_keep_the_hits(policy: PolicyMaker
     trace = recorded("mooncake_conversation")
 
     def hits_and_writes(admission: Callable[[Replay], Admission]) -> tuple[int, int, int]:
-        done = build_replay(policy, 5_000, 0, 35_000, admission).run(trace)
+        done = Replay(policy, 5_000, 0, 35_000, admission).run(trace)
         nvme_hits = int(done.nvme_hits.sum())
         return int(done.dram_hits.sum()) + nvme_hits, nvme_hits, int(done.nvme_writes.sum())
 
