@@ -6,9 +6,10 @@ a connector's; a sidecar counts what its leases granted. Without any of these, t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
-from kvstore.openai.metrics import samples_of
+from kvstore.openai.client import samples_of
 
 _OURS = "kvstore_vllm_prompt_tokens_total"
 _VLLMS = {
@@ -18,32 +19,28 @@ _VLLMS = {
 }
 MISSED = "missed "
 """Begins the names of tokens that our connector missed; the reason follows."""
-_SIDECARS = ("kvstore_granted_tokens_total", "kvstore_revoked_tokens_total")
+_SIDECARS = {"kvstore_granted_tokens_total": 1, "kvstore_revoked_tokens_total": -1}
 
 
-def engine_tokens(page: str) -> dict[str, float]:
+def engine_tokens(page: str) -> Mapping[str, float]:
     """From an engine's page: tokens asked, hits by tier, and what was missed by reason if it is told."""
-    ours: dict[str, float] = {}
-    vllms: dict[str, float] = {}
+    ours, vllms = defaultdict[str, float](float), defaultdict[str, float](float)
     for one in samples_of(page):
         if one.name == _OURS:
-            ours["asked"] = ours.get("asked", 0.0) + one.value
             origin, is_hit = one.labels.get("origin", ""), one.labels.get("outcome") == "hit"
-            name = origin if is_hit else MISSED + origin
-            ours[name] = ours.get(name, 0.0) + one.value
+            ours["asked"] += one.value
+            ours[origin if is_hit else MISSED + origin] += one.value
         elif one.name in _VLLMS:
-            vllms[_VLLMS[one.name]] = vllms.get(_VLLMS[one.name], 0.0) + one.value
+            vllms[_VLLMS[one.name]] += one.value
     return ours or vllms
 
 
-def sidecar_tokens(page: str) -> dict[str, float]:
+def sidecar_tokens(page: str) -> Mapping[str, float]:
     """From a sidecar's page: tokens granted by tier, less those that failed a check."""
-    found: dict[str, float] = {}
+    found = defaultdict[str, float](float)
     for one in samples_of(page):
         if one.name in _SIDECARS:
-            tier = f"sidecar {one.labels.get('tier', '')}"
-            sign = 1.0 if one.name == _SIDECARS[0] else -1.0
-            found[tier] = found.get(tier, 0.0) + sign * one.value
+            found[f"sidecar {one.labels.get('tier', '')}"] += _SIDECARS[one.name] * one.value
     return found
 
 
