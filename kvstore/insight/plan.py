@@ -7,6 +7,7 @@ QUADRATIC_TOKENS) seconds. Pure: no clock, no file.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -553,11 +554,7 @@ def _on_gpu(layers: KvLayers, dtype: str, ranks: int) -> int:
 
 
 def _last(holds: Callable[[int], bool], most: int) -> int:
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle - 1)
-    return low
+    return bisect_left(range(1, most + 1), True, key=lambda number: not holds(number))
 
 
 def _span(seconds: float) -> str:

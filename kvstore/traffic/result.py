@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from kvstore.traffic.counters import MISSED
 from kvstore.traffic.replay import RequestOutcome
 from kvstore.traffic.row import MS, SHARE, BenchResult, Row, Section, Target, quantile
 from kvstore.traffic.workload import Workload
 
+MISSED = "missed "
+"""Begins the names of tokens that our connector missed; the reason follows."""
 MOST_SHOWN_ERRORS = 3
 _OF_A_WORKLOAD = "scale block_tokens prompt_tokens longest_tokens working_set_tokens shared_tokens".split()
 

@@ -14,9 +14,9 @@ from kv_bench.traffic_engines import findable_tokens
 from kvstore.block.errors import BadInput
 from kvstore.insight.trace import Trace, read_trace
 from kvstore.openai.client import samples_of
-from kvstore.traffic.counters import engine_tokens, grown, sidecar_tokens
 from kvstore.traffic.replay import RequestOutcome
 from kvstore.traffic.result import Slo, TrafficResult, TurnFigures
+from kvstore.traffic.run import engine_tokens, grown, sidecar_tokens
 from kvstore.traffic.workload import UNKNOWN_OUTPUT, Load, Workload
 
 BLOCK = 64
