@@ -17,7 +17,7 @@ import msgspec
 from kvstore.block.errors import BadInput, Rejected, StoreError, Unreachable
 from kvstore.block.identity import ExtraKey, Namespace, PrefixHasher, as_extra_keys, token_bytes
 from kvstore.cli.report import WarmReport, record_report
-from kvstore.cli.terminal import Report
+from kvstore.cli.terminal import Shown
 from kvstore.client.connection import check_numbers, checked_facts
 from kvstore.client.framing import HANGS, FramedSocket, Silent, TimedOut
 from kvstore.client.warming import Warming
@@ -109,7 +109,7 @@ def record(
     write: Callable[[str], object],
     progress: Progress,
     is_ended: Callable[[], bool] = lambda: False,
-) -> Report:
+) -> Shown:
     """Write each request that clients look up from now on as a line of the form that `read_trace` reads.
 
     seconds: None until it is ended. file: named in the report. is_ended: polled; what was looked up until then is

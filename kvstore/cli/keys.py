@@ -8,7 +8,7 @@ from typing import Annotated
 
 from kvstore.block.key_file import KeyFile, PooledTenant
 from kvstore.cli.operate import Data
-from kvstore.cli.terminal import Json, Report, argument, option, path_argument, print_result, typer
+from kvstore.cli.terminal import Json, Shown, argument, option, path_argument, print_result, typer
 from kvstore.cli.terminal import keys as app
 from kvstore.keys import pool_keys
 from kvstore.keys.pool_keys import PoolKeys, SecretDirectory, TenantSecrets, read_source
@@ -24,7 +24,7 @@ def _keys(
     served: Mapping[str, PooledTenant] = MappingProxyType({}),
     purged: Mapping[str, str] = MappingProxyType({}),
     faults: Mapping[str, str] = MappingProxyType({}),
-) -> Report:
+) -> Shown:
     """Keys found at a path. served: identity of a pool under which a store serves each tenant. purged: tenants, by
     fingerprint, that a store no longer serves. faults: of files, by name."""
     told, lines = [], []
@@ -41,7 +41,7 @@ def _keys(
     lines += [f"{name} cannot be used: {fault}" for name, fault in faults.items()]
     pools = {name: one.told() for name, one in served.items()}
     facts = {"path": where, "tenants": told, "served": pools, "purged": dict(purged), "faults": dict(faults)}
-    return Report(facts, lines or [f"{where} has no keys"])
+    return Shown(facts, lines or [f"{where} has no keys"])
 
 
 @app.command()
@@ -130,4 +130,4 @@ def revive(tenant: Tenant, data: Data = "./kv", as_json: Json = False) -> int:
     """
     fingerprints = list(revive_tenant(Path(data), tenant))
     line = f"Tenant {tenant} may be served under {', '.join(fingerprints)} again"
-    return print_result(Report({"tenant": tenant, "fingerprints": fingerprints}, [line]), as_json)
+    return print_result(Shown({"tenant": tenant, "fingerprints": fingerprints}, [line]), as_json)

@@ -19,7 +19,7 @@ from kvstore.cli.terminal import (
     Group,
     Json,
     Live,
-    Report,
+    Shown,
     app,
     argument,
     check_folder,
@@ -150,7 +150,7 @@ def stat(
         raise typer.BadParameter(f"--watch {watch:g}: give 0.1 to 86400 seconds")
     path, clock = _admin(data, socket)
 
-    def found() -> Report:
+    def found() -> Shown:
         return report.stat_report(ask.stat(path, clock))
 
     if watch is None:

@@ -13,7 +13,7 @@ from kvstore.block.states import DEFAULT_SHARE
 from kvstore.cli.insight import read_recorded
 from kvstore.cli.terminal import (
     Json,
-    Report,
+    Shown,
     app,
     argument,
     option,
@@ -82,7 +82,7 @@ def plan(
         from kvstore.console.planning import models_of_table
 
         told = {"models": msgspec.to_builtins(models_of_table())}
-        return print_result(Report(told, [plans.models_table(known.MODELS.values())]), as_json)
+        return print_result(Shown(told, [plans.models_table(known.MODELS.values())]), as_json)
     described = [one for one in (layers, kv_heads, head_dim) if one is not None]
     if (model is not None) + (config is not None) + bool(described) != 1:
         raise typer.BadParameter(
@@ -176,7 +176,7 @@ def models(
     if markdown:
         print(page(rows), end="")
         return 0
-    return print_result(Report({"models": msgspec.to_builtins(rows)}, _served_lines(rows)), as_json)
+    return print_result(Shown({"models": msgspec.to_builtins(rows)}, _served_lines(rows)), as_json)
 
 
 def given_model(given: str) -> Any:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.block.account import MissReason
-from kvstore.cli.terminal import Report
+from kvstore.cli.terminal import Shown
 from kvstore.config import format_size
 from kvstore.protocol.messages import Counted, WhyReply
 from kvstore.protocol.told import PrefixFigures, RequestRecord, StoreNote
@@ -29,17 +29,17 @@ _WIDE = 110
 """Terminal columns that fit a namespace's figures in one row."""
 
 
-def why_report(reply: WhyReply) -> Report:
+def why_report(reply: WhyReply) -> Shown:
     """A line for each event."""
     lines = []
     for one in reply.found:
         of = f" of {one.engine}" if one.engine else ""
         lines.append(f"{one.request}{of}, tenant {one.tenant}, {one.model or 'no model named'}")
         lines += [f"  {line}" for line in _timeline(one)]
-    return Report({"requests": [msgspec.to_builtins(one) for one in reply.found], "kept": reply.kept}, lines)
+    return Shown({"requests": [msgspec.to_builtins(one) for one in reply.found], "kept": reply.kept}, lines)
 
 
-def prefix_report(told: PrefixFigures) -> Report:
+def prefix_report(told: PrefixFigures) -> Shown:
     table = Table("prefix", "tenant", "model", box=None)
     for name in ("tokens", "requests/h", "tokens saved/h", "size", "readable"):
         table.add_column(name, justify="right")
@@ -49,7 +49,7 @@ def prefix_report(told: PrefixFigures) -> Report:
         table.add_row(row.id, *(Text(one) for one in (row.tenant, row.model, *words)))
     hottest = table if told.hottest else "No prefix that was found stands out."
     last = f"{told.sampled:,} of {told.lookups:,} look-ups, of about the last hour"
-    return Report(msgspec.to_builtins(told), [hottest, last])
+    return Shown(msgspec.to_builtins(told), [hottest, last])
 
 
 def _timeline(record: RequestRecord) -> Iterator[str]:
@@ -104,8 +104,8 @@ def _moment(at: float) -> str:
     return f"{datetime.fromtimestamp(at):%H:%M:%S}.{int(1000 * at) % 1000:03}"
 
 
-def stat_report(facts: SidecarStatus) -> Report:
-    return Report(msgspec.to_builtins(facts), _stat_parts(facts))
+def stat_report(facts: SidecarStatus) -> Shown:
+    return Shown(msgspec.to_builtins(facts), _stat_parts(facts))
 
 
 def _stat_parts(facts: SidecarStatus) -> Iterator[RenderableType]:
@@ -207,7 +207,7 @@ def _word(name: str, value: Any, now: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
-def namespaces_report(facts: SidecarStatus) -> Report:
+def namespaces_report(facts: SidecarStatus) -> Shown:
     lines: list[RenderableType] = []
     if facts.namespaces:
         lines.append(namespace_table(facts.namespaces, facts.at, len(facts.namespaces)))
@@ -221,10 +221,10 @@ def namespaces_report(facts: SidecarStatus) -> Report:
         lines.append(f"and {facts.hidden_namespaces:,} more")
     if facts.state == "warming":
         lines.append("What is on disk is still being taken in: there may be more.")
-    return Report({"state": facts.state, "namespaces": msgspec.to_builtins(facts.namespaces)}, lines)
+    return Shown({"state": facts.state, "namespaces": msgspec.to_builtins(facts.namespaces)}, lines)
 
 
-def gone_report(what: str, name: str, value: str, gone: Counted) -> Report:
+def gone_report(what: str, name: str, value: str, gone: Counted) -> Shown:
     """`kvstore drop` and `kvstore purge`. what: a sentence about what is gone; name, value: its JSON field. gone: how
     much that was, and what other nodes may still have."""
     told: dict[str, object] = {name: value, "blocks": gone.blocks, "elsewhere": gone.elsewhere}
@@ -233,10 +233,10 @@ def gone_report(what: str, name: str, value: str, gone: Counted) -> Report:
     if gone.elsewhere:
         lines.append(f"elsewhere: {gone.elsewhere}")
     lines += [f"not reached: {node or 'unknown node'} at {address}" for node, address in gone.not_reached]
-    return Report(told, lines)
+    return Shown(told, lines)
 
 
-def record_report(file: str, block_tokens: int, requests: int, blocks: int, lost: int, seconds: float) -> Report:
+def record_report(file: str, block_tokens: int, requests: int, blocks: int, lost: int, seconds: float) -> Shown:
     """requests, blocks: written. lost: requests that the sidecar dropped because earlier notes were not fetched in
     time."""
     told = {"file": file, "block_tokens": block_tokens, "requests": requests, "blocks": blocks, "lost": lost}
@@ -246,7 +246,7 @@ def record_report(file: str, block_tokens: int, requests: int, blocks: int, lost
         lines.append(f"{_count(lost, 'request')} more came too fast to be written, and are not in it.")
     if not requests:
         lines = [f"nothing was looked up in {_span(seconds)}: there is no {file}"]
-    return Report({**told, "seconds": seconds}, lines)
+    return Shown({**told, "seconds": seconds}, lines)
 
 
 @dataclass(frozen=True, slots=True)

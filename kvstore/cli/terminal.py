@@ -141,7 +141,7 @@ class Result(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Shown:
     """A result that is there in both forms. told: the object. lines: for people, made when they are read, once; text
     goes on beyond the terminal's width, and is printed as it is, never as markup."""
 
