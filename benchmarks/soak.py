@@ -40,6 +40,7 @@ from kv_bench.ttft_vllm import connector
 from kvstore.insight.trace import Trace
 from kvstore.traffic.run import Endpoint, TrafficOptions
 from kvstore.traffic.run import run as run_traffic
+from kvstore.traffic.workload import Workload
 from kvstore.wire.store_pb2 import MatchRequest, NamespacesRequest, Prompt
 from kvstore.wire.store_pb2_grpc import StoreStub
 from tiering.frame import KEY_BYTES
@@ -156,7 +157,7 @@ def soak(trace: Trace, options: TrafficOptions, python: str, say: Callable[[str]
     over = threading.Event()
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-soak-")))
-        workload = options.workload(trace, LONGEST_TOKENS)
+        workload = Workload.of(trace, options, LONGEST_TOKENS)
         asked_mib = workload.working_set_tokens * kv_bytes_per_token(TINY) >> 20
         say(f"{len(workload.requests)} requests, which ask for {asked_mib} MiB; {DRAM} of memory, {NVME} of disk")
         settings = {"dram": DRAM, "nvme": NVME}

@@ -25,7 +25,6 @@ from kvstore.block.errors import BadInput, DirectoryInUse, KeysUnusable, StoreCl
 from kvstore.block.identity import (
     NOWHERE,
     NUMBER_KEY_BYTES,
-    SECRET_BYTES,
     KeyRing,
     Namespace,
     NodeIdentity,
@@ -57,7 +56,6 @@ from kvstore.core.rows.index import PrefixIndex
 from kvstore.core.store import Store
 from kvstore.core.table import BlockTable
 from kvstore.core.usage import StoreUsage
-from kvstore.insight.replay import CountingTier, Replay, StatesKept
 from kvstore.keys.store_keys import Epochs, NodeLock, StoreKeys, node_of, refuse_new_keys, warn_of_left_alone
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import AttachLease, NamedLease, Request, Submitted, TenantClient
@@ -65,14 +63,13 @@ from kvstore.protocol.messages import LeaseReply
 from kvstore.protocol.requests import Requests
 from tiering.after_fork import close_in_children
 from tiering.clock import Clock, SystemClock
-from tiering.dram.extents import BlankPool, ExtentPool, MemoryKeeper
+from tiering.dram.extents import ExtentPool, MemoryKeeper
 from tiering.dram.keeping import KeptExtent
 from tiering.dram.tier import DramTier
 from tiering.errors import TierError
 from tiering.failpoint import Reach, go_on
 from tiering.faults import NEW_SLABS, NVME_WRITES, FaultKind, Faults
 from tiering.files import DirectoryLock, make_directory, read_text_files
-from tiering.frame import frame_bytes
 from tiering.move_queue import MoveQueue, QueueLimits
 from tiering.nvme.frame_index import IndexMaker
 from tiering.nvme.scrub import ScrubLimits
@@ -600,37 +597,3 @@ def _admission_of(writes: float | None) -> AdmissionMaker:
         return LearnedAdmission(names, seconds, writes * nvme_bytes / DAY_SECONDS if writes < inf else None)
 
     return made
-
-
-def build_replay(
-    policy: PolicyMaker,
-    dram_blocks: int,
-    seed: int = 0,
-    nvme_blocks: int = 0,
-    admission: Callable[[Replay], Admission] | None = None,
-    states: StatesKept | None = None,
-) -> Replay:
-    """The tables of a store with room for so many blocks, without memory: for traces. nvme_blocks: of NVMe, if there is
-    one. admission: to it; None for everything. states: of a model that has them, without NVMe."""
-    layout = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16", block_tokens=64)
-    payload_bytes = 1 << 12
-    dram_bytes = dram_blocks * frame_bytes(payload_bytes)
-    dram = DramTier(BlankPool(dram_bytes, dram_bytes))
-    keys = TenantKeys.derive(bytes(SECRET_BYTES))
-    index = PrefixIndex(forgotten_limit=0)
-    pins = Pins()
-    nvme = CountingTier(nvme_blocks * frame_bytes(payload_bytes)) if nvme_blocks else None
-    lower = None
-    if nvme is not None:
-        lower = Lower(nvme, Residency(LeafFirstLru(), pins), AdmitAll())
-    blocks = BlockTable(index, Residency(policy(index.names, seed), pins), dram, KeyRing([keys]), lower)
-    space = blocks.add_space(keys, Namespace("0" * 40, layout, "raw"), [payload_bytes])
-    dram.adopt(dram.new_extent(), space.classes[0])
-    replay = Replay(blocks, space.number, nvme, states)
-    if nvme is not None:
-        nvme.open(space.classes[0])
-        if admission is not None:
-            assert lower is not None
-            lower.admission = admission(replay)
-            lower.admission.expect(nvme_blocks)
-    return replay

@@ -23,7 +23,7 @@ LIGHT_MODULES = (
     "kvstore.edge.pages",
     "kvstore.console.part",
     "kvstore.network.part",
-    "kvstore.openai.serve",
+    "kvstore.openai.proxy",
 )
 
 

@@ -16,7 +16,8 @@ import msgspec
 
 from kvstore.block.errors import BadInput, Rejected, StoreError, Unreachable
 from kvstore.block.identity import ExtraKey, Namespace, PrefixHasher, as_extra_keys, token_bytes
-from kvstore.cli.report import RecordReport, WarmReport
+from kvstore.cli.report import WarmReport, record_report
+from kvstore.cli.terminal import Shown
 from kvstore.client.connection import check_numbers, checked_facts
 from kvstore.client.framing import HANGS, FramedSocket, Silent, TimedOut
 from kvstore.client.warming import Warming
@@ -31,28 +32,27 @@ A = TypeVar("A")
 CALL_SECONDS = 5.0
 MARGIN_SECONDS = 5.0
 """Time for the answer, beyond the sidecar's own deadline."""
+TO_THE_OPERATOR = "give --admin-socket or --data"
+"""What to do where no operator's socket answers."""
 
 Progress = Callable[[str, int, int], None]
 
 
 def stat(socket: str, clock: Clock) -> SidecarStatus:
     """A sidecar's status. Raises `Unreachable`, and `StoreError` for an impossible answer."""
-    with _connection(socket, clock, "give --admin-socket or --data") as ask:
-        return ask(m.Stat(), m.StatReply, CALL_SECONDS).facts
+    return _asked(socket, clock, m.Stat(), m.StatReply).facts
 
 
 def ping(socket: str, clock: Clock) -> None:
     """Raises `Unreachable` if no sidecar answers there."""
-    with _connection(socket, clock, "give --admin-socket or --data") as ask:
-        ask(m.Ping(), m.Done, CALL_SECONDS)
+    _asked(socket, clock, m.Ping(), m.Done)
 
 
 def why(socket: str, clock: Clock, request: str) -> m.WhyReply:
     """What a sidecar knows of requests whose names begin so. Raises `BadInput` if it knows none."""
     if not request or len(request) > MAX_REQUEST_CHARACTERS:
         raise BadInput(f"a request's name of {len(request)} characters; give 1 to {MAX_REQUEST_CHARACTERS}")
-    with _connection(socket, clock, "give --admin-socket or --data") as ask:
-        reply = ask(m.Why(request), m.WhyReply, CALL_SECONDS)
+    reply = _asked(socket, clock, m.Why(request), m.WhyReply)
     if not reply.found:
         raise BadInput(
             f"nothing is known of a request {printable(request)!r}; the sidecar remembers the last ones of each tenant "
@@ -63,32 +63,34 @@ def why(socket: str, clock: Clock, request: str) -> m.WhyReply:
 
 def prefixes(socket: str, clock: Clock, tenant: str) -> PrefixFigures:
     """A sidecar's hottest prefixes; of one tenant or of all. Raises `StoreError`."""
-    _check_name("a tenant's name", tenant)
-    with _connection(socket, clock, "give --admin-socket or --data") as ask:
-        return ask(m.Prefixes(tenant), m.PrefixesReply, CALL_SECONDS).figures
+    _check_names(tenant)
+    return _asked(socket, clock, m.Prefixes(tenant), m.PrefixesReply).figures
 
 
 def drop(socket: str, clock: Clock, namespace: str, tenant: str, seconds: float) -> m.Counted:
     """Evict a namespace from every tier; returns how many blocks it had, and what other nodes may still have of it."""
     checked_seconds(seconds)
-    _check_name("a namespace's id", namespace)
-    _check_name("a tenant's name", tenant)
-    with _connection(socket, clock, "give --admin-socket or --data") as ask:
-        return ask(m.DropAny(namespace, tenant, seconds), m.Counted, seconds + MARGIN_SECONDS)
+    _check_names(tenant, namespace)
+    return _asked(socket, clock, m.DropAny(namespace, tenant, seconds), m.Counted, seconds + MARGIN_SECONDS)
 
 
 def purge(socket: str, clock: Clock, tenant: str, seconds: float) -> m.Counted:
     """Void all blocks of a tenant and retire its key; returns how many it had, and what other nodes may still have."""
     checked_seconds(seconds)
-    _check_name("a tenant's name", tenant)
-    with _connection(socket, clock, "give --admin-socket or --data") as ask:
-        return ask(m.Purge(tenant, seconds), m.Counted, seconds + 3 * MARGIN_SECONDS)
+    _check_names(tenant)
+    return _asked(socket, clock, m.Purge(tenant, seconds), m.Counted, seconds + 3 * MARGIN_SECONDS)
 
 
-def _check_name(what: str, given: str) -> None:
+def _asked(socket: str, clock: Clock, verb: m.Verb, kind: type[A], seconds: float = CALL_SECONDS) -> A:
+    with _connection(socket, clock, TO_THE_OPERATOR) as ask:
+        return ask(verb, kind, seconds)
+
+
+def _check_names(tenant: str, namespace: str = "") -> None:
     """The protocol's limit. Raises `BadInput`."""
-    if len(given) > m.MAX_NAME:
-        raise BadInput(f"{what} of {len(given)} characters; see kvstore namespaces for what there is")
+    for what, given in (("a namespace's id", namespace), ("a tenant's name", tenant)):
+        if len(given) > m.MAX_NAME:
+            raise BadInput(f"{what} of {len(given)} characters; see kvstore namespaces for what there is")
 
 
 # Recording ------------------------------------------------------------------------------------------------------------
@@ -107,19 +109,18 @@ def record(
     write: Callable[[str], object],
     progress: Progress,
     is_ended: Callable[[], bool] = lambda: False,
-) -> RecordReport:
+) -> Shown:
     """Write each request that clients look up from now on as a line of the form that `read_trace` reads.
 
     seconds: None until it is ended. file: named in the report. is_ended: polled; what was looked up until then is
     written. Raises `BadInput`, and `Unreachable` if the sidecar goes away, with how much was written.
     """
-    _check_name("a namespace's id", namespace)
-    _check_name("a tenant's name", tenant)
+    _check_names(tenant, namespace)
     if seconds is not None and not isfinite(seconds):
         raise BadInput(f"--seconds {seconds}; give a number, 0 or more, or leave it out")
     began = clock.monotonic_seconds()
     requests = blocks = lost = 0
-    with _connection(socket, clock, "give --admin-socket or --data") as ask:
+    with _connection(socket, clock, TO_THE_OPERATOR) as ask:
         begun = ask(m.Record(b"", namespace, tenant), m.Recorded, CALL_SECONDS)
         try:
             while True:
@@ -153,7 +154,7 @@ def record(
             ask(m.Record(begun.recording, ends=True), m.Recorded, CALL_SECONDS)
             raise
         ask(m.Record(begun.recording, ends=True), m.Recorded, CALL_SECONDS)
-    return RecordReport(file, begun.block_tokens, requests, blocks, lost, clock.monotonic_seconds() - began)
+    return record_report(file, begun.block_tokens, requests, blocks, lost, clock.monotonic_seconds() - began)
 
 
 # Warming --------------------------------------------------------------------------------------------------------------

@@ -152,9 +152,20 @@ def traffic_command(choose: EngineChoice | None = None) -> Callable[..., int]:
             for ttft in listed([ttft_slo], "--ttft-slo", _MS)
             for itl in listed([itl_slo], "--itl-slo", _MS)
         )
-        sent = (PromptForm(form), vocabulary, model, request_seconds)
-        limits = (seconds, requests, turns, speed, scale)
-        options = traffic.TrafficOptions(*limits, *sent, slos, seed, api_key_header(api_key_file))
+        options = traffic.TrafficOptions(
+            seconds=seconds,
+            requests=requests,
+            speed=speed,
+            scale=scale,
+            vocabulary=vocabulary,
+            seed=seed,
+            turns=turns,
+            form=PromptForm(form),
+            model=model,
+            request_seconds=request_seconds,
+            slos=slos,
+            headers=api_key_header(api_key_file),
+        )
         starter = None
         if engines is not None and choose is None:
             start_script("traffic", sys.argv[sys.argv.index("traffic") + 1 :], "kvstore bench traffic --engines")

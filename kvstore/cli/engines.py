@@ -78,8 +78,7 @@ def pd_proxy(
     from kvstore.openai.api import Legs
     from kvstore.openai.client import checked_url
     from kvstore.openai.fleet import Fleet, ProxiedEngine
-    from kvstore.openai.proxy import PdProxy, ProxyLimits
-    from kvstore.openai.serve import serve_proxy
+    from kvstore.openai.proxy import PdProxy, ProxyLimits, serve_proxy
     from kvstore.service.settings import host_and_port
     from tiering.clock import SystemClock
 

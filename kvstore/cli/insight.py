@@ -76,7 +76,6 @@ def replay(
     """
     from kvstore.insight import replay as replays
     from kvstore.insight.models import model_named
-    from kvstore.node import build_replay
 
     paths = [_trace_file(one) for one in traces]
     most = replays.MOST_BLOCKS
@@ -125,7 +124,7 @@ def replay(
     is_short = len({path.name for path in paths}) == len(paths)
     with shown_progress() as show:
         read = [read_recorded(path, path.name if is_short else str(path), block_tokens, show) for path in paths]
-        result = replays.run(read, chosen, options, build_replay, show)
+        result = replays.run(read, chosen, options, show)
     return _shown(result, as_json, draw)
 
 
@@ -154,7 +153,7 @@ def whatif(
     """
     from kvstore.insight import whatif as estimates
     from kvstore.insight.curve import LEAST_NAMES
-    from kvstore.node import SystemClock, build_replay
+    from kvstore.node import SystemClock
 
     path = _trace_file(trace)
     if policy not in estimates.ESTIMATED:
@@ -179,9 +178,7 @@ def whatif(
     kvstore.policy_named(policy)  # raises now if its packages are missing
     with shown_progress() as show:
         read = read_recorded(path, path.name, block_tokens, show)
-        result = estimates.run(
-            read, options, build_replay, lambda part: kvstore.policy_named(policy, part), SystemClock(), show
-        )
+        result = estimates.run(read, options, lambda part: kvstore.policy_named(policy, part), SystemClock(), show)
     return _shown(result, as_json, draw)
 
 

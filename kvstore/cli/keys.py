@@ -1,16 +1,16 @@
 """kvstore keys: tenants' secrets that a pool's nodes share. Prints fingerprints, never a secret."""
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from types import MappingProxyType
+from typing import Annotated
 
 from msgspec import to_builtins
 
 from kvstore.block.key_file import KeyFile, PooledTenant
 from kvstore.cli.operate import Data
-from kvstore.cli.terminal import Json, argument, option, path_argument, print_result, typer
+from kvstore.cli.terminal import Json, Shown, argument, option, path_argument, print_result, typer
 from kvstore.cli.terminal import keys as app
 from kvstore.keys import pool_keys
 from kvstore.keys.pool_keys import PoolKeys, SecretDirectory, TenantSecrets, read_source
@@ -20,65 +20,30 @@ Dir = Annotated[str, path_argument("DIR", "Directory of keys, as `keys.directory
 Tenant = Annotated[str, argument("TENANT", "The tenant's name.")]
 
 
-@dataclass(frozen=True, slots=True)
-class KeysReport:
-    """Keys found at a path. served: identity of a pool under which a store serves each tenant. purged: fingerprints, by
-    tenant, that a store no longer serves. faults: of files, by name."""
-
-    where: str
-    tenants: Sequence[TenantSecrets]
-    served: Mapping[str, PooledTenant] = field(default_factory=dict)
-    purged: Mapping[str, str] = field(default_factory=dict)
-    faults: Mapping[str, str] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, object]:
-        return {
-            "path": self.where,
-            "tenants": [
-                {
-                    "tenant": one.tenant,
-                    "fingerprint": one.fingerprint,
-                    "epoch": one.epochs[-1][0],
-                    "epochs": [{"epoch": keys.epoch, "key_id": keys.key_id.hex()} for keys in one.in_epochs()],
-                }
-                for one in self.tenants
-            ],
-            "served": {name: to_builtins(one) for name, one in self.served.items()},
-            "purged": dict(self.purged),
-            "faults": dict(self.faults),
-        }
-
-    def render(self, console: Any) -> None:
-        for line in [*self._lines()] or [f"{self.where} has no keys"]:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def _lines(self) -> Iterator[str]:
-        for one in self.tenants:
-            signs = one.in_epochs()[-1]
-            also = ", ".join(str(number) for number, _ in one.epochs[:-1])
-            line = f"{one.tenant}: {one.fingerprint}, signs in epoch {signs.epoch} ({signs.key_id.hex()})"
-            yield line + (f", accepts {also} too" if also else "")
-        for name, pooled in self.served.items():
-            yield f"{name}: {pooled.fingerprint}, of a pool"
-        for fingerprint, name in self.purged.items():
-            yield f"{name}: {fingerprint} was purged"
-        for name, fault in self.faults.items():
-            yield f"{name} cannot be used: {fault}"
-
-
-@dataclass(frozen=True, slots=True)
-class ReviveReport:
-    """Identities under which a tenant may be served again."""
-
-    tenant: str
-    fingerprints: Sequence[str]
-
-    def to_dict(self) -> dict[str, object]:
-        return {"tenant": self.tenant, "fingerprints": list(self.fingerprints)}
-
-    def render(self, console: Any) -> None:
-        line = f"Tenant {self.tenant} may be served under {', '.join(self.fingerprints)} again"
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+def _keys(
+    where: str,
+    tenants: Sequence[TenantSecrets],
+    served: Mapping[str, PooledTenant] = MappingProxyType({}),
+    purged: Mapping[str, str] = MappingProxyType({}),
+    faults: Mapping[str, str] = MappingProxyType({}),
+) -> Shown:
+    """Keys found at a path. served: identity of a pool under which a store serves each tenant. purged: tenants, by
+    fingerprint, that a store no longer serves. faults: of files, by name."""
+    told, lines = [], []
+    for one in tenants:
+        epochs = [{"epoch": keys.epoch, "key_id": keys.key_id.hex()} for keys in one.in_epochs()]
+        epoch = one.epochs[-1][0]
+        told.append({"tenant": one.tenant, "fingerprint": one.fingerprint, "epoch": epoch, "epochs": epochs})
+        signs = one.in_epochs()[-1]
+        also = ", ".join(str(number) for number, _ in one.epochs[:-1])
+        line = f"{one.tenant}: {one.fingerprint}, signs in epoch {signs.epoch} ({signs.key_id.hex()})"
+        lines.append(line + (f", accepts {also} too" if also else ""))
+    lines += [f"{name}: {pooled.fingerprint}, of a pool" for name, pooled in served.items()]
+    lines += [f"{name}: {fingerprint} was purged" for fingerprint, name in purged.items()]
+    lines += [f"{name} cannot be used: {fault}" for name, fault in faults.items()]
+    pools = {name: to_builtins(one) for name, one in served.items()}
+    facts = {"path": where, "tenants": told, "served": pools, "purged": dict(purged), "faults": dict(faults)}
+    return Shown(facts, lines or [f"{where} has no keys"])
 
 
 @app.command()
@@ -89,7 +54,7 @@ def init(
 ) -> int:
     """Make keys for tenants that have none there. Every node of the pool needs the same directory."""
     made = pool_keys.init(SecretDirectory(Path(directory)), tenants or ["default"], secrets.token_bytes)
-    return print_result(KeysReport(directory, made), as_json)
+    return print_result(_keys(directory, made), as_json)
 
 
 @app.command()
@@ -108,12 +73,12 @@ def show(
     given = Path(path)
     if given.is_dir():
         there = PoolKeys.read(SecretDirectory(given))
-        found = KeysReport(path, [there.tenants[name] for name in sorted(there.tenants)], faults=there.faults)
+        found = _keys(path, [there.tenants[name] for name in sorted(there.tenants)], faults=there.faults)
     else:
         own = KeyFile(given) if given.suffix != ".key" else None
         read = read_source(given)
         told = (own.pooled, own.purged) if own is not None else ({}, {})
-        found = KeysReport(path, [read[name] for name in sorted(read)], *told)
+        found = _keys(path, [read[name] for name in sorted(read)], *told)
     return print_result(found, as_json)
 
 
@@ -131,7 +96,7 @@ def take_in(
 ) -> int:
     """Take over tenants' keys from elsewhere: a store's keys become a pool's, and the store stays warm."""
     taken = pool_keys.take_in(SecretDirectory(Path(directory)), Path(source), tenants or (), cold_start=cold_start)
-    return print_result(KeysReport(directory, taken), as_json)
+    return print_result(_keys(directory, taken), as_json)
 
 
 @app.command()
@@ -141,7 +106,7 @@ def rotate(directory: Dir, tenant: Tenant, as_json: Json = False) -> int:
     Sidecars with the directory notice within seconds. Blocks keep their names.
     """
     rotated = pool_keys.rotate(SecretDirectory(Path(directory)), tenant, secrets.token_bytes)
-    return print_result(KeysReport(directory, [rotated]), as_json)
+    return print_result(_keys(directory, [rotated]), as_json)
 
 
 @app.command()
@@ -156,7 +121,7 @@ def retire(
     Rotate first, and wait until kvstore stat shows the new epoch on every node.
     """
     left = pool_keys.retire(SecretDirectory(Path(directory)), tenant, epoch)
-    return print_result(KeysReport(directory, [left]), as_json)
+    return print_result(_keys(directory, [left]), as_json)
 
 
 @app.command()
@@ -165,4 +130,6 @@ def revive(tenant: Tenant, data: Data = "./kv", as_json: Json = False) -> int:
 
     A purge records which keys are void, so that a mounted secret does not bring them back.
     """
-    return print_result(ReviveReport(tenant, revive_tenant(Path(data), tenant)), as_json)
+    fingerprints = list(revive_tenant(Path(data), tenant))
+    line = f"Tenant {tenant} may be served under {', '.join(fingerprints)} again"
+    return print_result(Shown({"tenant": tenant, "fingerprints": fingerprints}, [line]), as_json)

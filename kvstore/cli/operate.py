@@ -16,8 +16,10 @@ from kvstore.cli.terminal import (
     CHECK_FAILED,
     OK,
     Console,
+    Group,
     Json,
     Live,
+    Shown,
     app,
     argument,
     check_folder,
@@ -148,8 +150,8 @@ def stat(
         raise typer.BadParameter(f"--watch {watch:g}: give 0.1 to 86400 seconds")
     path, clock = _admin(data, socket)
 
-    def found() -> report.StatReport:
-        return report.StatReport(ask.stat(path, clock))
+    def found() -> Shown:
+        return report.stat_report(ask.stat(path, clock))
 
     if watch is None:
         return print_result(found(), as_json)
@@ -163,11 +165,11 @@ def stat(
             print(flush=True)
             clock.sleep(watch)
     first, console = found(), Console()
-    with Live(first.group(), console=console, auto_refresh=False, vertical_overflow="visible") as live:
+    with Live(Group(*first.lines), console=console, auto_refresh=False, vertical_overflow="visible") as live:
         while True:
             live.refresh()
             clock.sleep(watch)
-            live.update(found().group())
+            live.update(Group(*found().lines))
 
 
 @app.command()
@@ -200,7 +202,7 @@ def why(
     from kvstore.cli import ask, report
 
     path, clock = _admin(data, socket)
-    return print_result(report.WhyReport(ask.why(path, clock, request)), as_json)
+    return print_result(report.why_report(ask.why(path, clock, request)), as_json)
 
 
 @app.command()
@@ -214,7 +216,7 @@ def prefixes(
     from kvstore.cli import ask, report
 
     path, clock = _admin(data, socket)
-    return print_result(report.PrefixReport(ask.prefixes(path, clock, tenant)), as_json)
+    return print_result(report.prefix_report(ask.prefixes(path, clock, tenant)), as_json)
 
 
 @app.command()
@@ -222,7 +224,7 @@ def namespaces(data: Data = "./kv", socket: AdminSocket = None, as_json: Json = 
     """The namespaces of a running sidecar: tenant, model, layout, codec, and size."""
     from kvstore.cli import ask, report
 
-    return print_result(report.NamespacesReport(ask.stat(*_admin(data, socket))), as_json)
+    return print_result(report.namespaces_report(ask.stat(*_admin(data, socket))), as_json)
 
 
 @app.command()
@@ -238,7 +240,7 @@ def drop(
     from kvstore.cli import ask, report
 
     gone = ask.drop(*_admin(data, socket), namespace, tenant, seconds)
-    return print_result(report.GoneReport(f"Namespace {namespace} is gone", "namespace", namespace, gone), as_json)
+    return print_result(report.gone_report(f"Namespace {namespace} is gone", "namespace", namespace, gone), as_json)
 
 
 @app.command()
@@ -264,7 +266,7 @@ def purge(
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             raise typer.Abort()
     gone = ask.purge(*_admin(data, socket), tenant, seconds)
-    done = report.GoneReport(f"Tenant {tenant} is purged and its key retired", "tenant", tenant, gone)
+    done = report.gone_report(f"Tenant {tenant} is purged and its key retired", "tenant", tenant, gone)
     return print_result(done, as_json)
 
 

@@ -2,7 +2,7 @@
 which engines serve which models."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +13,7 @@ from kvstore.block.states import DEFAULT_SHARE
 from kvstore.cli.insight import read_recorded
 from kvstore.cli.terminal import (
     Json,
+    Shown,
     app,
     argument,
     option,
@@ -80,8 +81,8 @@ def plan(
     if models:
         from kvstore.console.planning import models_of_table
 
-        table = plans.models_table(known.MODELS.values())
-        return print_result(_ListedModels(models_of_table(), lambda console: console.print(table)), as_json)
+        told = {"models": msgspec.to_builtins(models_of_table())}
+        return print_result(Shown(told, [plans.models_table(known.MODELS.values())]), as_json)
     described = [one for one in (layers, kv_heads, head_dim) if one is not None]
     if (model is not None) + (config is not None) + bool(described) != 1:
         raise typer.BadParameter(
@@ -129,27 +130,13 @@ def plan(
     }
     request = plans.PlanRequest(**options)
     if trace is not None:
-        from kvstore.node import build_replay
-
         path = Path(trace)
         if path.is_dir():
             raise typer.BadParameter(f"--trace {path} is a folder; give a file in it")
         with shown_progress() as show:
             read = read_recorded(path, path.name, block_tokens, show)
-            request = plans.PlanRequest(**options, trace=plans.measure(request, read, build_replay, show))
+            request = plans.PlanRequest(**options, trace=plans.measure(request, read, show))
     return print_result(plans.plan(request), as_json)
-
-
-class _ListedModels:
-    def __init__(self, listed: Sequence[Any], show: Callable[[Any], None]) -> None:
-        """show: prints them for people."""
-        self._listed, self._show = listed, show
-
-    def to_dict(self) -> dict[str, object]:
-        return {"models": msgspec.to_builtins(self._listed)}
-
-    def render(self, console: Any) -> None:
-        self._show(console)
 
 
 def _tier(assumed: Any, speed: str | None, overhead_ms: str | None) -> Any:
@@ -189,7 +176,7 @@ def models(
     if markdown:
         print(page(rows), end="")
         return 0
-    return print_result(_ListedModels(rows, lambda console: show_served(rows, console)), as_json)
+    return print_result(Shown({"models": msgspec.to_builtins(rows)}, _served_lines(rows)), as_json)
 
 
 def given_model(given: str) -> Any:
@@ -245,7 +232,7 @@ def row_of(model: Any) -> ServedRow:
     )
 
 
-def show_served(rows: Sequence[ServedRow], console: Any) -> None:
+def _served_lines(rows: Sequence[ServedRow]) -> list[Any]:
     from rich.text import Text
 
     from kvstore.insight.replay import headed
@@ -254,11 +241,12 @@ def show_served(rows: Sequence[ServedRow], console: Any) -> None:
     table = headed(f"model|kinds|*B per token|*state|*block|codec|{'|'.join(engines)}")
     for row in rows:
         table.add_row(*map(Text, (*_figures(row), *(str(one.verdict) for one in row.engines.values()))))
-    console.print(table)
+    lines: list[Any] = [table]
     for engine in engines:
         for line, names in reasons(rows, engine).items():
             who = "" if len(rows) == 1 else f" ({', '.join(names)})"
-            console.print(Text(f"{engine}: {line}{who}."), soft_wrap=True)
+            lines.append(f"{engine}: {line}{who}.")
+    return lines
 
 
 def reasons(rows: Sequence[ServedRow], engine: str) -> dict[str, list[str]]:

@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import structs
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from kvstore.block.account import MissReason
+from kvstore.cli.terminal import Shown
 from kvstore.config import format_size
 from kvstore.protocol.messages import Counted, WhyReply
 from kvstore.protocol.told import PrefixFigures, RequestRecord, StoreNote
@@ -28,46 +29,27 @@ _WIDE = 110
 """Terminal columns that fit a namespace's figures in one row."""
 
 
-@dataclass(frozen=True, slots=True)
-class WhyReport:
-    """`kvstore why`."""
-
-    reply: WhyReply
-
-    def to_dict(self) -> dict[str, object]:
-        return {"requests": [msgspec.to_builtins(one) for one in self.reply.found], "kept": self.reply.kept}
-
-    def render(self, console: Any) -> None:
-        """One line per event."""
-        for one in self.reply.found:
-            of = f" of {one.engine}" if one.engine else ""
-            console.print(
-                Text(f"{one.request}{of}, tenant {one.tenant}, {one.model or 'no model named'}"), soft_wrap=True
-            )
-            for line in _timeline(one):
-                console.print(Text(f"  {line}"), soft_wrap=True)
+def why_report(reply: WhyReply) -> Shown:
+    """A line for each event."""
+    lines = []
+    for one in reply.found:
+        of = f" of {one.engine}" if one.engine else ""
+        lines.append(f"{one.request}{of}, tenant {one.tenant}, {one.model or 'no model named'}")
+        lines += [f"  {line}" for line in _timeline(one)]
+    return Shown({"requests": [msgspec.to_builtins(one) for one in reply.found], "kept": reply.kept}, lines)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixReport:
-    """`kvstore prefixes`."""
-
-    figures: PrefixFigures
-
-    def to_dict(self) -> dict[str, object]:
-        return _built(self.figures)
-
-    def render(self, console: Any) -> None:
-        told = self.figures
-        table = Table("prefix", "tenant", "model", box=None)
-        for name in ("tokens", "requests/h", "tokens saved/h", "size", "readable"):
-            table.add_column(name, justify="right")
-        for row in told.hottest[:_SHOWN]:
-            rates = (f"{row.requests_per_hour:,.1f}", f"{row.saved_tokens_per_hour:,.0f}")
-            words = (f"{row.tokens:,}", *rates, format_size(row.bytes), f"{row.stored_tokens:,}")
-            table.add_row(row.id, *(Text(one) for one in (row.tenant, row.model, *words)))
-        console.print(table if told.hottest else Text("No prefix that was found stands out."))
-        console.print(Text(f"{told.sampled:,} of {told.lookups:,} look-ups, of about the last hour"))
+def prefix_report(told: PrefixFigures) -> Shown:
+    table = Table("prefix", "tenant", "model", box=None)
+    for name in ("tokens", "requests/h", "tokens saved/h", "size", "readable"):
+        table.add_column(name, justify="right")
+    for row in told.hottest[:_SHOWN]:
+        rates = (f"{row.requests_per_hour:,.1f}", f"{row.saved_tokens_per_hour:,.0f}")
+        words = (f"{row.tokens:,}", *rates, format_size(row.bytes), f"{row.stored_tokens:,}")
+        table.add_row(row.id, *(Text(one) for one in (row.tenant, row.model, *words)))
+    hottest = table if told.hottest else "No prefix that was found stands out."
+    last = f"{told.sampled:,} of {told.lookups:,} look-ups, of about the last hour"
+    return Shown(msgspec.to_builtins(told), [hottest, last])
 
 
 def _timeline(record: RequestRecord) -> Iterator[str]:
@@ -122,45 +104,32 @@ def _moment(at: float) -> str:
     return f"{datetime.fromtimestamp(at):%H:%M:%S}.{int(1000 * at) % 1000:03}"
 
 
-@dataclass(frozen=True, slots=True)
-class StatReport:
-    """`kvstore stat`."""
+def stat_report(facts: SidecarStatus) -> Shown:
+    return Shown(msgspec.to_builtins(facts), _stat_parts(facts))
 
-    facts: SidecarStatus
 
-    def to_dict(self) -> dict[str, object]:
-        return _built(self.facts)
-
-    def render(self, console: Any) -> None:
-        console.print(self.group())
-
-    def group(self) -> Group:
-        """As `render`, for redrawing."""
-        return Group(*self._parts())
-
-    def _parts(self) -> Iterator[RenderableType]:
-        """The lines that people look for first, and below them each field that has something to tell."""
-        facts = self.facts
-        state = f"{facts.state}, up {_span(facts.up_seconds)}, pid {facts.pid}, run {facts.run[:8]}"
-        yield Text(f"{state}: {_count(facts.blocks, 'block')}, {_count(facts.leases, 'lease')}")
-        if facts.health:
-            yield Text(f"health: {facts.health}")
-        for fault in facts.faults:
-            yield Text(f"  {fault.what}: {fault.detail}")
-        for warning in facts.warnings:
-            yield Text(f"warning: {warning}")
-        if facts.node:
-            yield Text(f"node {facts.node}, incarnation {facts.incarnation}")
-        yield from _looked_parts(facts.looked)
-        if facts.policy:  # else it is another version's sidecar
-            note = f" ({facts.policy_note})" if facts.policy_note else ""
-            writes = f"; nvme_writes: {facts.nvme_writes}" if facts.nvme_writes is not None else ""
-            yield Text(f"policy: {facts.policy}{note}{writes}")
-        if facts.namespaces:
-            yield namespace_table(facts.namespaces, facts.at)
-        for name in facts.__struct_fields__:
-            if name not in _SAID:
-                yield from _field(name, getattr(facts, name), facts.at)
+def _stat_parts(facts: SidecarStatus) -> Iterator[RenderableType]:
+    """The lines that people look for first, and below them each field that has something to tell."""
+    state = f"{facts.state}, up {_span(facts.up_seconds)}, pid {facts.pid}, run {facts.run[:8]}"
+    yield Text(f"{state}: {_count(facts.blocks, 'block')}, {_count(facts.leases, 'lease')}")
+    if facts.health:
+        yield Text(f"health: {facts.health}")
+    for fault in facts.faults:
+        yield Text(f"  {fault.what}: {fault.detail}")
+    for warning in facts.warnings:
+        yield Text(f"warning: {warning}")
+    if facts.node:
+        yield Text(f"node {facts.node}, incarnation {facts.incarnation}")
+    yield from _looked_parts(facts.looked)
+    if facts.policy:  # else it is another version's sidecar
+        note = f" ({facts.policy_note})" if facts.policy_note else ""
+        writes = f"; nvme_writes: {facts.nvme_writes}" if facts.nvme_writes is not None else ""
+        yield Text(f"policy: {facts.policy}{note}{writes}")
+    if facts.namespaces:
+        yield namespace_table(facts.namespaces, facts.at)
+    for name in facts.__struct_fields__:
+        if name not in _SAID:
+            yield from _field(name, getattr(facts, name), facts.at)
 
 
 _SAID = frozenset(
@@ -238,78 +207,46 @@ def _word(name: str, value: Any, now: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
-@dataclass(frozen=True, slots=True)
-class NamespacesReport:
-    """`kvstore namespaces`."""
-
-    facts: SidecarStatus
-
-    def to_dict(self) -> dict[str, object]:
-        return {"state": self.facts.state, "namespaces": msgspec.to_builtins(self.facts.namespaces)}
-
-    def render(self, console: Any) -> None:
-        if self.facts.namespaces:
-            console.print(namespace_table(self.facts.namespaces, self.facts.at, len(self.facts.namespaces)))
-            for one in self.facts.namespaces:
-                epoch = f", weights epoch {one.weights_epoch}" if one.weights_epoch else ""
-                model = f"{one.name} ({one.model}); " if one.name else ""
-                console.print(Text(f"{one.id}: {model}{one.layout}{epoch}"), soft_wrap=True)
-        else:
-            console.print(Text("No namespaces."))
-        if self.facts.hidden_namespaces:
-            console.print(Text(f"and {self.facts.hidden_namespaces:,} more"))
-        if self.facts.state == "warming":
-            console.print(Text("What is on disk is still being taken in: there may be more."))
+def namespaces_report(facts: SidecarStatus) -> Shown:
+    lines: list[RenderableType] = []
+    if facts.namespaces:
+        lines.append(namespace_table(facts.namespaces, facts.at, len(facts.namespaces)))
+        for one in facts.namespaces:
+            epoch = f", weights epoch {one.weights_epoch}" if one.weights_epoch else ""
+            model = f"{one.name} ({one.model}); " if one.name else ""
+            lines.append(f"{one.id}: {model}{one.layout}{epoch}")
+    else:
+        lines.append("No namespaces.")
+    if facts.hidden_namespaces:
+        lines.append(f"and {facts.hidden_namespaces:,} more")
+    if facts.state == "warming":
+        lines.append("What is on disk is still being taken in: there may be more.")
+    return Shown({"state": facts.state, "namespaces": msgspec.to_builtins(facts.namespaces)}, lines)
 
 
-@dataclass(frozen=True, slots=True)
-class GoneReport:
+def gone_report(what: str, name: str, value: str, gone: Counted) -> Shown:
     """`kvstore drop` and `kvstore purge`. what: a sentence about what is gone; name, value: its JSON field. gone: how
     much that was, and what other nodes may still have."""
-
-    what: str
-    name: str
-    value: str
-    gone: Counted
-
-    def to_dict(self) -> dict[str, object]:
-        found: dict[str, object] = {self.name: self.value, "blocks": self.gone.blocks, "elsewhere": self.gone.elsewhere}
-        nodes = [{"node": node, "address": address} for node, address in self.gone.not_reached]
-        return found | {"not_reached": nodes}
-
-    def render(self, console: Any) -> None:
-        console.print(Text(f"{self.what}; it had {_count(self.gone.blocks, 'readable block')}"), soft_wrap=True)
-        if self.gone.elsewhere:
-            console.print(Text(f"elsewhere: {self.gone.elsewhere}"), soft_wrap=True)
-        for node, address in self.gone.not_reached:
-            console.print(Text(f"not reached: {node or 'unknown node'} at {address}"), soft_wrap=True)
+    told: dict[str, object] = {name: value, "blocks": gone.blocks, "elsewhere": gone.elsewhere}
+    told["not_reached"] = [{"node": node, "address": address} for node, address in gone.not_reached]
+    lines = [f"{what}; it had {_count(gone.blocks, 'readable block')}"]
+    if gone.elsewhere:
+        lines.append(f"elsewhere: {gone.elsewhere}")
+    lines += [f"not reached: {node or 'unknown node'} at {address}" for node, address in gone.not_reached]
+    return Shown(told, lines)
 
 
-@dataclass(frozen=True, slots=True)
-class RecordReport:
-    """`kvstore record`. requests, blocks: written. lost: requests that the sidecar dropped because earlier notes were
-    not fetched in time."""
-
-    file: str
-    block_tokens: int
-    requests: int
-    blocks: int
-    lost: int
-    seconds: float
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
-
-    def render(self, console: Any) -> None:
-        if not self.requests:
-            nothing = f"nothing was looked up in {_span(self.seconds)}: there is no {self.file}"
-            console.print(Text(nothing), soft_wrap=True)
-            return
-        words = f"{_count(self.requests, 'request')}, {_count(self.blocks, 'block')} of {self.block_tokens} tokens"
-        done = f"{self.file}: {words}, in {_span(self.seconds)}; kvstore replay reads it."
-        console.print(Text(done), soft_wrap=True)
-        if self.lost:
-            console.print(Text(f"{_count(self.lost, 'request')} more came too fast to be written, and are not in it."))
+def record_report(file: str, block_tokens: int, requests: int, blocks: int, lost: int, seconds: float) -> Shown:
+    """requests, blocks: written. lost: requests that the sidecar dropped because earlier notes were not fetched in
+    time."""
+    told = {"file": file, "block_tokens": block_tokens, "requests": requests, "blocks": blocks, "lost": lost}
+    words = f"{_count(requests, 'request')}, {_count(blocks, 'block')} of {block_tokens} tokens"
+    lines = [f"{file}: {words}, in {_span(seconds)}; kvstore replay reads it."]
+    if lost:
+        lines.append(f"{_count(lost, 'request')} more came too fast to be written, and are not in it.")
+    if not requests:
+        lines = [f"nothing was looked up in {_span(seconds)}: there is no {file}"]
+    return Shown({**told, "seconds": seconds}, lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,11 +332,6 @@ def _looked_parts(looked: LookupCounts) -> Iterator[RenderableType]:
         yield _table("asked for|*tokens|*blocks|*share", rows)
 
 
-def _built(told: msgspec.Struct) -> dict[str, object]:
-    found: dict[str, object] = msgspec.to_builtins(told)
-    return found
-
-
 def _table(head: str, rows: Iterable[Sequence[object]]) -> Table:
     """head: column names; * aligns right, ~ may be cut."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, title_justify="left")
@@ -424,8 +356,8 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
-def _count(count: int, one: str, many: str = "") -> str:
-    return f"{count:,} {one if count == 1 else many or f'{one}s'}"
+def _count(count: int, one: str) -> str:
+    return f"{count:,} {one if count == 1 else f'{one}s'}"
 
 
 def _span(seconds: float) -> str:

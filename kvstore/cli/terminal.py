@@ -11,8 +11,9 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Protocol
 
@@ -61,9 +62,11 @@ def _end_without(module: str) -> NoReturn:
 try:
     import typer
     import typer.core
-    from rich.console import Console
+    from rich.console import Console, RenderableType
+    from rich.console import Group as Group
     from rich.live import Live as Live
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.text import Text
 except ModuleNotFoundError as absent:
     if absent.name not in EXTRA_OF:
         raise
@@ -135,6 +138,25 @@ class Result(Protocol):
     def render(self, console: Any) -> None:
         """The same for people."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A result that is there in both forms. told: the object. lines: for people, made when they are read, once; text
+    goes on beyond the terminal's width, and is printed as it is, never as markup."""
+
+    told: Mapping[str, object]
+    lines: Iterable[RenderableType]
+
+    def to_dict(self) -> dict[str, object]:
+        return {**self.told}
+
+    def render(self, console: Console) -> None:
+        for one in self.lines:
+            if isinstance(one, str):
+                console.print(Text(one), soft_wrap=True)
+            else:
+                console.print(one)
 
 
 Show = Callable[..., None]

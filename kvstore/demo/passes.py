@@ -264,8 +264,8 @@ def _table(found: dict[str, Any]) -> Table:
 
 
 def run(
-    options: DemoOptions | None = None,
-    progress: Progress | None = None,
+    options: DemoOptions,
+    progress: Progress = lambda doing, done, steps: None,
     requests: Sequence[DemoRequest] | None = None,
     model: torch.nn.Module | None = None,
     sidecar: DemoSidecar | None = None,
@@ -273,7 +273,6 @@ def run(
     """Run everything; prints nothing. requests, model: in place of the demo's own. sidecar: a running one to answer
     from, restarted for the last pass; `options` then do not configure the store. Raises `StoreError` if the store
     cannot open."""
-    options, progress = options or DemoOptions(), progress or (lambda doing, done, steps: None)
     asked = list((requests or twenty_requests(options.tokens))[: options.requests])
     start = time.perf_counter()
     with ExitStack() as stack:

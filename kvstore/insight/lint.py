@@ -480,7 +480,7 @@ class LintResult:
     """What an unlimited cache finds of a file; groups with the largest loss first. block_tokens: the cache's.
     min_hit_rate: the check fails below it; None for no check. unit: what counts as a token."""
 
-    name: str
+    file: str
     block_tokens: int
     min_hit_rate: float | None
     unit: str
@@ -505,19 +505,8 @@ class LintResult:
         return self.min_hit_rate is not None and self.hit_rate < self.min_hit_rate
 
     def to_dict(self) -> dict[str, object]:
-        return {
-            "file": self.name,
-            "block_tokens": self.block_tokens,
-            "unit": self.unit,
-            "prompts": self.prompts,
-            "tokens": self.tokens,
-            "hit_tokens": self.hit_tokens,
-            "hit_rate": self.hit_rate,
-            "possible_hit_rate": self.possible_hit_rate,
-            "min_hit_rate": self.min_hit_rate,
-            "is_below": self.is_below,
-            "groups": [one.to_dict() for one in self.groups],
-        }
+        rates = {name: getattr(self, name) for name in ("hit_rate", "possible_hit_rate", "is_below")}
+        return asdict(self) | rates | {"groups": [one.to_dict() for one in self.groups]}
 
     def render(self, console: Any) -> None:
 
@@ -525,7 +514,7 @@ class LintResult:
             console.print(Text(text), soft_wrap=True)
 
         say(
-            f"{self.name}: {self.prompts:,} prompts, {self.tokens:,} {self.unit}; of these a prefix cache without an "
+            f"{self.file}: {self.prompts:,} prompts, {self.tokens:,} {self.unit}; of these a prefix cache without an "
             f"end finds {100 * self.hit_rate:.1f} % (blocks of {self.block_tokens})"
         )
         for number, group in enumerate(self.groups[:SHOWN_GROUPS], 1):

@@ -7,6 +7,7 @@ QUADRATIC_TOKENS) seconds. Pure: no clock, no file.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from kvstore.block.payload import RAW, block_bytes, default_codec, payload_bytes
 from kvstore.block.states import DEFAULT_SHARE, StatePolicy
 from kvstore.config import format_size
 from kvstore.insight.models import KvKind, KvLayers, ModelKv
-from kvstore.insight.replay import MOST_BLOCKS, QUADRATIC_TOKENS, Builder, Progress, headed
+from kvstore.insight.replay import MOST_BLOCKS, QUADRATIC_TOKENS, Progress, Replay, headed
 from kvstore.insight.served import Engine, served
 from kvstore.insight.trace import MOST_TOKENS, Column, Trace
 from tiering.frame import frame_bytes
@@ -245,13 +246,12 @@ def plan(request: PlanRequest) -> SizePlan:
         assumed = " (assumed speed)" if tier.is_assumed else ""
         sections.append((f"Load from {tier.name} or compute{assumed}", parts.break_even(tier)))
     notes, shown = [*request.model.notes, *parts.notes()], [PlanSection(one, list(of)) for one, of in sections]
-    return SizePlan(request, parts.codec, refusals(request.model, request.tensor_parallel), notes, shown)
+    return SizePlan(request, parts.codec, refusals(request.model), notes, shown)
 
 
-def refusals(model: ModelKv, tensor_parallel: int) -> list[str]:
+def refusals(model: ModelKv) -> list[str]:
     """What engines' adapters do not serve of it, a line for each."""
-    settings = {"tensor_parallel_size": tensor_parallel}
-    answers = ((engine, served(model, engine, settings=settings)) for engine in Engine)
+    answers = ((engine, served(model, engine)) for engine in Engine)
     return [f"With {engine} it is {one.verdict.words}: {one.line}" for engine, one in answers if one.line]
 
 
@@ -279,7 +279,7 @@ def layout_of(request: PlanRequest) -> Layout:
     return Layout(tuple(groups), request.block_tokens, head_shards=request.tensor_parallel)
 
 
-def measure(request: PlanRequest, trace: Trace, build: Builder, progress: Progress) -> TraceFigures:
+def measure(request: PlanRequest, trace: Trace, progress: Progress) -> TraceFigures:
     """Measure a trace, and replay it through LRU in DRAM at the request's sizes or at a ladder of sizes.
 
     Raises `BadInput` for a trace without a full block, or without duration.
@@ -300,7 +300,7 @@ def measure(request: PlanRequest, trace: Trace, build: Builder, progress: Progre
         def told(done: int, words: str = words) -> None:
             progress(words, done, used.requests)
 
-        done = build(LeafFirstLru, blocks, 0).run(used, told)
+        done = Replay(LeafFirstLru, blocks).run(used, told)
         rows.append((int(blocks * block), float(done.dram_hits.sum()) / len(used.blocks)))
     return TraceFigures(
         trace.name,
@@ -554,11 +554,7 @@ def _on_gpu(layers: KvLayers, dtype: str, ranks: int) -> int:
 
 
 def _last(holds: Callable[[int], bool], most: int) -> int:
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle - 1)
-    return low
+    return bisect_left(range(1, most + 1), True, key=lambda number: not holds(number))
 
 
 def _span(seconds: float) -> str:

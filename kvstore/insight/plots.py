@@ -39,12 +39,25 @@ def draw_replay(result: ReplayResult) -> Figure:
             for row in result.rows
             if row.trace == trace.name
         ]
-        handles = draw_panel(axes, rows, trace.block_tokens)
-        axes.set_ylim(bottom=0)
-        axes.set_title(trace.name, parse_math=False)
-        axes.grid(alpha=0.3)
-        axes.legend(handles=handles, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1))
+        _finish(axes, trace.name, draw_panel(axes, rows, trace.block_tokens))
     return figure
+
+
+def _finish(axes: Any, title: str, handles: list[Any]) -> None:
+    axes.set_ylim(bottom=0)
+    axes.set_title(title, parse_math=False)
+    axes.grid(alpha=0.3)
+    axes.legend(handles=handles, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1))
+
+
+def _label_sizes(axes: Any, sizes: Sequence[float], form: str, label: str) -> None:
+    """Sizes are logarithmic if there are several."""
+    if len(sizes) > 1:
+        axes.set_xscale("log")
+    axes.set_xticks(sizes, [f"{size:{form}}" for size in sizes], rotation=45, minor=False)
+    axes.minorticks_off()
+    axes.set_xlabel(label)
+    axes.set_ylabel("hit rate, blocks")
 
 
 def _draw_sizes(axes: Any, rows: Sequence[ReplayRow], block_tokens: int) -> list[Any]:
@@ -59,12 +72,7 @@ def _draw_sizes(axes: Any, rows: Sequence[ReplayRow], block_tokens: int) -> list
             style = {"color": colours[at], **_style(at, len(policies)), "marker": MARKS[at % len(MARKS)]}
         handles += axes.plot(*zip(*curve, strict=True), label=policy, **style)
     sizes = sorted({row.dram_blocks for row in rows})
-    if len(sizes) > 1:
-        axes.set_xscale("log")
-    axes.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=45, minor=False)
-    axes.minorticks_off()
-    axes.set_xlabel(f"DRAM, blocks of {block_tokens} tokens")
-    axes.set_ylabel("hit rate, blocks")
+    _label_sizes(axes, sizes, ",", f"DRAM, blocks of {block_tokens} tokens")
     return handles
 
 
@@ -130,14 +138,11 @@ def _style(at: int, count: int) -> dict[str, Any]:
     }
 
 
-# An estimated curve: hit rate over size, the ceiling as a line, the full replay's results as marks.
-
-
 GIB = 1 << 30
 
 
 def draw_whatif(result: WhatIfResult) -> Figure:
-    """Sizes in GiB; logarithmic if there are several."""
+    """Hit rates over sizes in GiB, the ceiling as a line, the full replay's results as marks."""
     figure = Figure(figsize=(8.4, 4.4), layout="constrained")
     axes = figure.subplots()
     sizes = [row.size_bytes / GIB for row in result.rows]
@@ -147,14 +152,6 @@ def draw_whatif(result: WhatIfResult) -> Figure:
     if exact:
         axes.plot(sizes, exact, linestyle="", marker="x", color="black", label="replayed in full")
     axes.axhline(result.rows[0].ceiling, color="black", linestyle="--", linewidth=1, label="ceiling")
-    if len(sizes) > 1:
-        axes.set_xscale("log")
-    axes.set_xticks(sizes, [f"{size:,.3g}" for size in sizes], rotation=45, minor=False)
-    axes.minorticks_off()
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel(f"size, GiB ({result.options.kv_bytes_per_token:,} bytes per token)")
-    axes.set_ylabel("hit rate, blocks")
-    axes.set_title(result.trace.name, parse_math=False)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1))
+    _label_sizes(axes, sizes, ",.3g", f"size, GiB ({result.options.kv_bytes_per_token:,} bytes per token)")
+    _finish(axes, result.trace.name, axes.get_legend_handles_labels()[0])
     return figure

@@ -17,6 +17,7 @@ names are handed in; the caller owns the thread.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -440,7 +441,7 @@ class PrefixTree:
                 child = self._new(node, keys[at:])
                 node.children[first] = child
             elif not keys.startswith(child.edge, at):
-                child = self._split(node, child, equal_start(child.edge, keys[at : at + len(child.edge)], KEY_BYTES))
+                child = self._split(node, child, _equal_start(child.edge, keys[at : at + len(child.edge)]))
             yield child
             node, at = child, at + len(child.edge)
 
@@ -481,13 +482,7 @@ def _shorter_leases(node: PrefixNode, rows: list[HotNode]) -> PrefixNode:
     return counted
 
 
-def equal_start(one: bytes, other: bytes, size: int) -> int:
-    """Length in bytes of the equal start, in whole items of `size` bytes."""
-    low, high = 0, min(len(one), len(other)) // size
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[: middle * size] == other[: middle * size]:
-            low = middle
-        else:
-            high = middle - 1
-    return low * size
+def _equal_start(one: bytes, other: bytes) -> int:
+    """Length in bytes of the equal start, in whole keys."""
+    ends = range(KEY_BYTES, min(len(one), len(other)) + 1, KEY_BYTES)
+    return KEY_BYTES * bisect_left(ends, True, key=lambda end: one[:end] != other[:end])

@@ -25,13 +25,21 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from kvstore.block.errors import BadInput
+from kvstore.block.identity import SECRET_BYTES, KeyRing, Namespace, TenantKeys
+from kvstore.block.layout import Layout
 from kvstore.block.states import DEFAULT_SHARE, StatePolicy
 from kvstore.config import format_size
-from kvstore.core.rows.index import NO_ROW
+from kvstore.core.rows.below import Lower
+from kvstore.core.rows.index import NO_ROW, PrefixIndex
 from kvstore.core.table import BlockTable
 from kvstore.insight.trace import Column, Trace
+from tiering.dram.extents import BlankPool
+from tiering.dram.tier import DramTier
+from tiering.frame import frame_bytes
 from tiering.policies.admission import Admission, AdmitAll, LearnedAdmission
+from tiering.policies.lru import LeafFirstLru
 from tiering.policies.policy import PolicyMaker
+from tiering.residency import Pins, Residency
 from tiering.slots import FrameEvent, Piece, SlotLedger
 from tiering.tier import SlotClass
 
@@ -123,25 +131,51 @@ class CountingTier:
 
 
 class Replay:
-    """One store's tables. Call `run` once."""
+    """The tables of one store, without memory. Call `run` once."""
 
     def __init__(
-        self, blocks: BlockTable, number: int, nvme: CountingTier | None = None, states: StatesKept | None = None
+        self,
+        policy: PolicyMaker,
+        dram_blocks: int,
+        seed: int = 0,
+        nvme_blocks: int = 0,
+        admission: Callable[[Replay], Admission] | None = None,
+        states: StatesKept | None = None,
     ) -> None:
-        """number: the namespace of all requests. nvme: the lower tier, if any. states: without a lower tier alone."""
+        """Room for so many blocks. nvme_blocks: of NVMe, if there is one. admission: to it; None for everything.
+        states: of a model that has them, without NVMe."""
+        payload_bytes = 1 << 12
+        self.block_bytes = frame_bytes(payload_bytes)
+        """The size that blocks are accounted with; they have no payload."""
+        dram_bytes = dram_blocks * self.block_bytes
+        dram, index, pins = DramTier(BlankPool(dram_bytes, dram_bytes)), PrefixIndex(forgotten_limit=0), Pins()
+        nvme = CountingTier(nvme_blocks * self.block_bytes) if nvme_blocks else None
+        lower = Lower(nvme, Residency(LeafFirstLru(), pins), AdmitAll()) if nvme is not None else None
+        keys = TenantKeys.derive(bytes(SECRET_BYTES))
+        blocks = BlockTable(index, Residency(policy(index.names, seed), pins), dram, KeyRing([keys]), lower)
+        layout = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16", block_tokens=64)
+        space = blocks.add_space(keys, Namespace("0" * 40, layout, "raw"), [payload_bytes])
+        (self._class,) = space.classes
+        dram.adopt(dram.new_extent(), self._class)
         self.seconds = 0.0
         """Time of the current request, since the trace's first."""
         self.request = 0
         """Number of the current request."""
-        self.names = blocks.index.names
+        self.names = index.names
         """For each row, its block in the trace."""
         self._blocks = blocks
-        self._number = number
+        self._number = space.number
         self._nvme = nvme
         self._states = states
         self._written_below = 0
         self._first_state = 0
         self._rows: list[tuple[int, int, int, int, int]] = []
+        if nvme is not None:
+            nvme.open(self._class)
+            if admission is not None:
+                assert lower is not None
+                lower.admission = admission(self)
+                lower.admission.expect(nvme_blocks)
 
     def run(self, trace: Trace, progress: Callable[[int], object] = lambda done: None) -> Replayed:
         """Replay all requests in order. progress: called with the number done."""
@@ -156,12 +190,6 @@ class Replay:
             self._request([names[block] for block in chain], tokens[done])
         progress(trace.requests)
         return Replayed(*np.array(self._rows, np.int64).reshape(-1, 5).T)
-
-    @property
-    def block_bytes(self) -> int:
-        """The size that these blocks are accounted with; they have no payload."""
-        (slot_class,) = self._blocks.spaces[self._number].classes
-        return slot_class.frame_bytes
 
     def check(self) -> None:
         """Verify the invariants of all tables."""
@@ -227,9 +255,8 @@ class Replay:
         """These rows in parts for which there are slots in DRAM, as far as there are: free ones, else the worst leaves
         are evicted."""
         blocks, filled = self._blocks, 0
-        (slot_class,) = blocks.spaces[self._number].classes
         while filled < len(rows):
-            while not (free := blocks.dram.free_slots(slot_class)):
+            while not (free := blocks.dram.free_slots(self._class)):
                 if not blocks.evict_worst(len(rows) - filled, self._leaves):
                     return
             yield rows[filled : filled + free]
@@ -240,18 +267,17 @@ class Replay:
         blocks, number = self._blocks, self._number
         lower, below, nvme = blocks.lower, blocks.below, self._nvme
         assert lower is not None and below is not None and nvme is not None
-        (slot_class,) = blocks.spaces[number].classes
         way = []
         while row != NO_ROW and not blocks.is_below(row):
             way.append(row)
             row = blocks.index.parent(row)
-        if not lower.admission.admits(way, slot_class.frame_bytes):
+        if not lower.admission.admits(way, self.block_bytes):
             return
         pinned = [*way] if row == NO_ROW else [*way, row]  # its ancestors must not be evicted for it
         blocks.residency.pins.pin(pinned)
         way.reverse()
-        while way and (nvme.free_slots(slot_class) or below.evict(1, number)[0]):
-            taken = way[: nvme.free_slots(slot_class)]
+        while way and (nvme.free_slots(self._class) or below.evict(1, number)[0]):
+            taken = way[: nvme.free_slots(self._class)]
             (places,) = below.make_place(number, taken)
             nvme.commit(places)
             below.demoted(number, taken, blocks.residency.generations_of(taken))
@@ -439,8 +465,6 @@ class ReplayRow:
     written_state_bytes: int = 0
 
 
-Builder = Callable[..., Replay]
-"""Makes a store's tables: `node.build_replay`."""
 Progress = Callable[[str, int, int], object]
 
 
@@ -482,11 +506,7 @@ class ReplayResult:
 
 
 def run(
-    traces: Sequence[Trace],
-    policies: Mapping[str, PolicyMaker],
-    options: ReplayOptions,
-    build: Builder,
-    progress: Progress,
+    traces: Sequence[Trace], policies: Mapping[str, PolicyMaker], options: ReplayOptions, progress: Progress
 ) -> ReplayResult:
     """Run every policy at every size on every trace."""
     if not policies:
@@ -498,59 +518,47 @@ def run(
     used = traces if options.count_partial else [trace.without_partial() for trace in traces]
     rows: list[ReplayRow] = []
     for trace in used:
-        here = _OnTrace(trace, options, build, progress)
         for blocks in dict.fromkeys(options.blocks):
             for name, policy in policies.items():
-                rows += here.rows(name, policy, blocks)
-            rows.append(here.optimum(blocks))
+                rows += _Comparison(trace, options, progress, name, policy, blocks).rows()
+            progress(f"{trace.name}: optimum, {blocks:,} blocks", 0, 0)
+            rows.append(_optimum(trace, options, blocks))
     return ReplayResult(options, tuple(used), tuple(rows), tuple(policies))
 
 
-_Run = Callable[..., Replayed]
-"""Replays once with one policy at one size. words: name the admission in reports of progress; admission: made from the
-replay; states: where they are kept."""
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """One policy at one size on one trace."""
 
+    trace: Trace
+    options: ReplayOptions
+    progress: Progress
+    name: str
+    policy: PolicyMaker
+    blocks: int
 
-class _OnTrace:
-    def __init__(self, trace: Trace, options: ReplayOptions, build: Builder, progress: Progress) -> None:
-        self._trace = trace
-        self._options = options
-        self._build = build
-        self._progress = progress
-        self._first = int(options.warmup * trace.requests)
-        self._asked_blocks = int(np.diff(trace.starts)[self._first :].sum())
-        self._tokens = trace.input_tokens[self._first :]
+    def rows(self) -> Iterator[ReplayRow]:
+        for admission, share, done in self._admitted() if self.options.nvme_blocks else ():
+            yield self._row(done, admission=admission, write_share=share)
+        if not self.options.nvme_blocks:
+            yield self._row(self._replayed(""))
+            for at, kept in self._states():
+                yield self._row(self._replayed(f", states at {at}", states=kept), states=at)
 
-    def rows(self, name: str, policy: PolicyMaker, blocks: int) -> Iterator[ReplayRow]:
-        trace, options = self._trace, self._options
+    def _replayed(
+        self, words: str, admission: Callable[[Replay], Admission] | None = None, states: StatesKept | None = None
+    ) -> Replayed:
+        """words: name the admission, or where states are, in reports of progress."""
+        doing, requests = f"{self.trace.name}: {self.name}, {self.blocks:,} blocks{words}", self.trace.requests
+        replay = Replay(self.policy, self.blocks, self.options.seed, self.options.nvme_blocks, admission, states)
+        return replay.run(self.trace, lambda done: self.progress(doing, done, requests))
 
-        def run(
-            words: str, admission: Callable[[Replay], Admission] | None = None, states: StatesKept | None = None
-        ) -> Replayed:
-            doing = f"{trace.name}: {name}, {blocks:,} blocks{words}"
-            replay = self._build(policy, blocks, options.seed, options.nvme_blocks, admission, states)
-            return replay.run(trace, lambda done: self._progress(doing, done, trace.requests))
-
-        if options.nvme_blocks:
-            for admission, share, done in self._admitted(run):
-                yield self._row(name, blocks, done, admission, share)
-            return
-        yield self._row(name, blocks, run(""))
-        for at, kept in self._states():
-            yield self._row(name, blocks, run(f", states at {at}", states=kept), states=at)
-
-    def optimum(self, blocks: int) -> ReplayRow:
-        self._progress(f"{self._trace.name}: optimum, {blocks:,} blocks", 0, 0)
-        below = self._options.nvme_blocks
-        hits = optimal_hits(self._trace, blocks + below)
-        row = self._row(OPTIMUM, blocks, Replayed(hits, *[np.zeros_like(hits)] * 4))
-        if below:
-            row = replace(row, dram_hit_blocks=None, nvme_hit_blocks=None)
-        return replace(row, written_blocks=None, written_bytes=None, nvme_written_blocks=None, nvme_written_bytes=None)
+    def _row(self, done: Replayed, **of: Any) -> ReplayRow:
+        return _row_of(self.trace, self.options, self.name, self.blocks, done, **of)
 
     def _states(self) -> list[tuple[str, StatesKept]]:
         """(one of `STATES`, where they are kept), if the model has states."""
-        options, size = self._options, self._trace.block_tokens
+        options, size = self.options, self.trace.block_tokens
         if not options.state_bytes:
             return []
         policy = StatePolicy(size, options.state_bytes, options.kv_bytes_per_token, options.state_share)
@@ -561,38 +569,38 @@ class _OnTrace:
             (ENDS_ALONE, StatesKept(replace(policy, share=0), False, room)),
         ]
 
-    def _admitted(self, run: _Run) -> Iterator[tuple[str, float | None, Replayed]]:
+    def _admitted(self) -> Iterator[tuple[str, float | None, Replayed]]:
         """(admission, its share of the bytes, result): everything admitted first, then what the options ask for."""
-        everything = run(", everything admitted")
+        everything = self._replayed(", everything admitted")
         yield ALL, None, everything
         total = _written(everything)
-        shares = list(dict.fromkeys(self._options.write_shares))
+        shares = list(dict.fromkeys(self.options.write_shares))
         written = {share: int(share * total) for share in shares}
-        if LEARNED in self._options.admission:
-            yield LEARNED, None, run(", learned", _learned(None))
+        if LEARNED in self.options.admission:
+            yield LEARNED, None, self._replayed(", learned", _learned(None))
             for share in shares:
-                done = self._within(run, share, share * total) if total else everything
+                done = self._within(share, share * total) if total else everything
                 written[share] = _written(done)
                 yield LEARNED, share, done
-        if COIN in self._options.admission:
+        if COIN in self.options.admission:
             for share in shares:
-                yield COIN, share, self._coin(run, share, written[share]) if total else everything
-        if ORACLE in self._options.admission:
+                yield COIN, share, self._coin(share, written[share]) if total else everything
+        if ORACLE in self.options.admission:
 
             def oracle(replay: Replay) -> Admission:
-                return OracleAdmission(self._trace, replay.names, lambda: replay.request)
+                return OracleAdmission(self.trace, replay.names, lambda: replay.request)
 
-            yield ORACLE, None, run(", an oracle admits", oracle)
+            yield ORACLE, None, self._replayed(", an oracle admits", oracle)
 
-    def _within(self, run: _Run, share: float, wanted: float) -> Replayed:
+    def _within(self, share: float, wanted: float) -> Replayed:
         """Search the budget whose replay writes nearest to so many blocks: what is left of the bucket at the end cannot
         be predicted."""
-        seconds = float(np.ptp(self._trace.timestamps_ms)) / 1000
+        seconds = float(np.ptp(self.trace.timestamps_ms)) / 1000
         tried: dict[int, Replayed] = {}
         planned = wanted
         for number in range(1, BUDGETS + 1):
             words = f", learned, {share:g} of the bytes, try {number}"
-            done = run(words, _learned(LearnedAdmission.rate_for(planned, seconds)))
+            done = self._replayed(words, _learned(LearnedAdmission.rate_for(planned, seconds)))
             count = _written(done)
             is_same = count in tried  # the budget no longer limits it
             tried[count] = done
@@ -601,64 +609,17 @@ class _OnTrace:
             planned *= wanted / count
         return tried[min(tried, key=lambda count: abs(count - wanted))]
 
-    def _coin(self, run: _Run, share: float, wanted: int) -> Replayed:
+    def _coin(self, share: float, wanted: int) -> Replayed:
         """Search the coin's chance with which about so many blocks are written."""
         tried: dict[int, Replayed] = {}
         low, high = -10.0, 0.0  # powers of two: ancestors come along, so even a small chance writes much
         for number in range(1, BISECTIONS + 1):
             middle = (low + high) / 2
-            coin = CoinAdmission(2**middle, self._options.seed)
-            done = run(f", random, {share:g} of the bytes, try {number}", lambda replay, coin=coin: coin)
+            words = f", random, {share:g} of the bytes, try {number}"
+            done = self._replayed(words, _coin_of(2**middle, self.options.seed))
             tried[_written(done)] = done
             low, high = (middle, high) if _written(done) < wanted else (low, middle)
         return tried[min(tried, key=lambda count: abs(count - wanted))]
-
-    def _row(
-        self,
-        policy: str,
-        dram_blocks: int,
-        done: Replayed,
-        admission: str | None = None,
-        write_share: float | None = None,
-        states: str | None = None,
-    ) -> ReplayRow:
-        dram, nvme = done.dram_hits[self._first :], done.nvme_hits[self._first :]
-        blocks = dram + nvme
-        written, written_below, written_states = (
-            int(one[self._first :].sum()) for one in (done.dram_writes, done.nvme_writes, done.state_writes)
-        )
-        block_bytes = self._trace.block_tokens * self._options.kv_bytes_per_token
-        tokens = np.minimum(blocks * self._trace.block_tokens, self._tokens)
-        asked, hit = self._asked_blocks, int(blocks.sum())
-        asked_tokens, hit_tokens = int(self._tokens.sum()), int(tokens.sum())
-        return ReplayRow(
-            self._trace.name,
-            policy,
-            dram_blocks,
-            self._options.nvme_blocks,
-            admission,
-            write_share,
-            asked,
-            hit,
-            int(dram.sum()),
-            int(nvme.sum()),
-            hit / asked if asked else 0.0,
-            asked_tokens,
-            hit_tokens,
-            hit_tokens / asked_tokens if asked_tokens else 0.0,
-            self._seconds(self._tokens),
-            self._seconds(tokens),
-            written,
-            written * block_bytes,
-            written_below,
-            written_below * block_bytes,
-            states,
-            written_states,
-            written_states * self._options.state_bytes,
-        )
-
-    def _seconds(self, tokens: Column) -> float:
-        return float((tokens / self._options.prefill_rate * (1 + tokens / QUADRATIC_TOKENS)).sum())
 
 
 def _learned(blocks_per_second: float | None) -> Callable[[Replay], Admission]:
@@ -669,8 +630,69 @@ def _learned(blocks_per_second: float | None) -> Callable[[Replay], Admission]:
     return learned
 
 
+def _coin_of(share: float, seed: int) -> Callable[[Replay], Admission]:
+    return lambda replay: CoinAdmission(share, seed)
+
+
 def _written(done: Replayed) -> int:
     return int(done.nvme_writes.sum())
+
+
+def _optimum(trace: Trace, options: ReplayOptions, blocks: int) -> ReplayRow:
+    hits = optimal_hits(trace, blocks + options.nvme_blocks)
+    row = _row_of(trace, options, OPTIMUM, blocks, Replayed(hits, *[np.zeros_like(hits)] * 4))
+    if options.nvme_blocks:
+        row = replace(row, dram_hit_blocks=None, nvme_hit_blocks=None)
+    return replace(row, written_blocks=None, written_bytes=None, nvme_written_blocks=None, nvme_written_bytes=None)
+
+
+def _row_of(
+    trace: Trace,
+    options: ReplayOptions,
+    policy: str,
+    dram_blocks: int,
+    done: Replayed,
+    admission: str | None = None,
+    write_share: float | None = None,
+    states: str | None = None,
+) -> ReplayRow:
+    first = int(options.warmup * trace.requests)
+    dram, nvme, written, written_below, written_states = (
+        one[first:] for one in (done.dram_hits, done.nvme_hits, done.dram_writes, done.nvme_writes, done.state_writes)
+    )
+    asked_tokens = trace.input_tokens[first:]
+    hit_tokens = np.minimum((dram + nvme) * trace.block_tokens, asked_tokens)
+    asked, hit = int(np.diff(trace.starts)[first:].sum()), int((dram + nvme).sum())
+    block_bytes = trace.block_tokens * options.kv_bytes_per_token
+    return ReplayRow(
+        trace=trace.name,
+        policy=policy,
+        dram_blocks=dram_blocks,
+        nvme_blocks=options.nvme_blocks,
+        admission=admission,
+        write_share=write_share,
+        asked_blocks=asked,
+        hit_blocks=hit,
+        dram_hit_blocks=int(dram.sum()),
+        nvme_hit_blocks=int(nvme.sum()),
+        block_hit_rate=hit / asked if asked else 0.0,
+        asked_tokens=int(asked_tokens.sum()),
+        hit_tokens=int(hit_tokens.sum()),
+        token_hit_rate=int(hit_tokens.sum()) / int(asked_tokens.sum()) if asked_tokens.any() else 0.0,
+        prefill_seconds=_prefill_seconds(asked_tokens, options.prefill_rate),
+        saved_prefill_seconds=_prefill_seconds(hit_tokens, options.prefill_rate),
+        written_blocks=int(written.sum()),
+        written_bytes=int(written.sum()) * block_bytes,
+        nvme_written_blocks=int(written_below.sum()),
+        nvme_written_bytes=int(written_below.sum()) * block_bytes,
+        states=states,
+        written_states=int(written_states.sum()),
+        written_state_bytes=int(written_states.sum()) * options.state_bytes,
+    )
+
+
+def _prefill_seconds(tokens: Column, rate: float) -> float:
+    return float((tokens / rate * (1 + tokens / QUADRATIC_TOKENS)).sum())
 
 
 # Tables for people -----------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from rich.text import Text
 from kvstore.block.errors import BadInput
 from kvstore.config import format_size
 from kvstore.insight.curve import HOT_NAMES, HOT_SHARE, MARKS, NAMES, LruCurve, Marks, marks_of
-from kvstore.insight.replay import KV_BYTES_PER_TOKEN, MOST_BLOCKS, Builder, Progress, headed
+from kvstore.insight.replay import KV_BYTES_PER_TOKEN, MOST_BLOCKS, Progress, Replay, headed
 from kvstore.insight.trace import Trace
 from tiering.clock import Clock
 from tiering.policies.policy import PolicyMaker
@@ -121,7 +121,6 @@ class WhatIfResult:
 def run(
     trace: Trace,
     options: WhatIfOptions,
-    build: Builder,
     maker_of: MakerOf,
     clock: Clock,
     progress: Progress = lambda doing, done, steps: None,
@@ -143,12 +142,12 @@ def run(
             began, part = clock.monotonic_seconds(), part_for(blocks)
             told = _told(progress, f"{named}, {100 * part:.3g} % of the trace")
             replayed = thinned_rate if part < 1 else replayed_rate
-            rate = replayed(full, blocks, options.seed, build, maker_of(part), told)
+            rate = replayed(full, blocks, options.seed, maker_of(part), told)
             seconds = clock.monotonic_seconds() - began
         row = WhatIfRow(blocks, blocks * full.block_tokens * options.kv_bytes_per_token, rate, ceiling, part, seconds)
         if options.is_exact:
             began, told = clock.monotonic_seconds(), _told(progress, f"{named}, in full")
-            exact = replayed_rate(full, blocks, options.seed, build, maker_of(1.0), told)
+            exact = replayed_rate(full, blocks, options.seed, maker_of(1.0), told)
             row = replace(
                 row, exact_hit_rate=exact, error=rate - exact, exact_seconds=clock.monotonic_seconds() - began
             )
@@ -184,12 +183,11 @@ def replayed_rate(
     trace: Trace,
     blocks: int,
     seed: int,
-    build: Builder,
     maker: PolicyMaker,
     progress: Callable[[int, int], object] = lambda done, steps: None,
 ) -> float:
     """The share of a trace's blocks that a policy finds with room for so many: exact."""
-    done = build(maker, blocks, seed).run(trace, lambda done: progress(done, trace.requests))
+    done = Replay(maker, blocks, seed).run(trace, lambda done: progress(done, trace.requests))
     return int(done.dram_hits.sum()) / len(trace.blocks)
 
 
@@ -197,7 +195,6 @@ def thinned_rate(
     trace: Trace,
     blocks: int,
     seed: int,
-    build: Builder,
     maker: PolicyMaker,
     progress: Callable[[int, int], object] = lambda done, steps: None,
 ) -> float:
@@ -210,7 +207,7 @@ def thinned_rate(
     if not again:
         return hot_again / len(trace.blocks)
     room = max(1, round((blocks - len(hot)) * part))
-    found = replayed_rate(thin, room, seed, build, maker, progress) * len(thin.blocks) / again
+    found = replayed_rate(thin, room, seed, maker, progress) * len(thin.blocks) / again
     cold_again = len(trace.blocks) - trace.distinct_blocks - hot_again
     return (found * cold_again + hot_again) / len(trace.blocks)
 

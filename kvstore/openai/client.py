@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import httpx2
@@ -196,3 +197,37 @@ def checked_url(given: str, flag: str, *, is_anywhere: bool = True) -> str:
 
 def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+# A page of Prometheus metrics -------------------------------------------------------------------------------------
+
+METRICS_SECONDS = 10.0
+MOST_METRICS_BYTES = 8 << 20
+_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{([^}]*)\})? (\S+)")
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+class CounterSample(NamedTuple):
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+def samples_of(page: str) -> Iterator[CounterSample]:
+    """Lines that it does not understand are skipped."""
+    for line in page.splitlines():
+        if found := _SAMPLE.match(line):
+            name, labels, value = found.groups()
+            try:
+                yield CounterSample(name, dict(_LABEL.findall(labels or "")), float(value))
+            except ValueError:
+                pass
+
+
+async def page_of(client: EngineClient) -> str:
+    """The metrics page; empty if there is none."""
+    try:
+        answer = await client.ask("GET", "/metrics", seconds=METRICS_SECONDS, most_bytes=MOST_METRICS_BYTES)
+    except EngineFault:
+        return ""
+    return answer.body.decode(errors="replace") if answer.status == 200 else ""

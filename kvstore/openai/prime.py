@@ -19,8 +19,7 @@ import msgspec
 from rich.table import Table
 
 from kvstore.block.errors import BadInput
-from kvstore.openai.client import JSON_HEADERS, EngineClient, EngineFault, model_of
-from kvstore.openai.metrics import page_of, samples_of
+from kvstore.openai.client import JSON_HEADERS, EngineClient, EngineFault, model_of, page_of, samples_of
 
 MOST_PROMPTS = 100_000
 MOST_PROMPT_BYTES = 8 << 20

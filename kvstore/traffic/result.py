@@ -11,12 +11,14 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from kvstore.traffic.counters import MISSED
 from kvstore.traffic.replay import RequestOutcome
 from kvstore.traffic.row import MS, SHARE, BenchResult, Row, Section, Target, quantile
 from kvstore.traffic.workload import Workload
 
+MISSED = "missed "
+"""Begins the names of tokens that our connector missed; the reason follows."""
 MOST_SHOWN_ERRORS = 3
+_OF_A_WORKLOAD = "scale block_tokens prompt_tokens longest_tokens working_set_tokens shared_tokens".split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,24 +154,11 @@ class TrafficResult:
         )
 
     def _described(self) -> dict[str, object]:
-        workload = self.workload
-        return {
-            "trace": workload.name,
-            "workload": {
-                "requests": len(workload.requests),
-                "seconds": workload.requests[-1].at,
-                "speed": self.speed,
-                "scale": workload.scale,
-                "block_tokens": workload.block_tokens,
-                "prompt_tokens": workload.prompt_tokens,
-                "longest_tokens": workload.longest_tokens,
-                "working_set_tokens": workload.working_set_tokens,
-                "shared_tokens": workload.shared_tokens,
-            },
-            "endpoints": [
-                {"name": name, "turns": [asdict(turn) for turn in turns]} for name, turns in self.turns.items()
-            ],
-        }
+        workload, requests = self.workload, self.workload.requests
+        told = {"requests": len(requests), "seconds": requests[-1].at, "speed": self.speed}
+        told |= {name: getattr(workload, name) for name in _OF_A_WORKLOAD}
+        turns = [{"name": name, "turns": [asdict(turn) for turn in turns]} for name, turns in self.turns.items()]
+        return {"trace": workload.name, "workload": told, "endpoints": turns}
 
 
 def _unit_of(figure: str) -> str:

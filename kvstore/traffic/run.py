@@ -9,18 +9,17 @@ what the trace shares and nothing of the turn before. Endpoints run one after an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 
 from kvstore.block.errors import StoreError
 from kvstore.insight.trace import Trace
-from kvstore.openai.client import EngineClient, EngineFault, EngineModel, model_of
-from kvstore.openai.metrics import page_of
-from kvstore.traffic.counters import engine_tokens, grown, sidecar_tokens
+from kvstore.openai.client import EngineClient, EngineFault, EngineModel, model_of, page_of, samples_of
 from kvstore.traffic.replay import PromptForm, Sender
-from kvstore.traffic.result import Slo, TrafficResult, TurnFigures
-from kvstore.traffic.workload import TrafficRequest, Workload
+from kvstore.traffic.result import MISSED, Slo, TrafficResult, TurnFigures
+from kvstore.traffic.workload import Load, TrafficRequest, Workload
 
 LONGEST_TOKENS = 8192
 """Of a prompt and its answer, if an endpoint does not tell its limit."""
@@ -39,36 +38,16 @@ class Endpoint:
     sidecar: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TrafficOptions:
-    """seconds, requests: limits of a turn. speed, scale: see `Workload.of`. model: None for an endpoint's first. slos:
-    for goodput."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrafficOptions(Load):
+    """What of a trace is sent in each turn, and how. model: None for an endpoint's first. slos: for goodput."""
 
-    seconds: float = 60.0
-    requests: int = 1000
     turns: int = 2
-    speed: float = 1.0
-    scale: float | None = None
     form: PromptForm = PromptForm.TOKENS
-    vocabulary: int = 1000
     model: str | None = None
     request_seconds: float = 120.0
     slos: tuple[Slo, ...] = ()
-    seed: int = 0
     headers: dict[str, str] = field(default_factory=dict)
-
-    def workload(self, trace: Trace, longest: int) -> Workload:
-        """What of a trace is sent; longest, and what it raises: as in `Workload.of`."""
-        return Workload.of(
-            trace,
-            longest=longest,
-            seconds=self.seconds,
-            requests=self.requests,
-            speed=self.speed,
-            scale=self.scale,
-            vocabulary=self.vocabulary,
-            seed=self.seed,
-        )
 
 
 EngineStarter = Callable[[Workload, int, ExitStack, Progress], tuple[list[Endpoint], dict[str, object]]]
@@ -87,7 +66,7 @@ def run(
     with ExitStack() as stack:
         models = asyncio.run(_models(endpoints, options))
         longest = min((one.max_model_len or LONGEST_TOKENS for one in models.values()), default=LONGEST_TOKENS)
-        workload = options.workload(trace, longest)
+        workload = Workload.of(trace, options, longest)
         result = TrafficResult(workload, options.speed)
         if starter is not None:
             endpoints, result.about = starter(workload, options.turns, stack, progress)
@@ -155,14 +134,54 @@ async def _one_more(sender: Sender) -> None:
         pass  # the counters stay as they are
 
 
-async def _counted(endpoint: Endpoint) -> dict[str, float]:
+async def _counted(endpoint: Endpoint) -> Mapping[str, float]:
     """Token counters so far, summed over the engines behind an endpoint."""
-    found: dict[str, float] = {}
+    found = defaultdict[str, float](float)
     for url in endpoint.metrics or (endpoint.url,):
         async with EngineClient(url) as client:
             for name, value in engine_tokens(await page_of(client)).items():
-                found[name] = found.get(name, 0.0) + value
+                found[name] += value
     if endpoint.sidecar is not None:
         async with EngineClient(endpoint.sidecar) as client:
-            found |= sidecar_tokens(await page_of(client))
+            found.update(sidecar_tokens(await page_of(client)))
     return found
+
+
+# Counters, read before and after a turn --------------------------------------------------------------------------
+
+# Our connector counts a prompt's tokens by tier, and those missed by reason; a plain vLLM counts its own cache's hits
+# and a connector's; a sidecar counts what its leases granted. Without any of these, the result has no hits.
+_OURS = "kvstore_vllm_prompt_tokens_total"
+_VLLMS = {
+    "vllm:prefix_cache_queries_total": "asked",
+    "vllm:prefix_cache_hits_total": "engine",
+    "vllm:external_prefix_cache_hits_total": "external",
+}
+_SIDECARS = {"kvstore_granted_tokens_total": 1, "kvstore_revoked_tokens_total": -1}
+
+
+def engine_tokens(page: str) -> Mapping[str, float]:
+    """From an engine's page: tokens asked, hits by tier, and what was missed by reason if it is told."""
+    ours, vllms = defaultdict[str, float](float), defaultdict[str, float](float)
+    for one in samples_of(page):
+        if one.name == _OURS:
+            origin, is_hit = one.labels.get("origin", ""), one.labels.get("outcome") == "hit"
+            ours["asked"] += one.value
+            ours[origin if is_hit else MISSED + origin] += one.value
+        elif one.name in _VLLMS:
+            vllms[_VLLMS[one.name]] += one.value
+    return ours or vllms
+
+
+def sidecar_tokens(page: str) -> Mapping[str, float]:
+    """From a sidecar's page: tokens granted by tier, less those that failed a check."""
+    found = defaultdict[str, float](float)
+    for one in samples_of(page):
+        if one.name in _SIDECARS:
+            found[f"sidecar {one.labels.get('tier', '')}"] += _SIDECARS[one.name] * one.value
+    return found
+
+
+def grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, int]:
+    """Growth of each counter."""
+    return {name: round(value - before.get(name, 0.0)) for name, value in after.items()}

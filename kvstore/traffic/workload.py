@@ -35,6 +35,20 @@ class TrafficRequest:
     output: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What of a trace is sent. seconds, requests: limits, from its beginning. speed: factor of arrivals. scale: tokens
+    per token of the trace, None for the largest, up to 1, by which the longest request fits. vocabulary: tokens are
+    drawn below it."""
+
+    seconds: float = 60.0
+    requests: int = 1000
+    speed: float = 1.0
+    scale: float | None = None
+    vocabulary: int = 1000
+    seed: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """block_tokens: of a trace's block, scaled. vocabulary: tokens are drawn below it. scale: tokens per token of the
@@ -48,21 +62,10 @@ class Workload:
     seed: int
 
     @staticmethod
-    def of(
-        trace: Trace,
-        *,
-        longest: int,
-        seconds: float,
-        requests: int,
-        speed: float = 1.0,
-        scale: float | None = None,
-        vocabulary: int = 1000,
-        seed: int = 0,
-    ) -> Workload:
-        """longest: the engine's limit for a prompt and its answer, in tokens. seconds, requests: limits, from the
-        trace's beginning. speed: factor of arrivals. scale: None for the largest, up to 1, by which the longest request
-        fits. Raises `BadInput`."""
+    def of(trace: Trace, load: Load, longest: int) -> Workload:
+        """longest: the engine's limit for a prompt and its answer, in tokens. Raises `BadInput`."""
         outputs = np.where(trace.output_tokens > 0, trace.output_tokens, UNKNOWN_OUTPUT)
+        scale = load.scale
         if scale is None:
             scale = min(1.0, longest / int((trace.input_tokens + outputs).max()))
         block_tokens = int(trace.block_tokens * scale)
@@ -80,8 +83,8 @@ class Workload:
             outputs.tolist(),
             strict=True,
         ):
-            at = (stamp - first) / 1000 / speed
-            if at >= seconds or len(found) == requests:
+            at = (stamp - first) / 1000 / load.speed
+            if at >= load.seconds or len(found) == load.requests:
                 break
             if stop == start:
                 continue
@@ -90,8 +93,10 @@ class Workload:
             tail = min(block_tokens, max(1, round(last * block_tokens / trace.block_tokens)))
             found.append(_cut(trace.blocks[start:stop].tolist(), tail, block_tokens, longest - answer, at, answer))
         if not found:
-            raise BadInput(f"{trace.name} has no request in its first {seconds * speed:g} s; give more --seconds")
-        return Workload(trace.name, tuple(found), block_tokens, block_tokens / trace.block_tokens, vocabulary, seed)
+            covered = load.seconds * load.speed
+            raise BadInput(f"{trace.name} has no request in its first {covered:g} s; give more --seconds")
+        scale = block_tokens / trace.block_tokens
+        return Workload(trace.name, tuple(found), block_tokens, scale, load.vocabulary, load.seed)
 
     @property
     def longest_tokens(self) -> int:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from kvstore.openai.metrics import samples_of
+from kvstore.openai.client import samples_of
 from waiting import wait_until
 
 SECONDS = 120.0

@@ -24,9 +24,8 @@ from kvstore.cli import ask
 from kvstore.insight.trace import read_trace
 from kvstore.node import SystemClock
 from kvstore.traffic import run
-from kvstore.traffic.counters import engine_tokens
 from kvstore.traffic.result import Slo
-from kvstore.traffic.run import Endpoint
+from kvstore.traffic.run import Endpoint, engine_tokens
 from waiting import wait_until
 
 pytestmark = pytest.mark.slow

@@ -398,6 +398,14 @@ def work_through(whatif: WhatIf) -> None:
         pass
 
 
+def ask_for(whatif: WhatIf, names: int) -> int:
+    """Each by itself. Returns how many names are followed then."""
+    for at in range(names):
+        looked_up(whatif, 1, chain([at]))
+        whatif.step()
+    return whatif.snapshot(10**9).sampled_names
+
+
 def test_live_the_curve_is_exact_as_well_with_nothing_sampled_out() -> None:
     """Of two namespaces with blocks of two sizes; equal keys in both are two blocks."""
     random = np.random.default_rng(2)
@@ -580,40 +588,29 @@ def test_where_sampling_takes_much_of_the_work_fewer_names_are_sampled_and_later
     clock = FakeClock()
     whatif = WhatIf(clock, SALT, 2_048)
 
-    def ask_for(first: int) -> int:
-        for at in range(first, first + 3_000):
-            looked_up(whatif, 1, chain([at]))
-            whatif.step()
-        whatif.check()
-        return whatif.snapshot(10**9).sampled_names
-
-    def is_sampled_of(names: int) -> bool:
-        return whatif.snapshot(10**9).sampled_names <= names
-
-    assert ask_for(0) == 2_048
+    assert ask_for(whatif, 3_000) == 2_048
     whatif.weigh(0.004, 0.1, 5.0)
-    assert ask_for(0) == 2_048, "less than a thousandth of a core"
+    assert ask_for(whatif, 3_000) == 2_048, "less than a thousandth of a core"
     whatif.weigh(0.04, 10.0, 5.0)
-    assert ask_for(0) == 2_048, "less than a hundredth of the work"
+    assert ask_for(whatif, 3_000) == 2_048, "less than a hundredth of the work"
     for most in (1_024, 512, FEWEST_NAMES, FEWEST_NAMES):
         whatif.weigh(0.2, 10.0, 5.0)
-        assert is_sampled_of(most) and ask_for(0) == most
+        assert whatif.snapshot(10**9).sampled_names <= most == ask_for(whatif, 3_000)
+        whatif.check()
     for names in (512, 1_024, 2_048, 2_048):
         whatif.weigh(0.0, 10.0, 5.0)
-        clock.monotonic += TURN_SECONDS
-        ask_for(0)  # of the next turn, which samples more
-        clock.monotonic += TURN_SECONDS
-        ask_for(0)  # and answers now
-        assert whatif.snapshot(10**9).sampled_names <= names
-    assert whatif.snapshot(10**9).sampled_names > FEWEST_NAMES
+        for _ in range(2):  # the next turn samples more, and answers in the one behind it
+            clock.monotonic += TURN_SECONDS
+            told = ask_for(whatif, 3_000)
+            whatif.check()
+        assert told <= names
+    assert told > FEWEST_NAMES
 
 
 def test_a_worker_that_takes_far_too_much_samples_far_fewer_names_at_once() -> None:
     """Until then a sidecar that starts under load spends much of a core on it."""
     whatif = WhatIf(FakeClock(), SALT, 2_048)
-    for at in range(3_000):
-        looked_up(whatif, 1, chain([at]))
-        whatif.step()
+    ask_for(whatif, 3_000)
     whatif.weigh(0.5, 10.0, 5.0)  # five times what it may
     assert whatif.snapshot(10**9).sampled_names <= 2_048 // 5
     whatif.weigh(5.0, 10.0, 5.0)
@@ -644,9 +641,7 @@ def test_a_burst_of_work_is_weighed_at_once_and_a_little_every_five_seconds() ->
     """Weighed after five seconds alone, a sidecar that starts under load serves thousands of look-ups late."""
     clock, spent = FakeClock(), [0.0]
     whatif = WhatIf(clock, SALT, 2_048)
-    for at in range(3_000):
-        looked_up(whatif, 1, chain([at]))
-        whatif.step()
+    ask_for(whatif, 3_000)
 
     class Steps:
         """So many steps of 0.2 s, of which the worker takes some."""
@@ -670,9 +665,7 @@ def test_a_burst_of_work_is_weighed_at_once_and_a_little_every_five_seconds() ->
     assert names_after(Steps(24, 0.001)) == 2_048, "not weighed yet"
     assert names_after(Steps(1, 1.5 * WEIGHED_AFTER_WORK_SECONDS)) <= FEWEST_NAMES, "weighed at once"
     whatif = WhatIf(clock, SALT, 2_048)
-    for at in range(3_000):
-        looked_up(whatif, 1, chain([at]))
-        whatif.step()
+    ask_for(whatif, 3_000)
     assert 2_048 // 6 <= names_after(Steps(25, 0.001)) <= 2_048 // 4, "weighed after five seconds: five times too much"
 
 

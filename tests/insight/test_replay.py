@@ -29,7 +29,6 @@ from kvstore.insight.replay import (
     optimal_hits,
 )
 from kvstore.insight.trace import Trace
-from kvstore.node import build_replay
 from recorded import PUBLIC, line, made_of, read_trace, recorded
 from tiering.policies.adaptive import Adaptive
 from tiering.policies.admission import URGE, Admission, AdmitAll, LearnedAdmission
@@ -39,7 +38,6 @@ from tiering.policies.policy import PolicyMaker
 SEED = 7
 MAKERS = {name: kvstore.policy_named(name) for name in POLICIES}
 PROMPTS = st.lists(st.lists(st.integers(0, 2), max_size=5), min_size=1, max_size=40)
-QUIET = (lambda doing, done, steps: None,)
 
 # Blocks found of all that were asked for, partly filled ones among them. Of MIN with bypass: what two more
 # implementations, in two languages, agree on to four digits.
@@ -58,7 +56,7 @@ MEASURED = {
 def test_lru_and_the_optimum_have_the_figures_that_were_measured(of: tuple[str, str], blocks: int) -> None:
     trace = recorded(of[0])
     best = of[1] == OPTIMUM
-    hits = optimal_hits(trace, blocks) if best else build_replay(MAKERS["lru"], blocks).run(trace).dram_hits
+    hits = optimal_hits(trace, blocks) if best else Replay(MAKERS["lru"], blocks).run(trace).dram_hits
     assert f"{hits.sum() / len(trace.blocks):.4f}" == f"{MEASURED[of][blocks]:.4f}"
 
 
@@ -98,7 +96,7 @@ def test_the_optimums_hits_are_told_by_request() -> None:
 @settings(max_examples=40, deadline=None)
 def test_no_policy_finds_more_than_the_optimum(policy: str, prompts: list[list[int]], capacity: int, seed: int) -> None:
     trace = made_of(*prompts)
-    replay = build_replay(MAKERS[policy], capacity, seed)
+    replay = Replay(MAKERS[policy], capacity, seed)
     done = replay.run(trace)
     replay.check()
     lengths = np.diff(trace.starts)
@@ -112,51 +110,50 @@ def test_no_policy_finds_more_than_the_optimum(policy: str, prompts: list[list[i
 def test_the_same_again_gives_the_same(policy: str) -> None:
     random = np.random.default_rng(SEED)
     trace = made_of(*(random.integers(0, 4, random.integers(1, 9)).tolist() for _ in range(800)))
-    first, again = (build_replay(MAKERS[policy], 64, SEED).run(trace) for _ in range(2))
+    first, again = (Replay(MAKERS[policy], 64, SEED).run(trace) for _ in range(2))
     assert (first.dram_hits == again.dram_hits).all() and (first.dram_writes == again.dram_writes).all()
 
 
 def test_blocks_are_in_the_stores_own_index() -> None:
-    replay = build_replay(MAKERS["lru"], 4)
+    replay = Replay(MAKERS["lru"], 4)
     replay.run(made_of([1, 2], [1, 3]))
     assert replay._blocks.index.visible_blocks() == 3
 
 
-def table(trace: Trace, *policies: str, **options: object) -> replays.ReplayResult:
+def rows_of(trace: Trace, **options: object) -> list[replays.ReplayRow]:
+    """Of `lru`."""
     given = ReplayOptions(**{"blocks": [4], **options})  # type: ignore[arg-type]
-    return replays.run([trace], {name: MAKERS[name] for name in policies}, given, build_replay, *QUIET)
+    return list(replays.run([trace], {"lru": LeafFirstLru}, given, lambda *_: None).rows)
 
 
 def test_rows_are_sums_over_requests() -> None:
     lines = [line([1, 2, 3], 40), line([1, 2, 4], 48), line([1, 2, 3], 40)]
     trace = read_trace("made up", lines, 16)
-    full, partial = (table(trace, "lru", count_partial=counted, prefill_rate=16.0) for counted in (False, True))
-    row, best = full.rows
+    full, partial = (rows_of(trace, count_partial=counted, prefill_rate=16.0) for counted in (False, True))
+    row, best = full
     assert (row.policy, best.policy) == ("lru", OPTIMUM)
     assert (row.asked_blocks, row.hit_blocks, row.written_blocks) == (7, 4, 3) and best.hit_blocks == 4
     assert row.block_hit_rate == 4 / 7
     assert (row.asked_tokens, row.hit_tokens) == (128, 64) and row.token_hit_rate == 0.5
     assert row.saved_prefill_seconds == pytest.approx(2 * 2 * (1 + 32 / replays.QUADRATIC_TOKENS))
     assert row.written_bytes == 3 * 16 * replays.KV_BYTES_PER_TOKEN
-    row, _ = partial.rows
+    row, _ = partial
     assert (row.asked_blocks, row.hit_blocks) == (9, 5) and row.hit_tokens == 32 + 40, "no more than there are"
 
 
 def test_what_warms_up_is_not_counted() -> None:
     trace = made_of([1, 2], [1, 2], [1, 2], [5])
-    (row, _) = table(trace, "lru", warmup=0.5).rows
+    row, _ = rows_of(trace, warmup=0.5)
     assert (row.asked_blocks, row.hit_blocks, row.written_blocks) == (3, 2, 1)
 
 
-STATES = ReplayOptions([100], state_bytes=48, kv_bytes_per_token=1)
+STATES = {"blocks": [100], "state_bytes": 48, "kv_bytes_per_token": 1}
 """A state takes the room of three blocks of 16 tokens, and is kept every 24 blocks."""
 
 
 def with_states(trace: Trace, **options: object) -> dict[str | None, replays.ReplayRow]:
-    """Of `lru`, by where states are kept."""
-    given = replace(STATES, **options)  # type: ignore[arg-type]
-    rows = replays.run([trace], {"lru": MAKERS["lru"]}, given, build_replay, *QUIET).rows
-    return {row.states: row for row in rows if row.policy != OPTIMUM}
+    """By where states are kept."""
+    return {row.states: row for row in rows_of(trace, **{**STATES, **options}) if row.policy != OPTIMUM}
 
 
 def test_a_hit_ends_at_the_deepest_state_that_an_engine_may_offer() -> None:
@@ -276,7 +273,7 @@ def two_tiers_by_hand(trace: Trace, above: int, below: int) -> list[tuple[int, i
 @settings(max_examples=150, deadline=None)
 def test_lru_in_one_tier_and_in_two_is_what_it_says(prompts: list[list[int]], above: int, below: int) -> None:
     trace = made_of(*prompts)
-    replay = build_replay(LeafFirstLru, above, 0, below)
+    replay = Replay(LeafFirstLru, above, 0, below)
     done = replay.run(trace)
     replay.check()
     rows = zip(done.dram_hits, done.dram_writes, done.nvme_hits, done.nvme_writes, strict=True)
@@ -300,7 +297,7 @@ def test_tables_agree_whatever_is_admitted(
     policy: str, admission: str, prompts: list[list[int]], above: int, below: int, seed: int
 ) -> None:
     trace = made_of(*prompts)
-    replay = build_replay(MAKERS[policy], above, seed, below, lambda replay: ADMISSIONS[admission](replay, trace))
+    replay = Replay(MAKERS[policy], above, seed, below, lambda replay: ADMISSIONS[admission](replay, trace))
     done = replay.run(trace)
     replay.check()
     lengths = np.diff(trace.starts)
@@ -312,23 +309,22 @@ def test_tables_agree_whatever_is_admitted(
 def test_nothing_is_written_twice_while_it_is_there() -> None:
     """Brought up and gone again, it is on NVMe still."""
     trace = made_of(*[[1], [2], [3]] * 20)
-    done = build_replay(LeafFirstLru, 1, 0, 3).run(trace)
+    done = Replay(LeafFirstLru, 1, 0, 3).run(trace)
     assert done.nvme_writes.sum() == 3 and done.nvme_hits.sum() == 57 and done.dram_writes.sum() == 60
 
 
 # The curve -----------------------------------------------------------------------------------------------------------
 
 
-def rows_of(trace: Trace, **options: object) -> list[replays.ReplayRow]:
-    given = ReplayOptions(**{"blocks": [4], "nvme_blocks": 12, **options})  # type: ignore[arg-type]
-    return list(replays.run([trace], {"lru": LeafFirstLru}, given, build_replay, *QUIET).rows)
+def both_tiers(trace: Trace, **options: object) -> list[replays.ReplayRow]:
+    return rows_of(trace, **{"nvme_blocks": 12, **options})
 
 
 @pytest.mark.slow
 def test_rows_are_by_admission_with_all_first_and_the_optimum_of_both_tiers_last() -> None:
     random = np.random.default_rng(3)
     trace = made_of(*(random.integers(0, 3, random.integers(1, 6)).tolist() for _ in range(400)))
-    rows = rows_of(trace, admission=[ORACLE, COIN, LEARNED], write_shares=[0.5])
+    rows = both_tiers(trace, admission=[ORACLE, COIN, LEARNED], write_shares=[0.5])
     assert [(row.admission, row.write_share) for row in rows] == [
         (ALL, None), (LEARNED, None), (LEARNED, 0.5), (COIN, 0.5), (ORACLE, None), (None, None),
     ]  # fmt: skip
@@ -341,12 +337,12 @@ def test_rows_are_by_admission_with_all_first_and_the_optimum_of_both_tiers_last
     for row in rows[:-1]:
         assert row.hit_blocks == row.dram_hit_blocks + row.nvme_hit_blocks
         assert row.nvme_written_bytes == row.nvme_written_blocks * trace.block_tokens * (128 << 10)
-    assert rows == rows_of(trace, admission=[ORACLE, COIN, LEARNED], write_shares=[0.5]), "the same again"
+    assert rows == both_tiers(trace, admission=[ORACLE, COIN, LEARNED], write_shares=[0.5]), "the same again"
 
 
 def test_where_nothing_is_written_every_row_is_there() -> None:
     """DRAM has room for all, so that a budget is of nothing."""
-    rows = rows_of(made_of([1, 2], [1, 2]), blocks=[16], admission=[COIN, LEARNED], write_shares=[0.5, 0.8])
+    rows = both_tiers(made_of([1, 2], [1, 2]), blocks=[16], admission=[COIN, LEARNED], write_shares=[0.5, 0.8])
     assert [(row.admission, row.write_share, row.hit_blocks, row.nvme_written_blocks) for row in rows] == [
         (ALL, None, 2, 0), (LEARNED, None, 2, 0), (LEARNED, 0.5, 2, 0), (LEARNED, 0.8, 2, 0), (COIN, 0.5, 2, 0),
         (COIN, 0.8, 2, 0), (None, None, 2, None),
@@ -360,7 +356,7 @@ def test_a_budget_may_be_of_less_than_a_block(share: float) -> None:
         trace = made_of(*([number, number + 1] for number in range(0, 2 * requests, 2)))
         for step_ms in (1, 360_000):
             slow = replace(trace, timestamps_ms=np.arange(requests) * step_ms)
-            rows = rows_of(slow, admission=[COIN, LEARNED], write_shares=[share])
+            rows = both_tiers(slow, admission=[COIN, LEARNED], write_shares=[share])
             everything, (learned,) = (
                 rows[0],
                 [row for row in rows if (row.admission, row.write_share) == (LEARNED, share)],
@@ -377,7 +373,7 @@ def test_on_recorded_conversations_fewer_bytes_keep_the_hits(policy: PolicyMaker
     trace = recorded("mooncake_conversation")
 
     def hits_and_writes(admission: Callable[[Replay], Admission]) -> tuple[int, int, int]:
-        done = build_replay(policy, 5_000, 0, 35_000, admission).run(trace)
+        done = Replay(policy, 5_000, 0, 35_000, admission).run(trace)
         nvme_hits = int(done.nvme_hits.sum())
         return int(done.dram_hits.sum()) + nvme_hits, nvme_hits, int(done.nvme_writes.sum())
 

@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 from kvstore.insight import replay as replays
 from kvstore.insight.plots import colours_of, draw_replay
 from kvstore.insight.replay import COIN, LEARNED, ORACLE, ReplayOptions
-from kvstore.node import build_replay
 from recorded import made_of
 from tiering.policies.lru import LeafFirstLru
 
@@ -28,7 +27,7 @@ def picture(policies: int, **options: Any) -> tuple[Figure, replays.ReplayResult
     random = np.random.default_rng(SEED)
     trace = made_of(*(random.integers(0, 4, random.integers(1, 6)).tolist() for _ in range(300)))
     makers = dict.fromkeys((f"policy {number}" for number in range(policies)), LeafFirstLru)
-    result = replays.run([trace], makers, ReplayOptions(**options), build_replay, lambda *_: None)  # type: ignore[arg-type]
+    result = replays.run([trace], makers, ReplayOptions(**options), lambda *_: None)  # type: ignore[arg-type]
     return draw_replay(result), result
 
 

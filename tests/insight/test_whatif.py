@@ -26,7 +26,6 @@ from kvstore.insight.whatif import (
     thinned,
     thinned_rate,
 )
-from kvstore.node import build_replay
 from recorded import PUBLIC, made_of, recorded
 from tiering.clock import SystemClock
 
@@ -41,9 +40,7 @@ GIB = 1 << 30
 
 def estimated(*requests: list[int], **options: object) -> WhatIfResult:
     given = WhatIfOptions(**options)  # type: ignore[arg-type]
-    return run(
-        made_of(*requests), given, build_replay, lambda part: kvstore.policy_named(given.policy, part), SystemClock()
-    )
+    return run(made_of(*requests), given, lambda part: kvstore.policy_named(given.policy, part), SystemClock())
 
 
 @given(prompts=PROMPTS, sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4))
@@ -115,9 +112,9 @@ def test_a_size_below_the_least_room_is_replayed_in_full() -> None:
 def errors_at(name: str, size: int, told_part: float, seeds: Sequence[int]) -> float:
     """The mean absolute error at one size. told_part: what the policy takes its part of all blocks for."""
     trace = recorded(name).without_partial()
-    whole = replayed_rate(trace, size, 0, build_replay, kvstore.policy_named(ADAPTIVE))
+    whole = replayed_rate(trace, size, 0, kvstore.policy_named(ADAPTIVE))
     maker = kvstore.policy_named(ADAPTIVE, told_part)
-    rates = [thinned_rate(trace, size, seed, build_replay, maker) for seed in seeds]
+    rates = [thinned_rate(trace, size, seed, maker) for seed in seeds]
     print(f"{size} blocks: {whole:.4f}, estimated", *(f"{rate:.4f}" for rate in rates))
     return float(np.abs(np.array(rates) - whole).mean())
 
@@ -132,7 +129,7 @@ def test_a_part_learns_as_much_as_all_if_it_knows_that_it_is_one() -> None:
 @cache
 def exact(name: str) -> list[float]:
     trace, maker = recorded(name).without_partial(), kvstore.policy_named(ADAPTIVE)
-    return [replayed_rate(trace, size, 0, build_replay, maker) for size in SIZES[name]]
+    return [replayed_rate(trace, size, 0, maker) for size in SIZES[name]]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -144,7 +141,7 @@ def test_adaptive_is_near_enough(name: str, seed: int) -> None:
     for size in SIZES[name]:
         part = part_for(size)
         assert size * part > 100
-        rates.append(thinned_rate(trace, size, seed, build_replay, kvstore.policy_named(ADAPTIVE, part)))
+        rates.append(thinned_rate(trace, size, seed, kvstore.policy_named(ADAPTIVE, part)))
     off = np.abs(np.array(rates) - exact(name))
     print(f"{name}, seed {seed}: MAE {off.mean():.4f}, worst {off.max():.4f}")
     assert off.mean() <= 0.015

@@ -12,7 +12,7 @@ import pytest
 
 import kvstore
 from kvstore.config import POLICIES
-from kvstore.node import build_replay
+from kvstore.insight.replay import Replay
 from learned_policy import by_worth
 from programs import PATHS, run_python
 from recorded import made_of
@@ -56,7 +56,7 @@ def test_a_replay_tells_what_the_store_does(name: str, tmp_path: Path) -> None:
             assert ns.put(tokens, pages).reason is None
         store.check()
         assert store.usage().counters["evicted_blocks"] > 100
-    replay = build_replay(seeded, room)
+    replay = Replay(seeded, room)
     assert replay.run(made_of(*asked)).dram_hits.tolist() == hits
     replay.check()
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from engine_adapter.connector_metrics import CONNECTOR_METRICS, FORMER_METRICS
 from kvstore.block.account import MissReason
-from kvstore.cli.report import StatReport
+from kvstore.cli.report import stat_report
 from kvstore.edge.pages import PATHS
 from kvstore.network.services import stat_response
 from kvstore.status.declared import Sample, counter, families, gauge, histogram, label, samples
@@ -44,7 +44,7 @@ def test_a_new_number_is_one_line_and_is_found_everywhere(tmp_path: Path) -> Non
         store.namespace(model=MODEL, layout=small_layout()).match(ids(64))
         facts = StatusOfTomorrow(**structs.asdict(sidecar.report.facts()), teapots=7)
     assert page_of(facts).total("teapots_total") == 7
-    report = StatReport(facts)
+    report = stat_report(facts)
     assert report.to_dict()["teapots"] == 7
     console = Console(width=80, file=io.StringIO())
     report.render(console)

@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -31,48 +30,34 @@ TestFile = tuple[str, str]
 
 
 class Copies:
-    """As many as there are workers."""
+    """Of the tree as it is now, with what is not committed: as many as there are workers."""
 
     def __init__(self, folder: Path, workers: int) -> None:
-        self._all = [Copy(folder / str(number)) for number in range(workers)]
+        self.all = [Copy(folder / str(number)) for number in range(workers)]
         self._free: SimpleQueue[Copy] = SimpleQueue()
-        for one in self._all:
+        for one in self.all:
             self._free.put(one)
 
     def each(self, works: Iterable[Work], do: Callable[[Copy, Work], Any]) -> Iterator[tuple[Work, Any]]:
         """What each work returned, as they end."""
-        with ThreadPoolExecutor(len(self._all)) as pool:
-            futures = {pool.submit(self._lent, do, work): work for work in works}
+
+        def lent(work: Work) -> Any:
+            one = self._free.get()
+            try:
+                return do(one, work)
+            finally:
+                self._free.put(one)
+
+        with ThreadPoolExecutor(len(self.all)) as pool:
+            futures = {pool.submit(lent, work): work for work in works}
             try:
                 for future in as_completed(futures):
                     yield futures[future], future.result()
             except BaseException:  # interrupted
                 pool.shutdown(wait=False, cancel_futures=True)
-                for one in self._all:
+                for one in self.all:
                     one.end()
                 raise
-
-    def check(self, environments: Iterable[str]) -> None:
-        """The tests must see the copy, and no other checkout."""
-        for environment in environments:
-            for one in self._all:
-                for file in one.packages(environment):
-                    if not file.is_relative_to(one.root):
-                        raise SystemExit(f"error: the tests would run {file}, and not the copy in {one.root}")
-
-    def _lent(self, do: Callable[[Copy, Work], Any], work: Work) -> Any:
-        one = self._free.get()
-        try:
-            return do(one, work)
-        finally:
-            self._free.put(one)
-
-
-@contextmanager
-def copies(workers: int) -> Iterator[Copies]:
-    """Of the tree as it is now, with what is not committed."""
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        yield Copies(Path(folder).resolve(), workers)
 
 
 def say(line: str) -> None:
@@ -91,7 +76,9 @@ def trials(chosen: list[Mutant], trees: Copies) -> Iterator[dict[str, Any]]:
     for mutant in chosen:
         for test in mutant.tests:
             wanted.setdefault((mutant.environment, test.partition("::")[0]), set()).add(test)
-    trees.check({environment for environment, _ in wanted})
+    for environment in {environment for environment, _ in wanted}:
+        for one in trees.all:
+            one.check(environment)
     say(f"{len(chosen)} mutants; first their tests without them, in {len(wanted)} files")
 
     def run_without(tree: Copy, file: TestFile) -> Outcome:
@@ -141,13 +128,10 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the results as JSON; the progress goes to stderr")
     options = parser.parse_args()
     known = load()
-    unknown = set(options.only) - {mutant.id for mutant in known}
-    if unknown or options.workers < 1:
-        parser.error(
-            f"no mutant {', '.join(sorted(unknown))}; each `id` in tests/mutants/*.toml is one"
-            if unknown
-            else "--workers is 1 or more"
-        )
+    if unknown := set(options.only) - {mutant.id for mutant in known}:
+        parser.error(f"no mutant {', '.join(sorted(unknown))}; each `id` in tests/mutants/*.toml is one")
+    if options.workers < 1:
+        parser.error("--workers is 1 or more")
     chosen = [mutant for mutant in known if not options.only or mutant.id in options.only]
     if options.share is not None:
         try:
@@ -156,8 +140,8 @@ def main() -> int:
             parser.error(f"--share {options.share}: K/N is asked for, with K from 1 to N, as 2/4")
     able = [mutant for mutant in chosen if python_of(mutant.environment).exists()]
     begun = time.monotonic()
-    with copies(min(options.workers, len(able) or 1)) as trees:
-        results = list(trials(able, trees))
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        results = list(trials(able, Copies(Path(folder).resolve(), min(options.workers, len(able) or 1))))
     results += [
         {"id": one.id, "room": one.room, "verdict": Verdict.LEFT_OUT.value, "by": "make engines first", "seconds": 0.0}
         for one in chosen

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ast
 import textwrap
-import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, structs
 
 HERE = Path(__file__).parent
 TREE = HERE.parents[1]
 ENVIRONMENTS = {"main": ".venv", "engines": ".venv-engines"}
-_FIELDS = {"id", "why", "function", "old", "new", "tests", "environment"}
 _SOURCES = {"kv_kernels": "kernels"}
 """Folders of packages that do not lie in the root."""
 
@@ -23,8 +24,7 @@ class DoesNotFit(Exception):
     """An entry and the tree do not belong together; the text says how."""
 
 
-@dataclass(frozen=True)
-class Mutant:
+class Mutant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One entry. room: the file that it stands in."""
 
     id: str
@@ -32,9 +32,9 @@ class Mutant:
     function: str
     old: str
     new: str
-    tests: tuple[str, ...]
-    environment: str
-    room: str
+    tests: Annotated[tuple[str, ...], Meta(min_length=1)]
+    environment: Literal["main", "engines"] = "main"
+    room: str = ""
 
     @property
     def path(self) -> str:
@@ -47,22 +47,16 @@ def load(folder: Path = HERE) -> list[Mutant]:
     """All entries. Raises `DoesNotFit` for one that is not as it should be."""
     mutants = []
     for file in sorted(folder.glob("*.toml")):
-        for entry in tomllib.loads(file.read_text())["mutant"]:
-            name = f"{file.name}, {entry.get('id', 'an entry without id')}"
-            entry.setdefault("environment", "main")
-            if set(entry) != _FIELDS:
-                raise DoesNotFit(f"{name}: the fields are {sorted(entry)}, and should be {sorted(_FIELDS)}")
-            if entry["environment"] not in ENVIRONMENTS:
-                raise DoesNotFit(f"{name}: environment is one of {', '.join(ENVIRONMENTS)}")
-            tests = tuple(entry.pop("tests"))
-            if not tests:
-                raise DoesNotFit(f"{name}: names no test")
-            mutants.append(Mutant(**entry, tests=tests, room=file.stem))
+        try:
+            read = msgspec.toml.decode(file.read_text(), type=dict[str, list[Mutant]])
+        except msgspec.ValidationError as error:
+            raise DoesNotFit(f"{file.name}: {error}") from None
+        mutants += [structs.replace(mutant, room=file.stem) for mutant in read["mutant"]]
     return mutants
 
 
 def mutated(mutant: Mutant, source: str) -> str:
-    """The source file with the mutant in it. Raises `DoesNotFit`."""
+    """The source file with the mutant in it, without comments. Raises `DoesNotFit`."""
     tree = ast.parse(source)
     place = _definition(tree, mutant.function)
     old, new = _parsed(mutant.old, "old"), _parsed(mutant.new, "new")
@@ -74,14 +68,11 @@ def mutated(mutant: Mutant, source: str) -> str:
         found = _equal_statements(place, old)
     if len(found) != 1:
         raise DoesNotFit(f"old stands {len(found)} times in {mutant.function}, and should stand there once")
-    (nodes,) = found
-    text, before = _with(source, nodes, mutant.new), ast.dump(tree)
-    after = ast.dump(_with_nodes(tree, nodes, new))
-    if after == before:
+    before = ast.dump(tree)
+    changed = _Replaced(found[0], new).visit(tree)
+    if ast.dump(changed) == before:
         raise DoesNotFit("new is the same as old")
-    if ast.dump(ast.parse(text)) != after:
-        raise DoesNotFit("what stands there then is not what new says")
-    return text
+    return ast.unparse(changed)
 
 
 def missing_test(test: str, tree: Path = TREE) -> str | None:
@@ -169,31 +160,15 @@ def _bodies(place: ast.AST) -> Iterator[list[ast.stmt]]:
                 yield value
 
 
-def _with(source: str, nodes: Sequence[ast.AST], new: str) -> str:
-    lines = source.encode().splitlines(keepends=True)  # columns are counted in bytes
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line))
-    first, last = nodes[0], nodes[-1]
-    column = first.col_offset  # type: ignore[attr-defined]
-    begin = starts[first.lineno - 1] + column  # type: ignore[attr-defined]
-    end = starts[last.end_lineno - 1] + last.end_col_offset  # type: ignore[attr-defined]
-    new = textwrap.dedent(new).strip()
-    text = f"({new})" if isinstance(first, ast.expr) else textwrap.indent(new, " " * column).lstrip()
-    whole = source.encode()
-    return (whole[:begin] + text.encode() + whole[end:]).decode()
+class _Replaced(ast.NodeTransformer):
+    """The tree with other nodes in place of these, which stand in a row."""
 
+    def __init__(self, nodes: Sequence[ast.AST], new: Sequence[ast.stmt]) -> None:
+        self._nodes, self._new = nodes, new
 
-def _with_nodes(tree: ast.Module, nodes: Sequence[ast.AST], new: Sequence[ast.stmt]) -> ast.Module:
-    """The tree itself, changed."""
-
-    class Replace(ast.NodeTransformer):
-        def visit(self, node: ast.AST) -> ast.AST | list[ast.stmt] | None:
-            if node is nodes[0]:
-                return new[0].value if isinstance(node, ast.expr) else list(new)  # type: ignore[attr-defined]
-            if any(node is one for one in nodes):
-                return None
-            return super().generic_visit(node)
-
-    changed: ast.Module = Replace().visit(tree)
-    return changed
+    def visit(self, node: ast.AST) -> ast.AST | list[ast.stmt] | None:
+        if node is self._nodes[0]:
+            return self._new[0].value if isinstance(node, ast.expr) else list(self._new)  # type: ignore[attr-defined]
+        if any(node is one for one in self._nodes):
+            return None
+        return super().generic_visit(node)

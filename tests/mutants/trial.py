@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -115,25 +115,23 @@ class Copy:
     def end(self) -> None:
         """Whatever runs, with all that it has started."""
         if self._running is not None:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(self._running.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
-    def packages(self, environment: str) -> list[Path]:
-        """Where that environment finds the packages under test."""
-        code = (
-            f"import {', '.join(_PACKAGES)}; print(*({', '.join(f'{one}.__file__' for one in _PACKAGES)},), sep='\\n')"
-        )
+    def check(self, environment: str) -> None:
+        """That environment's tests must see the copy, and no other checkout."""
+        code = "import sys; print(*(__import__(one).__file__ for one in sys.argv[1:]), sep='\\n')"
         printed = subprocess.run(
-            [str(python_of(environment)), "-c", code],
+            [str(python_of(environment)), "-c", code, *_PACKAGES],
             cwd="/",
             env=self._variables(keep_compiled=True),
             check=True,
-            capture_output=True,
+            stdout=subprocess.PIPE,
             text=True,
         ).stdout
-        return [Path(line) for line in printed.splitlines()]
+        for file in printed.splitlines():
+            if not Path(file).is_relative_to(self.root):
+                raise SystemExit(f"error: the tests would run {file}, and not the copy in {self.root}")
 
     def _variables(self, keep_compiled: bool) -> dict[str, str]:
         folders = (self.root, self.root / "kernels", self.root / "tests")

@@ -7,25 +7,37 @@ import os
 import socket
 import subprocess
 import sys
+from email.message import Message
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 30.0
 WITH_LIMITS = """
 import sys, json
 from dataclasses import replace
-from kvstore.openai import proxy, serve
+from kvstore.openai import proxy
 made = json.loads(sys.argv.pop(1))
 whole = proxy.ProxyLimits
-serve.HEAD_SECONDS = made.pop("head_seconds", serve.HEAD_SECONDS)
-serve.MOST_CONNECTIONS = made.pop("connections", serve.MOST_CONNECTIONS)
+proxy.HEAD_SECONDS = made.pop("head_seconds", proxy.HEAD_SECONDS)
+proxy.MOST_CONNECTIONS = made.pop("connections", proxy.MOST_CONNECTIONS)
 proxy.ProxyLimits = lambda **given: replace(whole(**given), **made)
 from kvstore.cli.main import main
 main()
 """
 """The command line, with limits that it does not offer."""
+
+
+class Answered(NamedTuple):
+    status: int
+    body: bytes
+    headers: Message
+
+    @property
+    def legs(self) -> tuple[str | None, str | None]:
+        """What the proxy says of prefill, and who decoded."""
+        return self.headers["x-kvstore-prefill"], self.headers["x-kvstore-decode"]
 
 
 class RunningProxy:
@@ -72,22 +84,28 @@ class RunningProxy:
         connection.request(method, path, content, {name.replace("_", "-"): value for name, value in headers.items()})
         return connection, connection.getresponse()
 
-    def ask(self, path: str, body: Any = None, method: str = "POST", **headers: str) -> tuple[int, bytes]:
+    def ask(self, path: str, body: Any = None, method: str = "POST", **headers: str) -> Answered:
         connection, answer = self.asked(path, body, method, **headers)
         try:
-            return answer.status, answer.read()
+            return Answered(answer.status, answer.read(), answer.headers)
         finally:
             connection.close()
 
+    def health(self) -> dict[str, Any]:
+        told: dict[str, Any] = json.loads(self.ask("/health", method="GET").body)
+        return told
+
     def error(self, path: str, body: Any = None, method: str = "POST", **headers: str) -> tuple[int, dict[str, Any]]:
         """An answer that is an error as OpenAI's are."""
-        status, said = self.ask(path, body, method, **headers)
+        status, said, _ = self.ask(path, body, method, **headers)
         error = json.loads(said)["error"]
         assert set(error) == {"message", "type", "param", "code"} and error["message"]
         return status, error
 
-    def wire(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS)
+    def wire(self, sent: bytes = b"") -> socket.socket:
+        made = socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS)
+        made.sendall(sent)
+        return made
 
 
 def events_of(body: bytes) -> list[Any]:

@@ -57,6 +57,10 @@ class Asked:
         await self.head(status, content_length=str(len(content)), **more)
         await self.raw(content)
 
+    async def page(self, text: str) -> None:
+        await self.head(kind="text/plain", content_length=str(len(text)))
+        await self.raw(text.encode())
+
     async def begin_events(self) -> None:
         await self.head(kind="text/event-stream; charset=utf-8", transfer_encoding="chunked")
 

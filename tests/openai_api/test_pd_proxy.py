@@ -76,7 +76,7 @@ def test_the_legs_of_vllms_toy_proxy_and_llm_d(small: Callable[..., SmallOpenAi]
     body = {**PROMPT, "stream": True, "stream_options": {"include_usage": True}, "n": 2, "min_tokens": 5, "odd": [1.5]}
     body["kv_transfer_params"] = {"kvstore": {"ttl": 60}}
     with before(prefill, decode) as proxy:
-        status, said = proxy.ask(COMPLETIONS, body, authorization="Bearer secret", x_request_id="name-1")
+        status, said, _ = proxy.ask(COMPLETIONS, body, authorization="Bearer secret", x_request_id="name-1")
     assert status == 200 and events_of(said) == [text_chunk("one"), text_chunk("two"), "[DONE]"]
     (p,), (d,) = prefill.of(COMPLETIONS), decode.of(COMPLETIONS)
     assert p.body == {
@@ -98,10 +98,8 @@ def test_chat_goes_the_same_way(small: Callable[..., SmallOpenAi]) -> None:
     prefill, decode = small(prefills), small(decodes)
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 9}
     with before(prefill, decode) as proxy:
-        connection, answer = proxy.asked(CHAT, body)
-        assert json.loads(answer.read())["choices"] == [{"text": "one two"}]
-        assert (answer.getheader("x-kvstore-prefill"), answer.getheader("x-kvstore-decode")) == ("done", "decode-0")
-        connection.close()
+        answer = proxy.ask(CHAT, body)
+    assert json.loads(answer.body)["choices"] == [{"text": "one two"}] and answer.legs == ("done", "decode-0")
     (p,), (d,) = prefill.of(CHAT), decode.of(CHAT)
     assert p.body["max_completion_tokens"] == p.body["max_tokens"] == 1 and p.body["messages"] == body["messages"]
     assert d.body == {**body, "kv_transfer_params": NIXL}
@@ -142,9 +140,8 @@ def test_both_legs_at_once(small: Callable[..., SmallOpenAi], is_bound: bool) ->
     more = ("--legs", "at-once", *(("--prefiller", "10.0.0.7:5600") if is_bound else ()))
     body = {**PROMPT, "kv_transfer_params": {"kvstore": {"ttl": 5}, "own": 1}}
     with before(prefill, decode, more=more) as proxy:
-        connection, answer = proxy.asked(COMPLETIONS, body, x_request_id="pair-1")
-        assert (answer.status, answer.getheader("x-kvstore-prefill")) == (200, "at once")
-        connection.close()
+        answer = proxy.ask(COMPLETIONS, body, x_request_id="pair-1")
+    assert (answer.status, answer.legs[0]) == (200, "at once")
     told = [one.of(COMPLETIONS)[0].body["kv_transfer_params"] for one in (prefill, decode)]
     p, d = {"kvstore": {"ttl": 5}}, {"kvstore": {"ttl": 5, "await": True}}
     if is_bound:
@@ -201,7 +198,7 @@ def test_a_client_cannot_say_where_kv_is(small: Callable[..., SmallOpenAi], legs
         prefill.close()
     with before(prefill, decode, more=("--legs", legs)) as proxy:
         if not with_prefill:
-            wait_until(lambda: json.loads(proxy.ask("/health", method="GET")[1])["status"] == "degraded")
+            wait_until(lambda: proxy.health()["status"] == "degraded")
         for path in (COMPLETIONS, CHAT):
             assert proxy.ask(path, {**PROMPT, **OF_ENGINES}, **HEADERS)[0] == 200
             for body in ODD_FORMS:
@@ -251,10 +248,9 @@ def test_nothing_is_awaited_of_a_prefill_engine_that_is_down(small: Callable[...
     prefill, decode = small(prefills), small(decodes)
     prefill.close()
     with before(prefill, decode, more=("--legs", "at-once")) as proxy:
-        wait_until(lambda: json.loads(proxy.ask("/health", method="GET")[1])["status"] == "degraded")
-        connection, answer = proxy.asked(COMPLETIONS, PROMPT)
-        assert (answer.status, answer.getheader("x-kvstore-prefill")) == (200, "down")
-        connection.close()
+        wait_until(lambda: proxy.health()["status"] == "degraded")
+        answer = proxy.ask(COMPLETIONS, PROMPT)
+    assert (answer.status, answer.legs[0]) == (200, "down")
     assert [one.body for one in decode.of(COMPLETIONS)] == [PROMPT]
 
 
@@ -284,6 +280,11 @@ def test_events_are_passed_on_when_they_come(small: Callable[..., SmallOpenAi]) 
 # A client that leaves ------------------------------------------------------------------------------------------------
 
 
+def request_of(body: Any) -> bytes:
+    content = json.dumps(body).encode()
+    return b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(content), content)
+
+
 @pytest.mark.parametrize("leg", ["prefill", "decode", "stream", "both"])
 def test_a_client_that_hangs_up_ends_the_legs(small: Callable[..., SmallOpenAi], leg: str) -> None:
     async def streams_and_hangs(asked: Asked) -> None:
@@ -294,12 +295,7 @@ def test_a_client_that_hangs_up_ends_the_legs(small: Callable[..., SmallOpenAi],
     prefill = small(prefills if leg in ("decode", "stream") else hangs)
     decode = small(streams_and_hangs if leg == "stream" else hangs)
     with before(prefill, decode, more=("--legs", "at-once") if leg == "both" else ()) as proxy:
-        content = json.dumps({**PROMPT, "stream": leg == "stream"}).encode()
-        wire = proxy.wire()
-        wire.sendall(
-            b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (COMPLETIONS.encode(), len(content))
-        )
-        wire.sendall(content)
+        wire = proxy.wire(request_of({**PROMPT, "stream": leg == "stream"}))
         ends = {"prefill": (prefill,), "both": (prefill, decode)}.get(leg, (decode,))
         asked = [one.wait(COMPLETIONS) for one in ends]
         if leg == "stream":
@@ -308,7 +304,7 @@ def test_a_client_that_hangs_up_ends_the_legs(small: Callable[..., SmallOpenAi],
         wire.close()
         assert all(one.hung_up.wait(SECONDS) for one in asked)
         assert leg != "prefill" or not decode.of(COMPLETIONS)
-        assert json.loads(proxy.ask("/health", method="GET")[1])["under_way"] == 0
+        assert proxy.health()["under_way"] == 0
 
 
 def test_a_client_that_reads_nothing_holds_nothing(small: Callable[..., SmallOpenAi]) -> None:
@@ -319,12 +315,7 @@ def test_a_client_that_reads_nothing_holds_nothing(small: Callable[..., SmallOpe
 
     prefill, decode = small(prefills), small(floods)
     with before(prefill, decode, limits={"unread_seconds": 0.5}) as proxy:
-        wire = proxy.wire()
-        content = json.dumps({**PROMPT, "stream": True}).encode()
-        wire.sendall(
-            b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (COMPLETIONS.encode(), len(content))
-        )
-        wire.sendall(content)
+        wire = proxy.wire(request_of({**PROMPT, "stream": True}))
         assert decode.wait(COMPLETIONS).hung_up.wait(SECONDS)
         wire.close()
 
@@ -365,10 +356,9 @@ def test_without_prefill_decode_computes(small: Callable[..., SmallOpenAi]) -> N
     with before(prefill, decode, more=("--prefill-seconds", "1")) as proxy:
         for fault in (fails, is_full, says_nonsense, says_too_much, drips, hangs, breaks_off):
             prefill.answers[COMPLETIONS] = fault
-            connection, answer = proxy.asked(COMPLETIONS, PROMPT)
-            assert answer.status == 200 and json.loads(answer.read())["id"] == "d", fault
-            assert answer.getheader("x-kvstore-prefill") == "failed", fault
-            connection.close()
+            answer = proxy.ask(COMPLETIONS, PROMPT)
+            assert answer.status == 200 and json.loads(answer.body)["id"] == "d", fault
+            assert answer.legs[0] == "failed", fault
     assert [one.body for one in decode.of(COMPLETIONS)] == [PROMPT] * 7
 
 
@@ -377,11 +367,9 @@ def test_a_prefill_engine_that_is_gone_is_not_waited_for(small: Callable[..., Sm
     prefill.close()
     with before(prefill, decode) as proxy:
         for _ in range(2):
-            connection, answer = proxy.asked(COMPLETIONS, PROMPT)
-            assert answer.status == 200 and answer.getheader("x-kvstore-prefill") in ("failed", "down")
-            answer.read()
-            connection.close()
-        told = json.loads(proxy.ask("/health", method="GET")[1])
+            answer = proxy.ask(COMPLETIONS, PROMPT)
+            assert answer.status == 200 and answer.legs[0] in ("failed", "down")
+        told = proxy.health()
         assert told["status"] == "degraded" and not told["prefill"]["up"] and told["decode"][0]["up"]
     assert proxy.said.count("prefill is down") == 1
 
@@ -407,10 +395,8 @@ def test_another_engine_decodes_where_the_first_cannot(small: Callable[..., Smal
     gone.close()
     with before(prefill, gone, full, good) as proxy:
         for _ in range(4):
-            connection, answer = proxy.asked(COMPLETIONS, PROMPT)
-            assert (answer.status, answer.getheader("x-kvstore-decode")) == (200, "decode-2")
-            answer.read()
-            connection.close()
+            answer = proxy.ask(COMPLETIONS, PROMPT)
+            assert (answer.status, answer.legs[1]) == (200, "decode-2")
     assert len(good.of(COMPLETIONS)) == 4
 
 
@@ -428,7 +414,7 @@ def test_a_request_that_ends_an_engine_ends_one(small: Callable[..., SmallOpenAi
 def test_where_all_are_full_or_gone_that_is_said(small: Callable[..., SmallOpenAi]) -> None:
     prefill, full = small(prefills), small(is_full)
     with before(prefill, full) as proxy:
-        assert proxy.ask(COMPLETIONS, PROMPT) == (503, b'{"error": {"message": "full"}}')
+        assert proxy.ask(COMPLETIONS, PROMPT)[:2] == (503, b'{"error": {"message": "full"}}')
         full.close()
         status, error = proxy.error(COMPLETIONS, PROMPT)
         assert status == 503 and "cannot be reached" in error["message"]
@@ -474,7 +460,7 @@ def test_a_stream_that_fails_says_so_in_its_last_event(small: Callable[..., Smal
     with before(prefill, decode, limits={"silent_seconds": 1.0}) as proxy:
         for number, fault in enumerate(faults, 1):
             decode.answers[COMPLETIONS] = fault
-            status, said = proxy.ask(COMPLETIONS, {**PROMPT, "stream": True})
+            status, said, _ = proxy.ask(COMPLETIONS, {**PROMPT, "stream": True})
             first, last = events_of(said)
             assert status == 200 and first == text_chunk("one"), fault
             assert last["error"]["type"] == "server_error", fault
@@ -507,14 +493,10 @@ def test_wrong_requests_are_refused_in_openais_shape(small: Callable[..., SmallO
         for sent, status in (
             (chunked + b"1000\r\n" + b"x" * 4096 + b"\r\n1\r\nx\r\n0\r\n\r\n", b"413"),
             (chunked, b"408"),
+            (b"\x16\x03\x01 no HTTP at all\r\n\r\n", b"400"),
         ):
-            wire = proxy.wire()
-            wire.sendall(sent)
-            assert wire.recv(1 << 16).startswith(b"HTTP/1.1 " + status)
-            wire.close()
-        wire = proxy.wire()
-        wire.sendall(b"\x16\x03\x01 no HTTP at all\r\n\r\n")
-        assert wire.recv(1 << 16).startswith(b"HTTP/1.1 400")
+            with proxy.wire(sent) as wire:
+                assert wire.recv(1 << 16).startswith(b"HTTP/1.1 " + status)
         odd = {"authorization": "Bearer \xe9", "x_request_id": "\xe9" * 9}
         assert proxy.ask(COMPLETIONS, PROMPT, **odd)[0] == 200
     (asked,), (same,) = prefill.of(COMPLETIONS), decode.of(COMPLETIONS)
@@ -525,13 +507,10 @@ def test_wrong_requests_are_refused_in_openais_shape(small: Callable[..., SmallO
 def test_more_requests_than_it_takes_are_told_to_come_again(small: Callable[..., SmallOpenAi]) -> None:
     prefill, decode = small(prefills), small(hangs)
     with before(prefill, decode, more=("--requests", "1")) as proxy:
-        wire = proxy.wire()
-        wire.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")
-        decode.wait(COMPLETIONS)
-        connection, answer = proxy.asked(COMPLETIONS, PROMPT)
-        assert answer.status == 503 and answer.getheader("retry-after") == "1" and b"under way" in answer.read()
-        connection.close()
-        wire.close()
+        with proxy.wire(request_of({})):
+            decode.wait(COMPLETIONS)
+            answer = proxy.ask(COMPLETIONS, PROMPT)
+        assert answer.status == 503 and answer.headers["retry-after"] == "1" and b"under way" in answer.body
 
 
 def test_who_says_nothing_is_shown_out(small: Callable[..., SmallOpenAi]) -> None:
@@ -572,10 +551,8 @@ def test_the_engine_whose_sidecar_knows_most_decodes(small: Callable[..., SmallO
     with before(prefill, *decodes_, more=(*scores, "--score-token-file", str(token))) as proxy:
         for body in ({**PROMPT, "prompt": [7, 8, 9]}, PROMPT, {"model": "m", "messages": [{"role": "user"}]}):
             path = CHAT if "messages" in body else COMPLETIONS
-            connection, answer = proxy.asked(path, body, authorization="Bearer mine")
-            assert (answer.status, answer.getheader("x-kvstore-decode")) == (200, "decode-1")
-            answer.read()
-            connection.close()
+            answer = proxy.ask(path, body, authorization="Bearer mine")
+            assert (answer.status, answer.legs[1]) == (200, "decode-1")
     asked = decodes_[0].of("/query")
     assert [one.body for one in asked] == [{"model": "m", "token_ids": [7, 8, 9]}] * 3
     assert all(one.headers["authorization"] == "Bearer of-the-tenant" for one in asked), "and no engine's key"
@@ -607,7 +584,7 @@ def test_health_follows_the_engines_and_models_are_decodes(small: Callable[..., 
         assert json.loads(proxy.ask("/v1/models", method="GET")[1])["data"] == [{"id": "m"}]
         decode.answers["/health"] = is_full
         wait_until(lambda: proxy.ask("/health", method="GET")[0] == 503)
-        told = json.loads(proxy.ask("/health", method="GET")[1])
+        told = proxy.health()
         assert told["status"] == "down" and told["decode"][0]["up"] is False
     assert "decode-0 is down: its health is 503" in proxy.said
 

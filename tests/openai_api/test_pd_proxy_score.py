@@ -47,10 +47,9 @@ def test_the_engine_beside_the_sidecar_that_knows_the_prompt_decodes(knowing: in
         proxy = stack.enter_context(RunningProxy(*flags, *more))
 
         def decoded_by() -> str | None:
-            connection, answer = proxy.asked(COMPLETIONS, {"model": NAME, "prompt": [*map(int, ids(650))]})
-            assert answer.status == 200 and answer.read()
-            connection.close()
-            return answer.getheader("x-kvstore-decode")
+            answer = proxy.ask(COMPLETIONS, {"model": NAME, "prompt": [*map(int, ids(650))]})
+            assert answer.status == 200 and answer.body
+            return answer.legs[1]
 
         wait_until(lambda: decoded_by() == f"decode-{knowing}")  # a door learns names a moment after they are there
         assert [decoded_by() for _ in range(4)] == [f"decode-{knowing}"] * 4

@@ -37,9 +37,7 @@ class StoringEngine(SmallOpenAi):
         await asked.json({"data": [{"id": "small"}]})
 
     async def _metrics(self, asked: Asked) -> None:
-        page = f'kvstore_vllm_saved_blocks_total{{engine="0"}} {self.saved}\n'
-        await asked.head(kind="text/plain", content_length=str(len(page)))
-        await asked.raw(page.encode())
+        await asked.page(f'kvstore_vllm_saved_blocks_total{{engine="0"}} {self.saved}\n')
 
     async def _answer(self, asked: Asked) -> None:
         self.saved, self.coming = self.saved + self.coming, 0

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.insight.replay import Replay
 from kvstore.insight.trace import Trace
-from kvstore.node import build_replay
 from recorded import made_of, recorded
 from tiering.policies import adaptive
 from tiering.policies import adaptive_loops as loops
@@ -40,7 +40,7 @@ MORE = {
 @cache
 def hits(name: str, policy: type, blocks: int, seed: int) -> int:
     trace = recorded(name)
-    done = build_replay(policy, blocks, seed).run(trace)
+    done = Replay(policy, blocks, seed).run(trace)
     return int(done.dram_hits[int(WARMUP * trace.requests) :].sum())
 
 
@@ -145,8 +145,8 @@ def load(name: str, number: int) -> Trace:
 def test_on_loads_that_nobody_tuned_it_for_it_is_as_good_as_lru(name: str, blocks: int) -> None:
     for number in (1, 2) if blocks <= 500 else (1,):  # the smaller, the more is chance
         trace = load(name, number)
-        lru = build_replay(LeafFirstLru, blocks).run(trace).dram_hits.sum()
-        own = [build_replay(Adaptive, blocks, seed).run(trace).dram_hits.sum() for seed in SEEDS]
+        lru = Replay(LeafFirstLru, blocks).run(trace).dram_hits.sum()
+        own = [Replay(Adaptive, blocks, seed).run(trace).dram_hits.sum() for seed in SEEDS]
         worst = float(min(own) / lru)
         print(
             f"{name} {number}, {blocks} blocks: LRU {lru}, adaptive {[int(hits) for hits in own]}, {worst:.3f} at least"
@@ -236,7 +236,7 @@ def test_it_follows_the_ghost_that_finds_more_and_leaves_it_when_it_finds_less()
     """Among many prompts that never come again some do: LRU holds the former, and what was learned the latter."""
     random = Random(5)
     prompts = [[1, random.randrange(20)] if at % 4 == 0 else [2, 100 + at] for at in range(6_000)]
-    replay = build_replay(Adaptive, 30, 1)
+    replay = Replay(Adaptive, 30, 1)
     hits = replay.run(made_of(*prompts)).dram_hits[::4]
     policy = replay._blocks.residency.policy
     assert isinstance(policy, Adaptive) and policy.goes_by_worth

@@ -35,7 +35,7 @@ from kvstore.block.errors import BadInput
 from kvstore.block.identity import MAX_PACKED_BYTES, Namespace, TenantKeys
 from kvstore.block.layout import Attention, KvGroup, Layout
 from kvstore.cli.ask import read_prompts
-from kvstore.cli.report import NamespacesReport, StatReport
+from kvstore.cli.report import namespaces_report, stat_report
 from kvstore.client.connection import checked_facts
 from kvstore.insight.trace import read_trace
 from kvstore.protocol import messages as m
@@ -231,9 +231,10 @@ def admin_answer(random: Random) -> str:
     if not isinstance(answer, m.StatReply):
         return "taken"
     found = given_to(checked_facts, answer.facts)
-    json.dumps(StatReport(found).to_dict(), allow_nan=False)
-    StatReport(found).group()
-    json.dumps(NamespacesReport(found).to_dict(), allow_nan=False)
+    for made in (stat_report, namespaces_report):
+        report = made(found)
+        json.dumps(report.to_dict(), allow_nan=False)
+        assert [*report.lines]
     return "taken"
 
 

@@ -40,9 +40,8 @@ class SmallEngine(SmallOpenAi):
         await asked.json({"data": [{"id": "small", "max_model_len": 1000}]})
 
     async def _metrics(self, asked: Asked) -> None:
-        page = f"vllm:prefix_cache_queries_total {self.asked_tokens}\nvllm:prefix_cache_hits_total {self.hit_tokens}\n"
-        await asked.head(kind="text/plain", content_length=str(len(page)))
-        await asked.raw(page.encode())
+        counts = {"queries": self.asked_tokens, "hits": self.hit_tokens}
+        await asked.page("".join(f"vllm:prefix_cache_{name}_total {count}\n" for name, count in counts.items()))
 
     async def _complete(self, asked: Asked) -> None:
         body = asked.body

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from kv_bench.traffic_engines import findable_tokens
 from kvstore.block.errors import BadInput
 from kvstore.insight.trace import Trace, read_trace
-from kvstore.openai.metrics import samples_of
-from kvstore.traffic.counters import engine_tokens, grown, sidecar_tokens
+from kvstore.openai.client import samples_of
 from kvstore.traffic.replay import RequestOutcome
 from kvstore.traffic.result import Slo, TrafficResult, TurnFigures
-from kvstore.traffic.workload import UNKNOWN_OUTPUT, Workload
+from kvstore.traffic.run import engine_tokens, grown, sidecar_tokens
+from kvstore.traffic.workload import UNKNOWN_OUTPUT, Load, Workload
 
 BLOCK = 64
 
@@ -36,8 +36,9 @@ def trace_of(chains: list[tuple[list[int], int]], outputs: int = 40) -> Trace:
     return read_trace("drawn", map(json.dumps, lines), BLOCK)
 
 
-def made(trace: Trace, **given_: Any) -> Workload:
-    return Workload.of(trace, **{"longest": 1 << 20, "seconds": 1e6, "requests": 1000, "vocabulary": 50_000, **given_})
+def made(trace: Trace, longest: int = 1 << 20, **given_: Any) -> Workload:
+    load = Load(**{"seconds": 1e6, "vocabulary": 50_000, **given_})
+    return Workload.of(trace, load, longest)
 
 
 def shared_length(one: list[int], other: list[int]) -> int:
