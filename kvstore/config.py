@@ -366,10 +366,6 @@ class Limits(SettingsSection, frozen=True):
     retained_fraction: Annotated[float, Meta(ge=0, le=MOST_RETAINED)] = 0.25
 
     @property
-    def most_leases(self) -> int:
-        return self.leases if self.tenant_leases is None else self.tenant_leases
-
-    @property
     def most_namespaces(self) -> int:
         return self.namespaces if self.tenant_namespaces is None else self.tenant_namespaces
 
@@ -651,9 +647,3 @@ def expanded(path: str | bytes | os.PathLike[str], name: str = "") -> str:
     if found.startswith("~"):
         raise BadInput(f"{said}: {given.split('/')[0]} is no user's home here; give the whole path, or ./{given}")
     return found
-
-
-def check_deadline(deadline_ms: float) -> None:
-    """Raise `BadInput` unless that is a possible number of milliseconds to wait."""
-    if not isinstance(deadline_ms, Real) or not deadline_ms >= 0:
-        raise BadInput(f"deadline_ms={deadline_ms!r}; give milliseconds, 0 or more")

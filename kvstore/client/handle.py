@@ -30,7 +30,7 @@ from kvstore.block.pages import Codec, Digest, Pages, cut
 from kvstore.client.get import GetOperation, GetSource, Loaded
 from kvstore.client.lease import Lease
 from kvstore.client.pending import AWAIT_GRACE_SECONDS, PendingReply, ReadyReply
-from kvstore.config import MAX_SECONDS, check_deadline
+from kvstore.config import MAX_SECONDS
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import (
     MAX_PRIORITY,
@@ -221,7 +221,7 @@ class NamespaceHandle:
         """`match` for a thread that must not wait: `poll` returns it once it is there, or a miss once it is late. The
         prompt is hashed here, in the caller's thread: some 0.3 ms for 32,768 tokens given as an array. counts_short:
         whether it counts even if not all of it is stored."""
-        check_deadline(deadline_ms)
+        _check_deadline(deadline_ms)
         tokens, asked = self._asked(token_ids, extra_keys, counts, request, counts_short)
         submitted = self.door.submit(asked, m.Matched, float(deadline_ms) / 1000)
         cancelled = m.Matched(MatchReply(0, reason=MissReason.DISABLED, detail="it was cancelled"))
@@ -239,7 +239,7 @@ class NamespaceHandle:
     def submit_which(self, keys: Sequence[bytes], deadline_ms: float = 50) -> PendingReply[list[bool]]:
         """`which` for a thread that must not wait: `poll` returns it once it is there, or none of them once it is
         late."""
-        check_deadline(deadline_ms)
+        _check_deadline(deadline_ms)
         submitted = self.door.submit(m.Which(self.number, list(keys)), m.Held, float(deadline_ms) / 1000)
         return PendingReply(submitted, partial(_flags, count=len(keys)), lambda: [False] * len(keys))
 
@@ -377,7 +377,7 @@ class NamespaceHandle:
         return m.Locate(self._grant.number, prompt.keys[: m.MAX_KEYS], fitting)
 
     def _waiting(self, prompt: Prompt, block: int, deadline_ms: float, located: int) -> m.Await:
-        check_deadline(deadline_ms)
+        _check_deadline(deadline_ms)
         if not 0 <= block < len(prompt.keys):
             raise BadInput(f"block={block}; give one of the prompt's {len(prompt.keys)} full blocks, from 0 on")
         seconds = min(deadline_ms / 1000, MAX_AWAIT_SECONDS)
@@ -520,7 +520,7 @@ class NamespaceHandle:
         _check_kind("match", match, Match, "what `match` or `submit_match(...).poll` returned")
         if first_token < 0:
             raise BadInput(f"first_token={first_token}; give 0 or more")
-        check_deadline(deadline_ms)
+        _check_deadline(deadline_ms)
         if request != "":
             check_request(request)
         first_block = min(first_token // self.block_tokens, match.blocks)
@@ -671,7 +671,7 @@ class DoorTime:
 
     def __init__(self, door: Door, deadline_ms: float | None) -> None:
         if deadline_ms is not None:
-            check_deadline(deadline_ms)
+            _check_deadline(deadline_ms)
         self._door = door
         self.left = min(float(deadline_ms) / 1000, MAX_SECONDS) if deadline_ms is not None else None
 
@@ -684,3 +684,8 @@ class DoorTime:
             return self._door.call(request, kind, self.left)
         finally:
             self.left = max(0.0, self.left - (now() - asked_at))
+
+
+def _check_deadline(deadline_ms: float) -> None:
+    if not isinstance(deadline_ms, Real) or not deadline_ms >= 0:
+        raise BadInput(f"deadline_ms={deadline_ms!r}; give milliseconds, 0 or more")

@@ -7,7 +7,6 @@ meanwhile is not reused before the reader releases the lease. `shared` has the t
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import NamedTuple
@@ -18,11 +17,10 @@ from kvstore.core.levels import Levels
 from kvstore.core.room import Room
 from kvstore.core.rows.index import RowState, TierRuns
 from kvstore.core.shared import GIVE_WAY_SECONDS, Shared
+from kvstore.core.table import LOCKED_BLOCKS
 from kvstore.protocol.messages import LeaseReply
 from tiering.counts.tally import CheckedAt
 
-LOCKED_BLOCKS = 2048
-"""Longer chains are worked on in pieces of this many blocks: each holds the lock for a few milliseconds."""
 LOCKED_PLACES = 2 * LOCKED_BLOCKS
 """The same for blocks of several parts, counted in frames."""
 IS_CLOSED = "the store is closed"
@@ -66,8 +64,6 @@ class Leasing:
         self._clock, self._limits, self._room = shared.clock, shared.limits, room
         self._pin, self._unpin = shared.blocks.pin, shared.blocks.unpin
         self.pinned_budget_bytes = int(shared.limits.pinned_fraction * shared.blocks.dram.budget_bytes)
-        self.refreshing: deque[tuple[list[int], int]] = deque()
-        """Used long chains, for `BlockTable.refreshed`; cleared where their rows may become another namespace's."""
 
     def locked_blocks(self, number: int) -> int:
         """How many blocks of a namespace may be leased under one hold of the lock."""
@@ -185,8 +181,9 @@ class Leasing:
         limits, mine = self._limits, self._leases.counts[self._blocks.spaces[number].tenant]
         if len(self._leases) >= limits.leases:
             return 0, f"there are as many leases as limits.leases allows ({limits.leases})"
-        if mine >= limits.most_leases:
-            return 0, f"this tenant has as many leases as limits.tenant_leases allows ({limits.most_leases})"
+        most = limits.leases if limits.tenant_leases is None else limits.tenant_leases
+        if mine >= most:
+            return 0, f"this tenant has as many leases as limits.tenant_leases allows ({most})"
         budget = self.pinned_budget_bytes
         while True:
             blocks = max(0, budget - self._blocks.pinned_bytes) // self._blocks.spaces[number].block_bytes
@@ -245,7 +242,7 @@ class Leasing:
             flat.extend(column)
         lease = self._leases.add(number, first_block, rows, flat)
         is_long = len(chain) > LOCKED_BLOCKS  # then rows before `first_block` may have gone between pieces
-        self.count_use(self._blocks.index.chain(rows[-1]) if is_long else chain[::-1], len(rows))
+        self._blocks.used(self._blocks.index.chain(rows[-1]) if is_long else chain[::-1], len(rows))
         return LeaseReply(lease, first_block, len(chain), places, digests, generations, tiers, *end)
 
     def _is_ready(self, row: int) -> bool:
@@ -259,23 +256,15 @@ class Leasing:
         reason = late or REASON_OF_FINDING[self._blocks.index.why_lost(row)]
         return LeaseEnd(reason, "not all blocks could be brought up to DRAM in time")
 
-    def count_use(self, chain: list[int], count: int) -> None:
-        """Count one use of a chain, as `BlockTable.used`; a long one is marked as recent by `refresh`. Under the
-        lock."""
-        if len(chain) <= LOCKED_BLOCKS:
-            self._blocks.used(chain, count)
-        else:
-            self._blocks.counted(chain, count)
-            self.refreshing.append((chain, count))
-
     def refresh(self) -> None:
         """Mark used long chains as recent, one piece at a time."""
+        refreshing = self._blocks.refreshing
         with self._shared.lock:
-            while self.refreshing and not self._shared.closed:
-                chain, count = self.refreshing.popleft()
+            while refreshing and not self._shared.closed:
+                chain, count = refreshing.popleft()
                 self._blocks.refreshed(chain[:LOCKED_BLOCKS], count)
                 if len(chain) > LOCKED_BLOCKS:
-                    self.refreshing.appendleft((chain[LOCKED_BLOCKS:], max(0, count - LOCKED_BLOCKS)))
+                    refreshing.appendleft((chain[LOCKED_BLOCKS:], max(0, count - LOCKED_BLOCKS)))
                 self._shared.moves_done.wait(GIVE_WAY_SECONDS)
 
     def retain(self, number: int, keys: Sequence[bytes], expires_at: int) -> None:

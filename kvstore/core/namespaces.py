@@ -104,7 +104,7 @@ class NamespaceVerbs:
             self._shared.check_open()
             self._blocks.dropping.add(number)
             self._blocks.index.awaits.end_all(AwaitEnd.GONE, number)
-            self._leasing.refreshing.clear()  # its rows may become another namespace's
+            self._blocks.refreshing.clear()  # its rows may become another namespace's
         try:
             return self._drop(number, deadline)
         finally:
@@ -182,7 +182,7 @@ class NamespaceVerbs:
             self._shared.check_open()
             readable = self._blocks.index.visible_blocks(number)
             self.unfound.add(number)
-            self._leasing.refreshing.clear()  # its rows may become another namespace's
+            self._blocks.refreshing.clear()  # its rows may become another namespace's
         rows = self._rows_of(number)
         most = max(1, ABORTED_PLACES // len(self._blocks.spaces[number].classes))
         for first in range(0, len(rows), most):

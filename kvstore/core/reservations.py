@@ -156,7 +156,7 @@ class Reservations:
                 self._collective.reserved(put, record)
                 record.is_collective = True
         try:
-            short = self._room.find_slots(record)
+            short = self._find_slots(record)
         except BaseException:  # interrupted: no client will learn this reservation's number
             self.abort(record.number)
             raise
@@ -234,6 +234,19 @@ class Reservations:
             self._pin(record.namespace, sorted(record.repairs))
         return stopped
 
+    def _find_slots(self, record: ReservationRecord) -> MissReason | None:
+        """Slots that are free, as a rule; or else what `Room` can do."""
+        with self._shared.lock:
+            is_open = not (record.cancelled or self._shared.closed)
+            classes = self._blocks.spaces[record.namespace].classes if is_open else ()
+            if classes and min(map(self._blocks.dram.free_slots, classes)) >= len(record.rows):
+                places = self._blocks.place(record.namespace, record.rows)
+                for column, found in zip(record.places, places, strict=True):
+                    column += found
+                record.filled = len(record.rows)
+                return None
+        return self._room.find_slots(record)
+
     def _shorten(self, record: ReservationRecord, reason: MissReason) -> tuple[int, MissReason]:
         with self._shared.lock:
             stopped_at = record.indexes[record.filled]
@@ -308,7 +321,7 @@ class Reservations:
         """Count a stored chain as used, as far as it is readable. Once: until then the reservation's rows pin it."""
         if not record.published:
             return
-        self._leasing.count_use(self._blocks.index.chain(record.rows[record.published - 1]), record.published)
+        self._blocks.used(self._blocks.index.chain(record.rows[record.published - 1]), record.published)
 
     # Ending ----------------------------------------------------------------------------------------------------------
 
@@ -328,7 +341,7 @@ class Reservations:
                 finally:  # if it was interrupted, it may be asked for again
                     record.is_ending = False
         self._room.retire_emptied()
-        if self._leasing.refreshing:  # soon: rows evicted meanwhile may become another namespace's
+        if self._blocks.refreshing:  # soon: rows evicted meanwhile may become another namespace's
             self._leasing.refresh()
 
     def cancel(self, reservation: int) -> None:
@@ -343,7 +356,7 @@ class Reservations:
             if not (record.cancelled or record.is_ending or self._shared.closed):
                 self._cancel(record)
         self._room.retire_emptied()
-        if self._leasing.refreshing:
+        if self._blocks.refreshing:
             self._leasing.refresh()
 
     def cancel_all(self, number: int) -> None:

@@ -26,10 +26,9 @@ from math import inf
 import numpy as np
 
 from kvstore.block.account import HitTier, MissReason
-from kvstore.block.errors import StoreClosed
 from kvstore.config import Limits
 from kvstore.core.collective import CollectivePuts, ReservationRecord
-from kvstore.core.rows.index import TierRuns, tier_runs
+from kvstore.core.rows.index import TierRuns
 from kvstore.core.table import BlockTable
 from tiering.clock import Clock
 from tiering.nvme.tier import NvmeTier
@@ -194,7 +193,9 @@ class Leases:
     def release(self, lease: int) -> None:
         """Unpin; the places of an expired lease may be reused from now on."""
         with self._shared.lock:
-            self.finish(self._over([lease], []))
+            record = self.take(lease)
+            if record is not None:
+                self.finish([record])
 
     def expire(self, lease: int) -> None:
         """Expire a lease whose holder is unreachable and may still read: it pins nothing, and its places are not reused
@@ -347,14 +348,10 @@ class Shared(ABC):
     def why(self, number: int, keys: Sequence[bytes], blocks: int) -> tuple[MissReason | None, str]:
         """The reason a chain is readable for so many blocks and no longer, with details. Under the lock."""
 
+    @abstractmethod
     def tiers(self, rows: Sequence[int]) -> TierRuns:
         """Where these rows are found. Under the lock."""
-        found: TierRuns = ((HitTier.DRAM, len(rows)),) if rows else ()
-        if self.lower is not None:
-            found = tier_runs(rows, self.blocks.is_above, lambda: self.blocks.residency.listed_column)
-        return self.fetched.tiers(rows, found) if self.fetched.marks else found
 
+    @abstractmethod
     def check_open(self) -> None:
         """Raises `StoreClosed`."""
-        if self.closed:
-            raise StoreClosed("the store is closed")

@@ -16,7 +16,7 @@ from itertools import islice
 import msgspec
 
 from kvstore.block.account import REASON_OF_FINDING, HitTier, MissReason
-from kvstore.block.errors import BadInput
+from kvstore.block.errors import BadInput, StoreClosed
 from kvstore.block.identity import NOWHERE, Identity, Namespace, NodeIdentity, TenantKeys
 from kvstore.config import Limits, check_pieces
 from kvstore.core.dram_recovery import Recovery
@@ -25,7 +25,7 @@ from kvstore.core.levels import Levels
 from kvstore.core.namespaces import NamespaceVerbs
 from kvstore.core.reservations import Reservations
 from kvstore.core.room import Room
-from kvstore.core.rows.index import NO_ROW, TierRuns
+from kvstore.core.rows.index import NO_ROW, TierRuns, tier_runs
 from kvstore.core.scrub import Scrubbing
 from kvstore.core.shared import Shared
 from kvstore.core.table import BlockTable
@@ -167,6 +167,12 @@ class Store(Shared):
             reason, detail = self.why(number, keys, blocks)
             return MatchReply(blocks, tiers, reason, detail)
 
+    def tiers(self, rows: Sequence[int]) -> TierRuns:
+        found: TierRuns = ((HitTier.DRAM, len(rows)),) if rows else ()
+        if self.lower is not None:
+            found = tier_runs(rows, self.blocks.is_above, lambda: self.blocks.residency.listed_column)
+        return self.fetched.tiers(rows, found) if self.fetched.marks else found
+
     def which(self, number: int, keys: Sequence[bytes]) -> bytes:
         """Which of these blocks are readable, each for itself, as in `m.Held`. Counts as nothing. Takes no lock:
         other requests would wait until all keys of a message are looked up, whether anything is stored or not."""
@@ -231,7 +237,7 @@ class Store(Shared):
         """Seal the next blocks of a part and publish those that are complete; returns how many blocks are committed in
         all parts that are filled under this number."""
         done = self._puts.commit(reservation, part, first, digests)
-        if self._leasing.refreshing:
+        if self.blocks.refreshing:
             self._leasing.refresh()
         if self._levels is not None:
             self._levels.flush_if_needed()
@@ -386,6 +392,10 @@ class Store(Shared):
     def move_queue(self) -> MoveQueue | None:
         """The queue that runs the moves; None without NVMe."""
         return self._levels.queue if self._levels is not None else None
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise StoreClosed("the store is closed")
 
     def close(self) -> None:
         """Flush dirty blocks to NVMe, as far as there is time; then refuse every request and give the memory back.

@@ -10,7 +10,7 @@ that has it. A quarantined row is listed in DRAM's, without frames, until a put 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Generic
@@ -33,6 +33,8 @@ from tiering.tier import NO_PLACE, LowerTier, SlotClass, TierMiss, extent_of, sl
 
 _log = logging.getLogger(__name__)
 
+LOCKED_BLOCKS = 2048
+"""Longer chains are worked on in pieces of this many blocks: each holds the lock for a few milliseconds."""
 GROWN_AT_ONCE = 1024
 """Rows for which columns are made ahead."""
 
@@ -75,6 +77,8 @@ class BlockTable(Generic[TierBelow]):
         self.promoting: dict[int, Promotion] = {}  # by row
         self.dropping: set[int] = set()  # namespaces that are about to be dropped
         self.dirty = DirtyBlocks()
+        self.refreshing: deque[tuple[list[int], int]] = deque()
+        """Used long chains, for `refreshed`; cleared where their rows may become another namespace's."""
         self.unverified: set[int] = set()  # rows taken over from an earlier process, their frames not yet read
         self.below = BlocksBelow(self, lower) if lower is not None else None
 
@@ -171,18 +175,18 @@ class BlockTable(Generic[TierBelow]):
         for part in range(len(self.spaces[number].classes)):
             self.dram.own(residency.places_of(rows, part), rows)
 
-    def used(self, chain: Sequence[int], count: int) -> None:
+    def used(self, chain: list[int], count: int, *, at_once: bool = False) -> None:
         """Record one use of a chain, deepest block first. The first `count` entries are new uses; the rest were counted
-        by an earlier call."""
-        self.counted(chain, count)
-        self.refreshed(chain, count)
-
-    def counted(self, chain: Sequence[int], count: int) -> None:
-        """The first half of `used`: the policies learn from the request as a whole."""
+        by an earlier call. The policies learn from it as a whole; a long one is `refreshed` later, if not
+        `at_once`."""
         for residency in self.residencies:
             residency.policy.used(chain, count)
         if self.lower is not None:
             self.lower.admission.used(chain, count)
+        if at_once or len(chain) <= LOCKED_BLOCKS:
+            self.refreshed(chain, count)
+        else:
+            self.refreshing.append((chain, count))
 
     def refreshed(self, chain: Sequence[int], count: int) -> None:
         """The second half of `used`, which may be done in pieces, deepest first: the chain's blocks become the most

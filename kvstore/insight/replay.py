@@ -210,7 +210,7 @@ class Replay:
         if above < len(rows):
             brought = self._bring_up(rows[above:])
         if rows:
-            blocks.used(rows[::-1], len(rows))
+            blocks.used(rows[::-1], len(rows), at_once=True)
         blocks.residency.pins.unpin(rows)
         hits = above if self._states is None else self._to_a_state(self._states, keys[:above], tokens)
         if above + brought == len(rows):
@@ -225,7 +225,7 @@ class Replay:
         for count in range(min(len(keys), (tokens - 1) // kept.policy.block_tokens), 0, -1):
             state = blocks.index.match(self._number, self._state_keys(kept, keys[count - 1]))
             if len(state) == kept.blocks:
-                blocks.used(state[::-1], len(state))
+                blocks.used(state[::-1], len(state), at_once=True)
                 return count
         return 0
 
@@ -299,7 +299,7 @@ class Replay:
             blocks.free(blocks.orphan(row))
         if filled:
             blocks.publish(number, rows[:filled], blocks.next_generations(number, filled))
-            blocks.used(blocks.index.chain(rows[filled - 1]), filled)
+            blocks.used(blocks.index.chain(rows[filled - 1]), filled, at_once=True)
         return filled
 
 

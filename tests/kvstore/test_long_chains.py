@@ -15,7 +15,7 @@ import pytest
 from kvstore.block.account import HitTier, MissReason
 from kvstore.client.handle import NamespaceHandle
 from kvstore.config import Limits
-from kvstore.core import leases
+from kvstore.core import leases, table
 from kvstore.core.store import Store
 from kvstore.protocol.messages import LeaseReply
 from simulation.two_tiers import put
@@ -52,7 +52,8 @@ def watched(store: Store, meanwhile: Callable[[int], object] = lambda count: Non
 
 
 def cut_into(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "LOCKED_BLOCKS", piece)
+    for module in (leases, table):
+        monkeypatch.setattr(module, "LOCKED_BLOCKS", piece)
 
 
 @pytest.fixture
@@ -246,7 +247,7 @@ def test_a_put_of_a_long_chain_is_as_recent_as_a_short_one(monkeypatch: pytest.M
         handle.put(ids(640, 5000), random_pages(handle.layout, 10))
         longer = ids((BLOCKS + 4) * 64)
         assert handle.put(longer, random_pages(handle.layout, BLOCKS + 4)).stored == 4
-        assert not a.store._leasing.refreshing
+        assert not a.store.blocks.refreshing
         a.store.check()
         victims = []
         while a.store.evict(1):
