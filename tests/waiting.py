@@ -1,10 +1,11 @@
-"""Waiting for what another thread or process brings about, and that tells no event."""
+"""Waiting for what another thread or process brings about, and that tells no event. And a clock that a test turns."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 VARIABLE = "WAIT_UNTIL_SECONDS"
@@ -21,3 +22,27 @@ def wait_until(is_so: Callable[[], T | None], step: Callable[[], object] = lambd
         assert time.monotonic() < deadline
         step()
     return found
+
+
+@dataclass
+class FakeClock:
+    """`Clock`: time goes on when it is told to."""
+
+    monotonic: float = 1000.0
+    wall: float = 1_700_000_000.0
+
+    def monotonic_seconds(self) -> float:
+        return self.monotonic
+
+    def wall_seconds(self) -> float:
+        return self.wall
+
+    def thread_seconds(self) -> float:
+        return 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.advance(seconds)
+
+    def advance(self, seconds: float) -> None:
+        self.monotonic += seconds
+        self.wall += seconds

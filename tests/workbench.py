@@ -25,35 +25,12 @@ from kvstore.core.store import Store
 from kvstore.node import EmbeddedDoor, EmbeddedStore, StoreParts, build_store, open_embedded
 from tiering.frame import FrameHeader, open_header
 from tiering.tier import SlotClass
+from waiting import FakeClock
 
 SECRET = bytes(range(32))
 OTHER_SECRET = bytes(range(32, 64))
 MODEL = "3f5e1c0d9a"
 KIB = 1024
-
-
-@dataclass
-class FakeClock:
-    """`Clock`: time goes on when it is told to."""
-
-    monotonic: float = 1000.0
-    wall: float = 1_700_000_000.0
-
-    def monotonic_seconds(self) -> float:
-        return self.monotonic
-
-    def wall_seconds(self) -> float:
-        return self.wall
-
-    def thread_seconds(self) -> float:
-        return 0.0
-
-    def sleep(self, seconds: float) -> None:
-        self.advance(seconds)
-
-    def advance(self, seconds: float) -> None:
-        self.monotonic += seconds
-        self.wall += seconds
 
 
 def small_layout(**options: Any) -> Layout:

@@ -26,8 +26,7 @@ from kvstore.protocol.hand_off_ticket import HandOff
 from paged_engine import PagedEngine, Shape, SharedStore, check_nothing_is_held
 from service.sidecar import Sidecar
 from tiering.counts.awaits import AwaitEnd
-from waiting import wait_until
-from workbench import FakeClock
+from waiting import FakeClock, wait_until
 
 SEED = 20261126
 HANDS_OVER = RequestSpec(hands_over=True)

@@ -25,8 +25,8 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.told import RequestTold
 from paged_engine import Request, SharedStore, named_of
 from tiering.frame import KEY_BYTES
-from waiting import wait_until
-from workbench import FakeClock, ids, plausible_pages
+from waiting import FakeClock, wait_until
+from workbench import ids, plausible_pages
 
 PAGE = 32
 LAYOUT = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="float32", page_tokens=PAGE, block_tokens=64)

@@ -16,8 +16,8 @@ from kvstore.block.errors import StoreClosed
 from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
 from kvstore.protocol.messages import LeasePrefix, MatchPrefix
-from waiting import wait_until
-from workbench import FakeClock, ids
+from waiting import FakeClock, wait_until
+from workbench import ids
 
 GRID = MissReason.GRID
 

@@ -29,8 +29,8 @@ from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
 from paged_engine import Request, SharedStore
 from service.sidecar import Sidecar
-from waiting import wait_until
-from workbench import MODEL, FakeClock, bench, blank_pages, ids, random_pages, small_layout
+from waiting import FakeClock, wait_until
+from workbench import MODEL, bench, blank_pages, ids, random_pages, small_layout
 
 
 def facts(number: int, epoch: int = 0, model: str = "m") -> NamespaceSpec:

@@ -25,8 +25,8 @@ from kvstore.node import SystemClock
 from kvstore.protocol.told import RequestTold, SavingsTold
 from programs import PATHS, refused_start
 from service.sidecar import Sidecar
-from waiting import wait_until
-from workbench import MODEL, FakeClock, ids, small_layout
+from waiting import FakeClock, wait_until
+from workbench import MODEL, ids, small_layout
 
 CLOCK = SystemClock()
 TOKEN = "correct-horse-battery"

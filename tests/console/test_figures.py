@@ -47,7 +47,7 @@ from kvstore.status.tree import (
     WhatIfStatus,
 )
 from tiering.tier import ScrubUsage
-from workbench import FakeClock
+from waiting import FakeClock
 
 NOW = 1_700_000_000.0
 TOKEN = "correct-horse-battery"

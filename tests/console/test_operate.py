@@ -25,7 +25,8 @@ from kvstore.service.settings import read_settings
 from service.sidecar import Sidecar, patient
 from service.test_serve import serving
 from tiering.nvme.lmdb_index import LmdbMaker
-from workbench import MODEL, FakeClock, ids, random_pages, small_layout
+from waiting import FakeClock
+from workbench import MODEL, ids, random_pages, small_layout
 
 TOKENS = {"": "operator-" + "o" * 16, "red": "red-" + "r" * 24}
 RED = {"authorization": f"Bearer {TOKENS['red']}"}

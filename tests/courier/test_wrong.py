@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.courier.figures import AGAIN_SECONDS, MOST_WRONG, OncePerKind
-from workbench import FakeClock
+from waiting import FakeClock
 
 
 def test_a_reason_lasts_as_long_as_it_is_said(caplog: pytest.LogCaptureFixture) -> None:

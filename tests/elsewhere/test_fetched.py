@@ -18,7 +18,8 @@ from kvstore.core.store import Store
 from kvstore.elsewhere.desk import GIVES_WAY_AT_ONCE, KEPT_SECONDS, SHARE_OF_DRAM, FetchedBlocks
 from kvstore.node import build_store
 from kvstore.service.parked import Parking
-from workbench import FakeClock, small_layout
+from waiting import FakeClock
+from workbench import small_layout
 
 BLOCK = block_bytes(PAYLOAD)
 DRAM = 64 * 16 * BLOCK // 12 * 12  # a whole number of extents

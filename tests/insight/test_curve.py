@@ -41,7 +41,7 @@ from kvstore.insight.curve import (
 )
 from kvstore.insight.whatif import curve_of, marks_of_blocks
 from recorded import PUBLIC, recorded
-from workbench import FakeClock
+from waiting import FakeClock
 
 SALT = 0x1234_5678_9ABC_DEF0
 BLOCK_BYTES, BLOCK_TOKENS = 2 << 20, 64

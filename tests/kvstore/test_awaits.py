@@ -18,8 +18,8 @@ from kvstore.core.store import Store
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
 from tiering.counts.awaits import MAX_AWAIT_SECONDS, MOST_PARKED, AwaitEnd, Awaits, ParkedAwait
-from waiting import wait_until
-from workbench import MODEL, FakeClock, ids, open_at, plausible_pages, random_pages, small_layout
+from waiting import FakeClock, wait_until
+from workbench import MODEL, ids, open_at, plausible_pages, random_pages, small_layout
 
 SEEDS = range(40)
 STEPS = 250

@@ -32,7 +32,8 @@ from tiering.faults import (
 from tiering.move_queue import MoveQueue, Priority, QueueLimits
 from tiering.nvme.lmdb_index import LmdbMaker
 from tiering.nvme.slab_files import DirectFiles
-from workbench import MODEL, FakeClock, blank_pages, ids, open_at, random_pages, small_layout
+from waiting import FakeClock
+from workbench import MODEL, blank_pages, ids, open_at, random_pages, small_layout
 
 
 @pytest.fixture

@@ -21,8 +21,7 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.door import NamedLease, Submitted
 from kvstore.protocol.messages import LeaseReply
 from kvstore.protocol.requests import SWEEP_REQUESTS, Requests
-from waiting import wait_until
-from workbench import FakeClock
+from waiting import FakeClock, wait_until
 
 
 class SlowStore:

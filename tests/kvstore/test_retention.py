@@ -14,7 +14,8 @@ from kvstore.client.handle import NamespaceHandle, PutResult
 from kvstore.node import EmbeddedStore
 from model.store_model import OpenStore
 from simulation.two_tiers import Disk, Sizes, open_two_tiers, wait_until_idle
-from workbench import MODEL, FakeClock, ids, random_pages, small_layout
+from waiting import FakeClock
+from workbench import MODEL, ids, random_pages, small_layout
 
 BLOCK = 64
 LAYOUT = small_layout()

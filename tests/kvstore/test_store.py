@@ -20,7 +20,8 @@ from tiering.errors import TierUnavailable
 from tiering.frame import HEADER_BYTES, digest
 from tiering.policies.lru import LeafFirstLru
 from tiering.residency import Pins, Residency
-from workbench import KIB, Bench, FakeClock, bench, blank_pages, ids, random_pages, same_tokens, small_layout
+from waiting import FakeClock
+from workbench import KIB, Bench, bench, blank_pages, ids, random_pages, same_tokens, small_layout
 
 FRAME = 12 * KIB
 PER_EXTENT = 5

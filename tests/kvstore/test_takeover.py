@@ -26,7 +26,8 @@ from tiering.frame import FrameHeader
 from tiering.nvme.tier import NvmeTier
 from tiering.slab_header import SlabSizes
 from tiering.tier import SLOT_BITS, extent_of, slot_of
-from workbench import SECRET, Bench, FakeClock, bench, blank_pages, ids, random_pages, same_tokens, small_layout
+from waiting import FakeClock
+from workbench import SECRET, Bench, bench, blank_pages, ids, random_pages, same_tokens, small_layout
 
 from .conftest import Holder
 

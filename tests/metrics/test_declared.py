@@ -26,7 +26,8 @@ from kvstore.status.tree import LookupCounts, SidecarStatus
 from metrics.scraped import Scrape
 from service.sidecar import Sidecar
 from tiering.counts.histogram import AGE_SECONDS, WAIT_SECONDS, Histogram, HistogramCounts
-from workbench import MODEL, FakeClock, ids, small_layout
+from waiting import FakeClock
+from workbench import MODEL, ids, small_layout
 
 
 class StatusOfTomorrow(SidecarStatus, frozen=True):

@@ -28,8 +28,8 @@ from metrics.promtool import promtool
 from metrics.scraped import Scrape
 from service.sidecar import Sidecar
 from tiering.counts.tally import EVICTIONS, CheckedAt
-from waiting import wait_until
-from workbench import MODEL, FakeClock, blank_pages, ids, random_pages, small_layout
+from waiting import FakeClock, wait_until
+from workbench import MODEL, blank_pages, ids, random_pages, small_layout
 
 METRICS = families(SidecarStatus)
 VERBS = tuple(m.name_of(verb) for verb in get_args(m.Verb))

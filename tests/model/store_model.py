@@ -44,7 +44,7 @@ from tiering.policies.lru import LeafFirstLru
 from tiering.policies.policy import PolicyMaker
 from tiering.residency import Pins, Residency
 from tiering.tier import FrameSpan
-from workbench import FakeClock
+from waiting import FakeClock
 
 BLOCK_TOKENS = 64
 SENTINEL = 0xA5

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 
 from kvstore.network.lanes import CLIENT_SECONDS, ROOM_SECONDS, CallerLanes, Lane
-from waiting import wait_until
-from workbench import FakeClock
+from waiting import FakeClock, wait_until
 
 
 class Client:

@@ -23,7 +23,7 @@ from kvstore.network.services import (
 )
 from kvstore.protocol.messages import MatchReply
 from kvstore.wire import score_pb2, store_pb2
-from workbench import FakeClock
+from waiting import FakeClock
 
 OWN, OTHER = "0" * 32, "f" * 32
 SPACE = OpenSpace(cast(Any, None), "ab" * 32, 1, 64, PrefixHasher(bytes(32), 64))

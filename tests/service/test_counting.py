@@ -16,7 +16,8 @@ from kvstore.status.tree import LookupCounts
 from service.sidecar import Sidecar
 from tiering.frame import HEADER_BYTES
 from tiering.nvme.lmdb_index import LmdbMaker
-from workbench import MODEL, FakeClock, blank_pages, ids, random_pages, small_layout
+from waiting import FakeClock
+from workbench import MODEL, blank_pages, ids, random_pages, small_layout
 
 
 def adds_up(one: LookupCounts) -> bool:

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from tiering.faults import MOST_KINDS, RateLimitedLog
-from workbench import FakeClock
+from waiting import FakeClock
 
 
 @pytest.fixture

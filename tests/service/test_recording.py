@@ -22,7 +22,8 @@ from kvstore.insight.trace import read_trace
 from service.sidecar import patient
 from service.test_operate import client, refused, run, told
 from service.test_serve import PATHS, crash, serving
-from workbench import MODEL, FakeClock, ids, random_pages, small_layout
+from waiting import FakeClock
+from workbench import MODEL, ids, random_pages, small_layout
 
 KEYS = [bytes([number]) * 32 for number in range(5)]
 

@@ -39,7 +39,7 @@ from tiering.policies.admission import AdmissionMaker, AdmitAll
 from tiering.policies.lru import LeafFirstLru
 from tiering.policies.policy import PolicyMaker
 from tiering.slab_header import SlabSizes
-from workbench import FakeClock
+from waiting import FakeClock
 
 IDLE_SECONDS = 60
 LONG_MS = 30_000

@@ -24,8 +24,8 @@ import pytest
 from tiering.errors import BlockCorrupt, BlockMissing, IndexDoubtful, TierError, TierFull, TierUnavailable
 from tiering.move_queue import BUGS_KEPT, MOST_PASSES, BreakerState, Move, MoveQueue, Priority, QueueLimits
 from tiering.tier import TierMiss
-from waiting import wait_until
-from workbench import FakeClock, one_line
+from waiting import FakeClock, wait_until
+from workbench import one_line
 
 DISK, FAR = "disk", "far"
 HANGS_AFTER_SECONDS = 5.0

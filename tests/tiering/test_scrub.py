@@ -12,7 +12,7 @@ from tiering.nvme.scrub import LEAST_CHARGE_BYTES, CheckResult, Scrub, ScrubLimi
 from tiering.nvme.tier import NvmeTier, Resident
 from tiering.slab_header import SlabSizes
 from tiering.tier import SlotClass, extent_of
-from workbench import FakeClock
+from waiting import FakeClock
 
 SEED = 20261120
 RATE = 1 << 20  # a power of two, and so are all times and sizes here: no sum is rounded
