@@ -256,7 +256,7 @@ def _wanted(settings: Settings, has_engine: bool) -> dict[str, str]:
     if settings.store.policy != DEFAULT_POLICY:
         found["numba"] = "store.policy"
     if settings.console.listen is not None:
-        found |= dict.fromkeys(("h11", "markdown-it-py"), "console.listen")
+        found |= dict.fromkeys(("fastapi", "h11", "markdown-it-py"), "console.listen")
     if settings.network.listen is not None or settings.remote.url is not None:
         network = ("grpcio", "grpcio-health-checking", "grpcio-reflection", "protobuf", "h11")
         found |= dict.fromkeys(network, "network.listen or remote.url")
@@ -279,7 +279,7 @@ GPU_SECONDS = 90.0
 DISTRIBUTION = "prefix-kvstore"
 PACKAGES = (
     *("msgspec", "xxhash", "numpy", "lmdb", "numba", "typer", "rich"),
-    *("markdown-it-py", "h11", "httpx2"),
+    *("fastapi", "markdown-it-py", "h11", "httpx2"),
     *("grpcio", "grpcio-health-checking", "grpcio-reflection", "protobuf", "cryptography"),
     *("torch", "triton", "transformers"),
 )

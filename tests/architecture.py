@@ -117,6 +117,8 @@ CLOSED_ROOMS = {
     # The sidecar's process has no web framework and no grpc: the edge is a process of its own.
     "kvstore": {
         "triton": (),
+        "fastapi": ("kvstore/console/http_api.py",),
+        "starlette": ("kvstore/console/http_api.py",),
         "pydantic": (),
         "grpc": (
             "kvstore/network/grpc_server.py",

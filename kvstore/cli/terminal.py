@@ -22,7 +22,7 @@ from kvstore.block.errors import BadInput
 from kvstore.cli.standard_streams import say
 from kvstore.config import expanded
 
-_OF_SERVER = "typer rich lmdb markdown_it httpx2 grpc grpc_health grpc_reflection google h11 prometheus_client"
+_OF_SERVER = "typer rich lmdb fastapi starlette httpx2 grpc grpc_health grpc_reflection google h11 prometheus_client"
 EXTRA_OF = dict.fromkeys(_OF_SERVER.split(), "server") | {
     "cryptography": "tls",
     "matplotlib": "plot",

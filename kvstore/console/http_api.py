@@ -3,36 +3,67 @@ the actions of `kvstore.console.operate`.
 
     request > a known host > our own origin > a token, if configured > page or API > headers
 
-`kvstore.console.api` makes the API's answers; `/openapi.json` documents them.
+`kvstore.console.figures` makes the API's answers; `/openapi.json` documents them. Only this room imports FastAPI: the
+sidecar's process has none of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import sha256
 from html import escape
-from typing import Any
-from urllib.parse import parse_qs, parse_qsl
+from typing import Any, TypeVar
+from urllib.parse import parse_qs
 
 import msgspec
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import RedirectResponse, StreamingResponse
 from markdown_it import MarkdownIt
 from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.console.access import COOKIE, LOGIN_SECONDS, Guard
-from kvstore.console.api import ACTIONS, TENANT_PATHS, WAITING, ApiRoute, ConsoleApi, api_document
-from kvstore.console.operate import MOST_ORDER_BYTES, ActionUnderWay
+from kvstore.console.audit import AuditEntry
+from kvstore.console.events import ConsoleEvent
+from kvstore.console.figures import (
+    MOST_LISTED,
+    ConsoleStatus,
+    EngineFigures,
+    MissFigures,
+    TenantFigures,
+    WhatIfFigures,
+    facts_of_tenant,
+    misses_of,
+    namespaces_of,
+    tenants_of,
+    whatif_of,
+)
+from kvstore.console.history import SidecarHistory
+from kvstore.console.operate import (
+    MOST_ORDER_BYTES,
+    ORDERS,
+    ActionAnswer,
+    ActionUnderWay,
+    OperatorActions,
+    TicketAnswer,
+)
+from kvstore.console.planning import PlanAnswer, PlannedModel, models_of_table, planned
+from kvstore.console.reasons import ReasonText, reasons_of
+from kvstore.console.rings import WINDOWS, SeriesAnswer
 from kvstore.console.stream import Broadcast
 from kvstore.edge.tokens import Caller
-from kvstore.edge.watch import ANSWER_SECONDS
-from kvstore.listeners.http_server import HttpRefused, Message, Receive, Send, answer, introduce, json_error, whole_body
+from kvstore.listeners.http_server import App, Message, Receive, Send, introduce
+from kvstore.protocol.told import PrefixFigures, RequestRecord
+from kvstore.status.tree import ElsewhereStatus, NamespaceStatus, SidecarStatus
+from tiering.tier import MoveCounts
 
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -50,17 +81,63 @@ TYPES = {
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
-    "json": "application/json",
+    "txt": "text/plain; charset=utf-8",
 }
-PLAIN = "text/plain; charset=utf-8"
 PAGES = ("/", "/misses", "/prefixes", "/tenants", "/moves", "/engines", "/request", "/plan", "/operate", "/events")
 HELP = "/help"
 """Explains all panels, reasons and alerts; has no numbers."""
 MOST_FORM_BYTES = 8192
 WRONG_SECONDS = 0.5
 """How late a wrong token is answered to."""
+ACTIONS = {f"/api/operator/{what}": order for what, order in ORDERS.items()}
+"""Served to POST if the console acts for an operator."""
+TENANT_PATHS = tuple(
+    f"/api/{one}"
+    for one in ("status", "stat", "series", "misses", "prefixes", "tenants", "namespaces", "request", "models", "plan")
+)
+"""What a tenant's reader may ask of the API."""
+TENANT = "kvstore.tenant"
+"""Key in a request's scope: the tenant that the reader is limited to; None for all."""
+WHO = "kvstore.who"
+"""Key in a request's scope: the reader's name for the audit log."""
 OPEN_PATHS = ("/login", "/static/style.css", "/static/favicon.svg")
 """Served without a login."""
+
+A = TypeVar("A")
+
+
+class ApiError(msgspec.Struct, frozen=True):
+    """The API's error: one line for people."""
+
+    error: str
+
+
+class NamespacesAnswer(msgspec.Struct, frozen=True):
+    """`/api/namespaces`. all: how many there are; next: first of the next page, None at the end."""
+
+    namespaces: list[NamespaceStatus]
+    all: int
+    next: int | None
+
+
+class EnginesAnswer(msgspec.Struct, frozen=True):
+    """`/api/engines`."""
+
+    engines: EngineFigures
+    moves: list[MoveCounts]
+
+
+class ElsewhereAnswer(msgspec.Struct, frozen=True):
+    """`/api/elsewhere`. elsewhere: as in `kvstore stat`; None if not configured."""
+
+    elsewhere: ElsewhereStatus | None
+
+
+class RequestAnswer(msgspec.Struct, frozen=True):
+    """`/api/request`. found: newest first. kept: requests that the sidecar knows of."""
+
+    found: list[RequestRecord]
+    kept: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,66 +150,53 @@ class StaticFile:
 
     @staticmethod
     def of(name: str, body: bytes) -> StaticFile:
-        return StaticFile(body, TYPES.get(name.rpartition(".")[2], PLAIN), f'"{sha256(body).hexdigest()[:16]}"')
+        ending = name.rpartition(".")[2] if "." in name else "txt"
+        return StaticFile(body, TYPES.get(ending, TYPES["txt"]), f'"{sha256(body).hexdigest()[:16]}"')
 
 
-@dataclass(frozen=True, slots=True)
-class _LetIn:
-    """A request that was let in. headers: as text, of each name the last. who: the reader's name for the audit log."""
+def make_app(
+    history: SidecarHistory,
+    guard: Guard,
+    hub: Broadcast,
+    files: Mapping[str, bytes],
+    version: str,
+    actions: OperatorActions | None = None,
+) -> App:
+    """files: name below static/ -> contents. actions: None if the console may change nothing."""
+    app = FastAPI(title="kvstore console", version=version, docs_url=None, redoc_url=None, openapi_url=None)
+    static = {name: StaticFile.of(name, body) for name, body in files.items()}
+    if guard.has_token:
+        shown = files["index.html"].replace(b'action="/logout" hidden', b'action="/logout"')
+        static["index.html"] = StaticFile.of("index.html", shown)
+    written = help_page(files["dashboard.md"].decode(), static["index.html"].body)
+    static["help.html"] = StaticFile.of("help.html", written)
+    _add_api(app, history, hub, reasons_of(files["dashboard.md"].decode()))
+    if actions is not None:
+        _add_actions(app, actions)
+    _add_pages(app, guard, static)
+    _add_document(app, version, acts=actions is not None)
 
-    scope: Message
-    receive: Receive
-    send: Send
-    headers: Mapping[str, str]
-    reader: Caller
-    who: str
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        return _json(ApiError(str(error.detail)), error.status_code, error.headers)
 
-    async def answer(self, value: object) -> None:
-        await answer(self.send, 200, msgspec.json.encode(value))
+    @app.exception_handler(RequestValidationError)
+    async def not_understood(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        name = ".".join(str(one) for one in first.get("loc", ())[1:])
+        return _json(ApiError(f"{name}: {first.get('msg', 'not understood')}"), 422)
 
-    async def redirect(self, path: str, cookie: str = "") -> None:
-        await answer(self.send, 303, b"", [("location", path), *([("set-cookie", cookie)] if cookie else [])], PLAIN)
-
-    async def file(self, one: StaticFile, status: int = 200) -> None:
-        headers = [("cache-control", "no-cache"), ("etag", one.tag)]
-        if status == 200 and self.headers.get("if-none-match") == one.tag:
-            listed = [(name.encode(), value.encode()) for name, value in headers]
-            await self.send({"type": "http.response.start", "status": 304, "headers": listed})
-            await self.send({"type": "http.response.body"})
-            return
-        await answer(self.send, status, one.body, headers, one.type)
+    return Gate(app, guard, () if actions is None else tuple(ACTIONS))
 
 
-class ConsoleApp:
-    """The ASGI application: checks host, origin and access of every request, and adds headers to every answer."""
+class Gate:
+    """Middleware before every request: checks host, origin and access; adds headers to every answer."""
 
-    def __init__(self, api: ConsoleApi, guard: Guard, hub: Broadcast, files: Mapping[str, bytes]) -> None:
-        """files: name below static/ -> contents."""
-        self._guard, self._hub, self._operator = guard, hub, api.actions
-        self._asks = ThreadPoolExecutor(1, "kv-console-ask")
-        self._actions = ACTIONS if api.actions is not None else {}
-        reads = api.routes()
-        self._static = {name: StaticFile.of(name, body) for name, body in files.items()}
-        shell = files["index.html"]
-        if guard.has_token:
-            shell = shell.replace(b'action="/logout" hidden', b'action="/logout"')
-            self._static["index.html"] = StaticFile.of("index.html", shell)
-        described = StaticFile.of("openapi.json", api_document(api.version, reads, self._actions))
-        helps = StaticFile.of("help.html", help_page(files["dashboard.md"].decode(), shell))
-        self._routes: dict[str, dict[str, Callable[[_LetIn], Awaitable[None]]]] = {
-            **{path: {"GET": partial(self._read, route)} for path, route in reads.items()},
-            **{path: {"POST": self._act} for path in self._actions},
-            **{path: {"GET": partial(_LetIn.file, one=self._static["index.html"])} for path in PAGES},
-            HELP: {"GET": partial(_LetIn.file, one=helps)},
-            "/openapi.json": {"GET": partial(_LetIn.file, one=described)},
-            "/api/stream": {"GET": self._stream},
-            "/login": {"GET": self._login_page, "POST": self._log_in},
-            "/logout": {"POST": self._log_out},
-            **{f"/static/{name}": {"GET": partial(_LetIn.file, one=one)} for name, one in self._static.items()},
-        }
-
-    def close(self) -> None:
-        self._asks.shutdown(wait=False, cancel_futures=True)
+    def __init__(self, app: App, guard: Guard, actions: tuple[str, ...] = ()) -> None:
+        """actions: paths that change something, for readers with the operator's token."""
+        self._app = app
+        self._guard = guard
+        self._actions = actions
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """The ASGI interface."""
@@ -144,139 +208,333 @@ class ConsoleApp:
                 message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in more.items())]
             await send(message)
 
+        refusal = self._refusal(scope)
+        if refusal is not None and refusal.status_code == 429:
+            await asyncio.sleep(WRONG_SECONDS)
+        app: App = self._app if refusal is None else refusal
+        await app(scope, receive, sent)
+
+    def _refusal(self, scope: Message) -> Response | None:
+        headers: dict[str, list[str]] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
+        host, origin = headers.get("host", []), headers.get("origin")
+        if len(host) != 1 or not self._guard.is_known_host(host[0]):
+            return _json(ApiError("this server has another name; ask for it as localhost or 127.0.0.1"), 421)
+        if origin is not None and not all(self._guard.is_own_origin(one, host[0]) for one in origin):
+            return _json(ApiError("a page of another site asks; open the console itself"), 403)
+        path = scope["path"]
+        authorization = headers.get("authorization", [None])[0]
+        cookie = "; ".join(headers.get("cookie", []))
+        reader = Caller() if path in OPEN_PATHS else self._guard.reader(authorization, cookie)
+        if reader is not None:
+            if reader.tenant is not None and path.startswith("/api/") and path not in TENANT_PATHS:
+                return _json(ApiError(f"a tenant's token shows that tenant alone: {', '.join(TENANT_PATHS)}"), 403)
+            if scope["method"] != "GET" and path not in ("/login", "/logout", *self._actions):
+                return _json(ApiError("this changes nothing: ask with GET"), 405, {"allow": "GET, HEAD"})
+            if path in self._actions and authorization is None and origin is None:
+                return _json(ApiError("an action is asked for with the token, or from a page of the console"), 403)
+            if path not in OPEN_PATHS:
+                introduce(scope, reader)
+            scope[TENANT] = reader.tenant
+            scope[WHO] = f"operator's {'login' if authorization is None else 'token'} at {(scope['client'] or '-')[0]}"
+            return None
+        if authorization is not None and (seconds := self._guard.refused_for()):
+            return _too_many(seconds)
+        if path in PAGES or path == HELP:
+            return RedirectResponse("/login", 303)
+        answer = _json(ApiError("give the token: Authorization: Bearer ..., or log in at /login"), 401)
+        answer.headers["www-authenticate"] = "Bearer"
+        return answer
+
+
+def _add_api(app: FastAPI, history: SidecarHistory, hub: Broadcast, reasons: Mapping[str, ReasonText]) -> None:
+    window = Query("1h", description=f"One of {', '.join(WINDOWS)}.", pattern=f"^({'|'.join(WINDOWS)})$")
+
+    def known(request: Request) -> SidecarStatus:
+        facts, tenant = history.facts(), request.scope[TENANT]
+        if facts is None:
+            why = history.status().contact.error if tenant is None else ""
+            raise HTTPException(503, f"no sidecar has answered yet: {why or 'wait a moment'}")
+        return facts if tenant is None else facts_of_tenant(facts, tenant)
+
+    def seen(request: Request, window: str) -> SeriesAnswer:
+        """Series are of all tenants together, so a tenant's reader gets none."""
+        found = history.window(window)
+        if request.scope[TENANT] is None:
+            return found
+        return SeriesAnswer(window, found.step, found.times, {}, {}, {}, None, [])
+
+    def asked(ask: Callable[[], A | None]) -> A:
+        """Ask the sidecar now."""
         try:
-            asked = self._let_in(scope, receive, sent)
-            methods = self._routes.get(scope["path"])
-            if methods is None:
-                raise HttpRefused(404, "there is nothing here")
-            if scope["method"] not in methods:
-                raise HttpRefused(405, "that is not served here", ("allow", ", ".join(methods)))
-            await methods[scope["method"]](asked)
-        except HttpRefused as refused:
-            if refused.status == 429:
-                await asyncio.sleep(WRONG_SECONDS)
-            await answer(sent, refused.status, json_error(refused.status, str(refused)), refused.headers)
+            found = ask()
+        except StoreError as error:
+            raise HTTPException(503, " ".join(str(error).split())) from None
+        if found is None:
+            raise HTTPException(503, "others ask at the moment; try again")
+        return found
 
-    def _let_in(self, scope: Message, receive: Receive, send: Send) -> _LetIn:
-        """Raises `HttpRefused`."""
-        listed = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"]]
-        headers, path, guard = dict(listed), scope["path"], self._guard
-        host, authorization = headers.get("host", ""), headers.get("authorization")
-        origins = [value for name, value in listed if name == "origin"]
-        if not guard.is_known_host(host):
-            raise HttpRefused(421, "this server has another name; ask for it as localhost or 127.0.0.1")
-        if not all(guard.is_own_origin(one, host) for one in origins):
-            raise HttpRefused(403, "a page of another site asks; open the console itself")
-        cookie = "; ".join(value for name, value in listed if name == "cookie")
-        reader = Caller() if path in OPEN_PATHS else guard.reader(authorization, cookie)
-        if reader is None:
-            if authorization is not None and (seconds := guard.refused_for()):
-                raise _too_many(seconds)
-            if path in PAGES or path == HELP:
-                raise HttpRefused(303, "log in first", ("location", "/login"))
-            text = "give the token: Authorization: Bearer ..., or log in at /login"
-            raise HttpRefused(401, text, ("www-authenticate", "Bearer"))
-        if reader.tenant is not None and path.startswith("/api/") and path not in TENANT_PATHS:
-            raise HttpRefused(403, f"a tenant's token shows that tenant alone: {', '.join(TENANT_PATHS)}")
-        if scope["method"] != "GET" and path not in ("/login", "/logout", *self._actions):
-            raise HttpRefused(405, "this changes nothing: ask with GET", ("allow", "GET, HEAD"))
-        if path in self._actions and authorization is None and not origins:
-            raise HttpRefused(403, "an action is asked for with the token, or from a page of the console")
-        if path not in OPEN_PATHS:
-            introduce(scope, reader)
-        who = f"operator's {'login' if authorization is None else 'token'} at {(scope['client'] or '-')[0]}"
-        return _LetIn(scope, receive, send, headers | {"cookie": cookie}, reader, who)
+    @app.get("/api/status", summary="How the sidecar is, in one object")
+    async def status(request: Request) -> Response:
+        tenant = request.scope[TENANT]
+        return _json(history.status() if tenant is None else history.status_of_tenant(tenant))
 
-    # The API -----------------------------------------------------------------------------------------------------
+    @app.get("/api/stat", summary="All that the sidecar reports, as in `kvstore stat --json`")
+    async def stat(request: Request) -> Response:
+        return _json(known(request))
 
-    async def _read(self, route: ApiRoute, asked: _LetIn) -> None:
-        given = dict(parse_qsl(asked.scope["query_string"].decode("latin-1"), keep_blank_values=True))
+    @app.get("/api/series", summary="Numbers over time")
+    async def series(request: Request, window: str = window) -> Response:
+        return _json(seen(request, window))
+
+    @app.get("/api/misses", summary="Why tokens were computed, by reason")
+    async def misses(request: Request, window: str = window) -> Response:
+        return _json(misses_of(known(request), seen(request, window).sums, reasons))
+
+    @app.get("/api/tenants", summary="Who asked, got and has how much")
+    async def tenants(request: Request) -> Response:
+        return _json(tenants_of(known(request)))
+
+    @app.get("/api/namespaces", summary=f"Namespaces, {MOST_LISTED} at a time")
+    async def namespaces(
+        request: Request, tenant: str = Query("", max_length=128), first: int = Query(0, ge=0, le=1_000_000)
+    ) -> Response:
+        listed, count = namespaces_of(known(request), tenant, first)
+        last = first + len(listed)
+        return _json(NamespacesAnswer(listed, count, last if listed and last < count else None))
+
+    @app.get("/api/engines", summary="Sessions of engines, the door, and moves between tiers")
+    async def engines(request: Request) -> Response:
+        facts = known(request)
+        hidden = facts.hidden_sessions + max(0, len(facts.sessions) - MOST_LISTED)
+        figures = EngineFigures(facts.sessions[:MOST_LISTED], hidden, facts.departed, facts.door)
+        return _json(EnginesAnswer(figures, facts.moves))
+
+    @app.get("/api/elsewhere", summary="Other nodes, the directory and the remote tier, as couriers tell of them")
+    async def elsewhere(request: Request) -> Response:
+        return _json(ElsewhereAnswer(known(request).elsewhere))
+
+    @app.get("/api/whatif", summary="What other sizes would find, estimated")
+    async def whatif(request: Request) -> Response:
+        return _json(whatif_of(known(request), history.window("1h").sums))
+
+    @app.get("/api/request", summary="The last requests of engines, or those whose names begin with id")
+    def one_request(request: Request, id: str = Query("", max_length=256)) -> Response:
+        found = asked(lambda: history.why(id, request.scope[TENANT] or ""))
+        return _json(RequestAnswer(found.found, found.kept))
+
+    @app.get("/api/prefixes", summary="Which stored prefixes are hot")
+    def prefixes(request: Request) -> Response:
+        return _json(asked(lambda: history.prefixes(request.scope[TENANT] or "")))
+
+    @app.get("/api/models", summary="Models that the plan knows")
+    async def models() -> Response:
+        return _json(models_of_table())
+
+    @app.get("/api/plan", summary="What a model's KV takes, what fits, and from where on loading is sooner")
+    async def plan(
+        request: Request,
+        model: str = Query("llama-3.1-8b", max_length=128),
+        context_tokens: int = Query(8192, ge=1, le=1 << 24),
+        users: int = Query(1, ge=1, le=1_000_000),
+        tensor_parallel: int = Query(1, ge=1, le=64),
+        window_seconds: float = Query(900.0, gt=0, le=31_536_000),
+        prefill_rate: float = Query(10_000.0, ge=1, le=1e9),
+        gpu_memory: str = Query("", max_length=32),
+        weights: str = Query("", max_length=32),
+        dram: str = Query("", max_length=32),
+        nvme: str = Query("", max_length=32),
+        new_tokens_per_second: float | None = Query(None, ge=0, le=1e9),
+    ) -> Response:
         try:
-            make = partial(route.make, msgspec.convert(given, route.query, strict=False), asked.reader.tenant)
-            if asked.scope["path"] in WAITING:
-                asking = asyncio.get_running_loop().run_in_executor(self._asks, make)
-                found = await asyncio.wait_for(asking, 2 * ANSWER_SECONDS)
-            else:
-                found = make()
-        except TimeoutError:
-            raise HttpRefused(503, "others ask at the moment; try again") from None
-        except (msgspec.ValidationError, StoreError) as error:
-            raise _refused(error) from None
-        await asked.answer(found)
-
-    async def _act(self, asked: _LetIn) -> None:
-        """`_let_in` has checked that the operator asks, and from where."""
-        assert self._operator is not None, "else there is no such route"
-        if asked.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise HttpRefused(415, "give application/json")
-        body = await whole_body(asked.scope, asked.receive, MOST_ORDER_BYTES)
-        try:
-            order = msgspec.json.decode(body, type=ACTIONS[asked.scope["path"]])
-            done = await asyncio.to_thread(self._operator.act, order, asked.who)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, StoreError) as error:
-            raise _refused(error) from None
-        await asked.answer(done)
-
-    async def _stream(self, asked: _LetIn) -> None:
-        if self._hub.is_full:
-            raise HttpRefused(503, f"{self._hub.streams} pages listen already; close one")
-        named = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
-        headers = [(name.encode(), value.encode()) for name, value in (named | {"x-accel-buffering": "no"}).items()]
-        await asked.send({"type": "http.response.start", "status": 200, "headers": headers})
-
-        async def tell() -> None:
-            async with aclosing(self._hub.listen()) as messages:
-                async for message in messages:
-                    await asked.send({"type": "http.response.body", "body": message, "more_body": True})
-            await asked.send({"type": "http.response.body"})
-
-        async def leave() -> None:
-            while (await asked.receive())["type"] != "http.disconnect":
-                pass
-
-        telling, leaving = asyncio.create_task(tell()), asyncio.create_task(leave())
-        try:
-            await asyncio.wait((telling, leaving), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            telling.cancel()
-            leaving.cancel()
-            await asyncio.gather(telling, leaving, return_exceptions=True)
-        if not telling.cancelled():
-            telling.result()
-
-    # A login -----------------------------------------------------------------------------------------------------
-
-    async def _login_page(self, asked: _LetIn) -> None:
-        await (asked.file(self._static["login.html"]) if self._guard.has_token else asked.redirect("/"))
-
-    async def _log_in(self, asked: _LetIn) -> None:
-        body = await whole_body(asked.scope, asked.receive, MOST_FORM_BYTES)
-        name = self._guard.log_in(parse_qs(body.decode("latin-1"), max_num_fields=8).get("token", [""])[0])
-        if name is not None:
-            await asked.redirect(
-                "/", f"{COOKIE}={name}; HttpOnly; Max-Age={LOGIN_SECONDS:.0f}; Path=/; SameSite=strict"
+            return _json(
+                planned(
+                    history.facts() if request.scope[TENANT] is None else None,
+                    model,
+                    gpu_memory,
+                    weights,
+                    (dram, nvme),
+                    new_tokens_per_second,
+                    context_tokens=context_tokens,
+                    users=users,
+                    tensor_parallel=tensor_parallel,
+                    window_seconds=window_seconds,
+                    prefill_rate=prefill_rate,
+                )
             )
-            return
-        if seconds := self._guard.refused_for():
-            raise _too_many(seconds)
-        await asyncio.sleep(WRONG_SECONDS)
-        page = self._static["login.html"]
-        wrong = replace(page, body=page.body.replace(b"<p>", b"<p>That is not the token. ", 1))
-        await asked.file(wrong, status=403)
+        except BadInput as error:
+            raise HTTPException(422, " ".join(str(error).split())) from None
 
-    async def _log_out(self, asked: _LetIn) -> None:
-        self._guard.log_out(asked.headers["cookie"])
-        await asked.redirect("/login", f"{COOKIE}=; Max-Age=0; Path=/")
+    @app.get("/api/events", summary="What happened, the newest first")
+    async def events() -> Response:
+        return _json(history.events())
 
-
-def _refused(error: Exception) -> HttpRefused:
-    status = 409 if isinstance(error, ActionUnderWay) else 503
-    is_wrong = isinstance(error, BadInput) or not isinstance(error, StoreError)
-    return HttpRefused(422 if is_wrong else status, str(error))
+    @app.get("/api/stream", include_in_schema=False)
+    async def stream() -> Response:
+        if hub.is_full:
+            raise HTTPException(503, f"{hub.streams} pages listen already; close one")
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(hub.listen(), media_type="text/event-stream", headers=headers)
 
 
-def _too_many(seconds: float) -> HttpRefused:
-    return HttpRefused(429, "too many wrong tokens came; wait a minute", ("retry-after", f"{seconds:.0f}"))
+def _add_actions(app: FastAPI, actions: OperatorActions) -> None:
+    """The gate has checked that the operator asks, and from where."""
+
+    @app.get("/api/operator", summary="A ticket, good for one action")
+    async def ticket() -> Response:
+        return _json(actions.ticket())
+
+    @app.get("/api/audit", summary="What operators did here, the newest first")
+    async def audit() -> Response:
+        return _json(actions.audit.entries())
+
+    async def act(request: Request) -> Response:
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise HTTPException(415, "give application/json")
+        body = await _body(request, MOST_ORDER_BYTES)
+        if body is None:
+            raise HTTPException(413, f"more than {MOST_ORDER_BYTES} bytes")
+        try:
+            order = msgspec.json.decode(body, type=ACTIONS[request.url.path])
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise HTTPException(422, " ".join(str(error).split())) from None
+        try:
+            return _json(await run_in_threadpool(actions.act, order, request.scope[WHO]))
+        except (BadInput, StoreError) as error:
+            status = 422 if isinstance(error, BadInput) else 409 if isinstance(error, ActionUnderWay) else 503
+            raise HTTPException(status, " ".join(str(error).split())) from None
+
+    for path, what in zip(ACTIONS, ("Drop a namespace", "Purge a tenant", "Warm prefixes"), strict=True):
+        app.add_api_route(path, act, methods=["POST"], summary=what, operation_id=path)
+
+
+async def _body(request: Request, most: int) -> bytes | None:
+    """The whole body; None if it is too long, and then unread if its length was given."""
+    if int(request.headers.get("content-length", "0")) > most:
+        return None
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > most:
+            return None
+    return bytes(body)
+
+
+def _add_pages(app: FastAPI, guard: Guard, static: Mapping[str, StaticFile]) -> None:
+    login = static["login.html"]
+    wrong_token = replace(login, body=login.body.replace(b"<p>", b"<p>That is not the token. ", 1))
+
+    async def page() -> Response:
+        return _file(static["index.html"])
+
+    for path in PAGES:
+        app.add_api_route(path, page, methods=["GET"], include_in_schema=False)
+
+    @app.api_route(HELP, methods=["GET"], include_in_schema=False)
+    async def help_(request: Request) -> Response:
+        return _file(static["help.html"], request.headers.get("if-none-match"))
+
+    @app.api_route("/static/{name:path}", methods=["GET"], include_in_schema=False)
+    async def static_file(request: Request, name: str) -> Response:
+        if name not in static:
+            raise HTTPException(404, "there is no such file")
+        return _file(static[name], request.headers.get("if-none-match"))
+
+    @app.api_route("/login", methods=["GET"], include_in_schema=False)
+    async def login_page() -> Response:
+        return _file(login) if guard.has_token else RedirectResponse("/", 303)
+
+    @app.post("/login", include_in_schema=False)
+    async def log_in(request: Request) -> Response:
+        body = await _body(request, MOST_FORM_BYTES)
+        if body is None:
+            return _json(ApiError(f"a form of more than {MOST_FORM_BYTES} bytes"), 413)
+        given = parse_qs(body.decode("latin-1"), max_num_fields=8).get("token", [""])[0]
+        name = guard.log_in(given)
+        if name is None:
+            seconds = guard.refused_for()
+            await asyncio.sleep(WRONG_SECONDS)
+            return _too_many(seconds) if seconds else _file(wrong_token, status=403)
+        answer = RedirectResponse("/", 303)
+        answer.set_cookie(COOKIE, name, max_age=int(LOGIN_SECONDS), httponly=True, samesite="strict", path="/")
+        return answer
+
+    @app.post("/logout", include_in_schema=False)
+    async def log_out(request: Request) -> Response:
+        guard.log_out(request.headers.get("cookie"))
+        answer = RedirectResponse("/login", 303)
+        answer.delete_cookie(COOKIE, path="/")
+        return answer
+
+
+def _add_document(app: FastAPI, version: str, acts: bool) -> None:
+    kinds: dict[str, Any] = {
+        "/api/status": ConsoleStatus,
+        "/api/stat": SidecarStatus,
+        "/api/series": SeriesAnswer,
+        "/api/misses": list[MissFigures],
+        "/api/prefixes": PrefixFigures,
+        "/api/tenants": list[TenantFigures],
+        "/api/namespaces": NamespacesAnswer,
+        "/api/engines": EnginesAnswer,
+        "/api/elsewhere": ElsewhereAnswer,
+        "/api/whatif": WhatIfFigures,
+        "/api/request": RequestAnswer,
+        "/api/models": list[PlannedModel],
+        "/api/plan": PlanAnswer,
+        "/api/events": list[ConsoleEvent],
+    }
+    posted = ACTIONS if acts else {}
+    kinds |= {"/api/operator": TicketAnswer, "/api/audit": list[AuditEntry]} if acts else {}
+    kinds |= dict.fromkeys(posted, ActionAnswer)
+    shown = [ApiError, *kinds.values(), *posted.values()]
+    (error, *schemas), components = msgspec.json.schema_components(shown, ref_template="#/components/schemas/{name}")
+    document = get_openapi(title="kvstore console", version=version, routes=app.routes)
+    document.setdefault("components", {})["schemas"] = components
+    for (path, order), schema in zip(posted.items(), schemas[len(kinds) :], strict=True):
+        operation = document["paths"][path]["post"]
+        operation["requestBody"] = {"required": True, **_content(str(order.__doc__), schema)}
+    for path, schema in zip(kinds, schemas, strict=False):
+        operation = document["paths"][path]["post" if path in posted else "get"]
+        answers = operation["responses"] = {"200": _content("What was asked for, or done", schema)}
+        for status, text in (
+            ("401", "The token is missing or wrong"),
+            ("403", "A page of another site asked, or a tenant asked for what is of all"),
+            ("421", "Another host was asked for"),
+            ("422", "A parameter that cannot be"),
+            ("503", "No sidecar has answered yet"),
+            *(
+                (("409", "Another action is under way"), ("413", "Too long"), ("415", "Not JSON"))
+                if path in posted
+                else ()
+            ),
+        ):
+            answers[status] = _content(text, error)
+    body = msgspec.json.encode(document)
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        return Response(body, media_type="application/json")
+
+
+def _content(text: str, schema: Any) -> dict[str, Any]:
+    return {"description": text, "content": {"application/json": {"schema": schema}}}
+
+
+def _json(answer: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(answer), status, headers, media_type="application/json")
+
+
+def _too_many(seconds: float) -> Response:
+    return _json(ApiError("too many wrong tokens came; wait a minute"), 429, {"retry-after": f"{seconds:.0f}"})
+
+
+def _file(one: StaticFile, known: str | None = None, status: int = 200) -> Response:
+    headers = {"cache-control": "no-cache", "etag": one.tag}
+    if known == one.tag:
+        return Response(status_code=304, headers=headers)
+    return Response(one.body, status, headers=headers, media_type=one.type)
 
 
 # Renders `docs/dashboard.md`, which the package carries, as the console's help page. Pure text ---------------------

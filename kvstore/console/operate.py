@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Annotated, ClassVar, Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -55,7 +55,6 @@ class OperatorVerbs(Protocol):
 class DropOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of `/api/operator/drop`. namespace: its id, at least the digits shown; confirm: the same again."""
 
-    summary: ClassVar[str] = "Drop a namespace"
     ticket: Ticket
     tenant: Name
     namespace: Digits
@@ -65,16 +64,19 @@ class DropOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PurgeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of `/api/operator/purge`. confirm: the tenant's name again."""
 
-    summary: ClassVar[str] = "Purge a tenant"
     ticket: Ticket
     tenant: Name
     confirm: Name
 
 
-class WarmOrder(DropOrder, frozen=True):
-    """Body of `/api/operator/warm`, likewise. prompts: JSON lines, as `kvstore warm` reads them."""
+class WarmOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `/api/operator/warm`. prompts: JSON lines, as `kvstore warm` reads them; confirm: the namespace's id
+    again."""
 
-    summary: ClassVar[str] = "Warm prefixes"
+    ticket: Ticket
+    tenant: Name
+    namespace: Digits
+    confirm: Name
     prompts: Annotated[str, Meta(min_length=1)]
 
 
@@ -137,7 +139,7 @@ class OperatorActions:
             self._acting.release()
 
     def _act(self, order: Order, who: str) -> ActionAnswer:
-        what = next(name for name, kind in ORDERS.items() if type(order) is kind)
+        what = next(name for name, kind in ORDERS.items() if isinstance(order, kind))
         namespace = "" if isinstance(order, PurgeOrder) else order.namespace
         entry = AuditEntry(
             self._new_token(8).hex(), self._clock.wall_seconds(), who, what, printable(order.tenant), namespace

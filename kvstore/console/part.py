@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -11,14 +11,13 @@ import msgspec
 
 from kvstore.config import host_and_port
 from kvstore.console.access import Guard
-from kvstore.console.api import ConsoleApi, NoQuery
 from kvstore.console.audit import AuditLog
-from kvstore.console.http_api import ConsoleApp
+from kvstore.console.history import SidecarHistory
+from kvstore.console.http_api import make_app
 from kvstore.console.operate import OperatorActions, OperatorVerbs
-from kvstore.console.reasons import reasons_of
 from kvstore.console.stream import Broadcast
 from kvstore.edge.process import EdgePart, Soon
-from kvstore.edge.tokens import Tokens, read_credential
+from kvstore.edge.tokens import Caller, checked_tokens, read_credential
 from kvstore.edge.watch import StatusWatch
 from kvstore.listeners.addresses import listening_sockets
 from kvstore.listeners.http_server import HttpLimits, HttpListener
@@ -45,14 +44,12 @@ class ConsolePart(EdgePart):
         may change nothing. Raises `BadInput`, `OSError`."""
         assert console.listen is not None
         self._file, self._watch, self._clock = console.token_file, watch, watch.clock
-        self._key = new_token(32)
         self._host, self._port = host_and_port(console.listen, "--listen")
         self._guard = Guard(self._host, self._tokens(), watch.clock, new_token)
         self._hub = Broadcast()
+        self._history = SidecarHistory(watch, version, acts=operator is not None)
         actions = OperatorActions(*operator, watch.clock, new_token) if operator is not None else None
-        files = static_files()
-        self._api = ConsoleApi(watch, version, reasons_of(files["dashboard.md"].decode()), actions)
-        self._app = ConsoleApp(self._api, self._guard, self._hub, files)
+        self._app = make_app(self._history, self._guard, self._hub, static_files(), version, actions)
         self._soon: Soon | None = None
 
     def start(self, soon: Soon) -> Sequence[HttpListener]:
@@ -67,32 +64,35 @@ class ConsolePart(EdgePart):
 
     def read_again(self, settings: Settings | None) -> Callable[[], None]:
         tokens = self._tokens()
+        if tokens is None:
+            return lambda: None
+        readers = tokens
 
         def apply() -> None:
-            if tokens is not None:
-                self._guard.change_tokens(tokens)
-                self._hub.end()
-                _log.warning("the tokens were read again, and all logins have ended")
+            self._guard.change_tokens(readers)
+            self._hub.end()
+            _log.warning("the tokens were read again, and all logins have ended")
 
         return apply
 
     def close(self) -> None:
         if self._soon is not None:
             self._watch.leave(self._hear)
-        self._app.close()
 
     def _hear(self, facts: SidecarStatus | None, why: str) -> None:
         """Called by the watch's thread."""
-        self._api.hear(facts, why)
+        self._history.hear(facts, why)
         if self._soon is not None:
             self._soon(self._publish)
 
     def _publish(self) -> None:
-        one = self._api.status(NoQuery(), None)
+        one = self._history.status()
         self._hub.publish(one.run or NO_RUN, msgspec.json.encode(one))
 
-    def _tokens(self) -> Tokens | None:
-        return Tokens(read_credential(self._file), self._file, self._key) if self._file is not None else None
+    def _tokens(self) -> Mapping[str, Caller] | None:
+        if self._file is None:
+            return None
+        return checked_tokens(read_credential(self._file).decode("utf-8", "replace"), self._file)
 
 
 def static_files() -> dict[str, bytes]:

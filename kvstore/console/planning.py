@@ -5,19 +5,15 @@ Pure. The command's function makes the figures.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
 from kvstore.block.errors import BadInput
 from kvstore.config import parse_size
 from kvstore.insight.models import MODELS, ModelKv, model_named
 from kvstore.insight.plan import PlanRequest, PlanSection, plan
-from kvstore.status.declared import picked
 from kvstore.status.tree import SidecarStatus
-
-SizeWords = Annotated[str, Meta(max_length=32)]
 
 
 class PlannedModel(msgspec.Struct, frozen=True):
@@ -27,23 +23,6 @@ class PlannedModel(msgspec.Struct, frozen=True):
     bytes_per_token: int
     state_bytes: int
     source: str
-
-
-class PlanQuery(msgspec.Struct, frozen=True):
-    """Parameters of `/api/plan`. gpu_memory, weights: of a GPU, and of the model, as people write sizes; dram, nvme:
-    likewise, "" for the sidecar's. new_tokens_per_second: None for what the sidecar sees."""
-
-    model: Annotated[str, Meta(max_length=128)] = "llama-3.1-8b"
-    context_tokens: Annotated[int, Meta(ge=1, le=1 << 24)] = 8192
-    users: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
-    tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
-    window_seconds: Annotated[float, Meta(gt=0, le=31_536_000)] = 900.0
-    prefill_rate: Annotated[float, Meta(ge=1, le=1e9)] = 10_000.0
-    gpu_memory: SizeWords = ""
-    weights: SizeWords = ""
-    dram: SizeWords = ""
-    nvme: SizeWords = ""
-    new_tokens_per_second: Annotated[float, Meta(ge=0, le=1e9)] | None = None
 
 
 class PlanAnswer(msgspec.Struct, frozen=True):
@@ -69,31 +48,47 @@ def models_of_table() -> list[PlannedModel]:
     ]
 
 
-def planned(facts: SidecarStatus | None, asked: PlanQuery) -> PlanAnswer:
-    """facts: the sidecar's, None before its first answer. Raises `BadInput`."""
-    model, load = model_named(asked.model), _new_tokens(facts)
+def planned(
+    facts: SidecarStatus | None,
+    model_name: str,
+    gpu_memory: str,
+    weights: str,
+    tiers: tuple[str, str],
+    new_tokens_per_second: float | None,
+    **numbers: Any,
+) -> PlanAnswer:
+    """facts: the sidecar's, None before its first answer. gpu_memory, weights: as people write sizes; tiers: likewise,
+    of DRAM and NVMe, "" for the sidecar's. numbers: of `PlanRequest`. Raises `BadInput`."""
+    dram, nvme = (_size(given, name, facts) for given, name in zip(tiers, ("dram", "nvme"), strict=True))
+    model = model_named(model_name)
+    load = _new_tokens(facts)
     measured = load if _serves_only(model, facts) else None
-    given = asked.new_tokens_per_second
+    is_measured = new_tokens_per_second is None and measured is not None
+    new_tokens = (measured or 0.0) if new_tokens_per_second is None else new_tokens_per_second
     request = PlanRequest(
         model=model,
-        gpu_memory_bytes=parse_size(asked.gpu_memory or "0", "gpu_memory"),
-        weights_bytes=parse_size(asked.weights or "0", "weights"),
-        dram_bytes=_size(asked.dram, "dram", facts),
-        nvme_bytes=_size(asked.nvme, "nvme", facts),
-        new_tokens_per_second=(measured or 0.0) if given is None else given,
-        context_tokens=asked.context_tokens,
-        users=asked.users,
-        tensor_parallel=asked.tensor_parallel,
-        window_seconds=asked.window_seconds,
-        prefill_rate=asked.prefill_rate,
+        gpu_memory_bytes=parse_size(gpu_memory or "0", "gpu_memory"),
+        weights_bytes=parse_size(weights or "0", "weights"),
+        dram_bytes=dram,
+        nvme_bytes=nvme,
+        new_tokens_per_second=new_tokens,
+        **numbers,
     )
     found = plan(request)
     notes = list(found.notes)
-    if request.new_tokens_per_second == 0 and load:
+    if new_tokens == 0 and load:
         notes.append(f"this sidecar sees {load:,.0f} new tokens a second of another model: give those of {model.name}")
-    is_measured = given is None and measured is not None
-    return picked(
-        PlanAnswer, request, found, model=model.name, source=model.source, is_measured=is_measured, notes=notes
+    return PlanAnswer(
+        request.model.name,
+        request.model.source,
+        found.codec,
+        dram,
+        nvme,
+        new_tokens,
+        is_measured,
+        found.refusals,
+        notes,
+        found.sections,
     )
 
 

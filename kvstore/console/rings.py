@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import nan
-from typing import Literal
 
 import msgspec
 
@@ -24,14 +23,7 @@ MOST_RESTARTS = 64
 
 STEPS = ((10, 360), (60, 1440), (600, 1008))
 """Seconds per slot, and number of slots."""
-Window = Literal["15m", "1h", "6h", "24h", "7d"]
-WINDOWS: dict[Window, tuple[int, int]] = {
-    "15m": (900, 10),
-    "1h": (3600, 10),
-    "6h": (21_600, 60),
-    "24h": (86_400, 60),
-    "7d": (604_800, 600),
-}
+WINDOWS = {"15m": (900, 10), "1h": (3600, 10), "6h": (21_600, 60), "24h": (86_400, 60), "7d": (604_800, 600)}
 """Seconds that a window covers, and seconds per slot."""
 
 
@@ -132,7 +124,8 @@ class Rings:
             for ring in self._rings(self._gauges, name):
                 ring.put(int(reading.at // ring.step), gauge)
 
-    def window(self, name: Window, now: float) -> SeriesAnswer:
+    def window(self, name: str, now: float) -> SeriesAnswer:
+        """name: one of `WINDOWS`."""
         seconds, step = WINDOWS[name]
         at = next(place for place, (one, _) in enumerate(STEPS) if one == step)
         stop = int(now // step) + 1

@@ -17,7 +17,7 @@ import pytest
 
 from console.running import RunningConsole, busy_console, console, serve_traffic
 from kvstore.cli import ask
-from kvstore.console.api import ASK_EVERY_SECONDS, ConsoleApi, NoQuery, RequestQuery
+from kvstore.console.history import ASK_EVERY_SECONDS, SidecarHistory
 from kvstore.console.rings import WINDOWS
 from kvstore.console.stream import MOST_STREAMS
 from kvstore.edge.watch import StatusWatch
@@ -356,8 +356,6 @@ def test_readers_that_ask_without_end_ask_the_sidecar_now_and_then(tmp_path: Pat
     clock = FakeClock()
     began = clock.monotonic
     with Sidecar(tmp_path, dram="2MiB") as sidecar:
-        api = ConsoleApi(StatusWatch(str(sidecar.observe_path), clock), "test", {})
-        api.prefixes(NoQuery(), None)
-        api.request(RequestQuery("a"), None)
-        api.prefixes(NoQuery(), None)
+        history = SidecarHistory(StatusWatch(str(sidecar.observe_path), clock), "test")
+        assert history.prefixes() is not None and history.why("a") is not None and history.prefixes() is not None
     assert clock.monotonic - began == pytest.approx(2 * ASK_EVERY_SECONDS)

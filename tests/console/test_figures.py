@@ -36,7 +36,7 @@ from kvstore.console.figures import (
 from kvstore.console.http_api import help_page
 from kvstore.console.reasons import FINE, reasons_of
 from kvstore.console.rings import MOST_SERIES, STEPS, WINDOWS, Rings, SidecarReading
-from kvstore.edge.tokens import Caller, Tokens
+from kvstore.edge.tokens import Caller
 from kvstore.status.tree import (
     DoorStatus,
     LookupCounts,
@@ -316,11 +316,7 @@ def test_spans_are_said_as_people_say_them() -> None:
 
 
 def guard(host: str = "127.0.0.1", token: str | None = None, clock: FakeClock | None = None) -> Guard:
-    return Guard(host, tokens(token) if token is not None else None, clock or FakeClock(), bytes)
-
-
-def tokens(*lines: str) -> Tokens:
-    return Tokens("\n".join(lines).encode(), "", b"k")
+    return Guard(host, {token: Caller()} if token is not None else None, clock or FakeClock(), bytes)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org"])
@@ -375,7 +371,7 @@ def test_a_login_lasts_and_ends() -> None:
 def test_other_tokens_end_every_login() -> None:
     one = guard(token=TOKEN)
     name = one.log_in(TOKEN)
-    one.change_tokens(tokens("another-token-of-the-operator", "team a-token-of-the-teams"))
+    one.change_tokens({"another-token-of-the-operator": Caller(), "a-token-of-the-teams": Caller("team")})
     assert not one.reader(None, f"{COOKIE}={name}") and not one.reader(f"Bearer {TOKEN}", None)
     assert one.reader("Bearer another-token-of-the-operator", None) == Caller()
     assert one.reader("Bearer a-token-of-the-teams", None) == Caller("team")

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed (extra: hf)")
 pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
-pytest.importorskip("markdown_it", reason="markdown-it-py is not installed (extra: server)")
+pytest.importorskip("fastapi", reason="fastapi is not installed (extra: server)")
 
 from service.test_serve import PATHS
 from waiting import wait_until

@@ -21,8 +21,10 @@ ABSENT = (
     "cryptography",
     "grpc",
     "ucxx",
+    "fastapi",
     "h11",
     "prometheus_client",
+    "starlette",
     "uvicorn",
 )
 SAY = f"""
