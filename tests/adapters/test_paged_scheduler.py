@@ -25,14 +25,13 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.told import RequestTold
 from paged_engine import Request, SharedStore, named_of
 from tiering.frame import KEY_BYTES
-from waiting import FakeClock, wait_until
+from waiting import SOON_SECONDS, FakeClock, wait_until
 from workbench import ids, plausible_pages
 
 PAGE = 32
 LAYOUT = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="float32", page_tokens=PAGE, block_tokens=64)
 FACTS = named_of(LAYOUT)
 LEARNS_NOTHING = LoadChoice(1.0, is_on=False, audit=0.0, choose=lambda: 1.0)
-SECONDS = 30
 
 
 def handle_of(store: EmbeddedStore) -> NamespaceHandle:
@@ -90,7 +89,7 @@ class Half:
         checked = ConnectorSettings.of({"url": "unix:none", **given})
         self.half = PagedScheduler(checked, lambda: store, self.clock.monotonic_seconds, choose, self.clock.advance)
         self.half.use(facts, range(ranks))
-        assert self.half.wait_open(SECONDS)
+        assert self.half.wait_open(SOON_SECONDS)
         self.ranks = ranks
         self.next_page = 1
 
@@ -742,7 +741,7 @@ def test_after_drift_what_comes_is_a_miss_and_what_runs_goes_on(store: EmbeddedS
     assert half.told(running)["saved_blocks"] == 3 and half.told(held_out) is not None
     wait_until(lambda: not store.usage().leases)
     half.half.renamed(1)
-    assert half.half.wait_open(SECONDS)
+    assert half.half.wait_open(SOON_SECONDS)
     assert "audit" not in half.told(half.add("n", ids(330)))["misses"], "other weights end a drift"
 
 
@@ -796,7 +795,7 @@ def test_weights_that_were_changed_are_another_namespace(store: EmbeddedStore) -
     assert first.namespace == FACTS
     assert half.matched(waiting)[0] == 320
     half.half.renamed(17)
-    assert half.half.wait_open(SECONDS)
+    assert half.half.wait_open(SOON_SECONDS)
     wait_until(lambda: not store.usage().leases)
     early.known = 300
     orders = half.step(early)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import kvstore
-from adapters.test_paged_scheduler import FACTS, LAYOUT, SECONDS
+from adapters.test_paged_scheduler import FACTS, LAYOUT
 from engine_adapter.paged import namespace_opener as opened_namespace
 from engine_adapter.paged.namespace_opener import NamespaceOpener
 from engine_adapter.paged.requests import RequestSpec
@@ -29,7 +29,7 @@ from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
 from paged_engine import Request, SharedStore
 from service.sidecar import Sidecar
-from waiting import FakeClock, wait_until
+from waiting import SOON_SECONDS, FakeClock, wait_until
 from workbench import MODEL, bench, blank_pages, ids, random_pages, small_layout
 
 
@@ -46,7 +46,7 @@ def test_who_waits_for_it_is_told_once_when_it_is_open(store: EmbeddedStore) -> 
     may_open, told = threading.Event(), threading.Semaphore(0)
 
     def comes() -> Any:
-        assert may_open.wait(SECONDS)
+        assert may_open.wait(SOON_SECONDS)
         return SharedStore(store)
 
     opened = NamespaceOpener(comes)
@@ -54,9 +54,9 @@ def test_who_waits_for_it_is_told_once_when_it_is_open(store: EmbeddedStore) -> 
     opened.tell_when_open(told.release)
     assert not told.acquire(blocking=False), "it is not open yet"
     may_open.set()
-    assert told.acquire(timeout=SECONDS) and opened.now() is not None
+    assert told.acquire(timeout=SOON_SECONDS) and opened.now() is not None
     opened.want(facts(1, 8))
-    assert opened.wait(1, SECONDS) is not None
+    assert opened.wait(1, SOON_SECONDS) is not None
     assert not told.acquire(blocking=False), "it was told once"
     opened.tell_when_open(told.release)
     assert told.acquire(blocking=False), "it is open already"
@@ -82,7 +82,7 @@ def test_a_store_that_comes_late_is_tried_until_it_is_there(
         assert time.monotonic() - started >= 0.1
         assert opened.why_not()[1] == "no socket there" and len(tries) > 2
         is_there.set()
-        assert opened.wait(0, SECONDS) is not None
+        assert opened.wait(0, SOON_SECONDS) is not None
     assert len(caplog.records) == 1, "one line, however often it is tried"
     opened.close(1.0)
 
@@ -92,7 +92,7 @@ def test_one_that_cannot_be_opened_does_not_keep_the_next_from_it(store: Embedde
     opened.want(NamespaceSpec(0, "", "m", LAYOUT, "no such codec", 0, {}))
     assert opened.wait(0, 0.05) is None and "no such codec" in opened.why_not()[1]
     opened.want(facts(1))
-    assert opened.wait(1, SECONDS) is not None
+    assert opened.wait(1, SOON_SECONDS) is not None
     opened.close(1.0)
 
 
@@ -105,9 +105,9 @@ def test_close_hangs_up_and_ends_the_thread(store: EmbeddedStore, soon: None) ->
 
     opened = NamespaceOpener(lambda: Told(store))
     opened.want(facts(0))
-    assert opened.wait(0, SECONDS)
-    opened.close(SECONDS)
-    opened.close(SECONDS)
+    assert opened.wait(0, SOON_SECONDS)
+    opened.close(SOON_SECONDS)
+    opened.close(SOON_SECONDS)
     assert closed == [1] and opened._thread is not None and not opened._thread.is_alive()
 
 
@@ -122,7 +122,7 @@ class Gated(SharedStore):
         self.gate = threading.Event()
 
     def namespace(self, **given: Any) -> Any:
-        assert self.gate.wait(SECONDS)
+        assert self.gate.wait(SOON_SECONDS)
         return super().namespace(**given)
 
     def close(self) -> None:
@@ -180,12 +180,12 @@ def test_while_its_namespace_is_being_opened_a_store_is_warming(store: EmbeddedS
     half = scheduler(lambda: gated)
     assert missed(half) == ({"warming": 320, "partial_block": 10}, "the namespace is being opened")
     gated.gate.set()
-    assert half.wait_open(SECONDS)
+    assert half.wait_open(SOON_SECONDS)
     gated.gate.clear()
     half.renamed(7)  # a reset on purpose: the store is there all the time
     assert missed(half)[0] == {"warming": 320, "partial_block": 10}
     gated.gate.set()
-    assert half.wait_open(SECONDS)
+    assert half.wait_open(SOON_SECONDS)
     half.close()
 
 
