@@ -122,7 +122,7 @@ def test_an_engine_is_known_by_its_command_and_gets_one_store(
     monkeypatch.setenv("PATH", f"{tmp_path}:{Path(sys.executable).parent}")
     found = engine_of(shlex.split(command))
     assert (found.engine, found.model) == (engine, model)
-    assert found.python[0] == sys.executable
+    assert found.python == sys.executable
     words = found.with_store("unix:/s")
     assert words[: len(found.words)] == found.words
     flag = "--kv-transfer-config" if engine == "vllm" else "--hicache-storage-backend-extra-config"

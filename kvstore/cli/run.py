@@ -63,11 +63,11 @@ print(json.dumps([importlib.util.find_spec("engine_adapter") is not None, import
 
 
 class EngineCommand(NamedTuple):
-    """What starts an engine. python: the interpreter that runs it, with its flags. model: a directory or a name of the
-    Hub; empty where none is named."""
+    """What starts an engine. python: the interpreter that runs it. model: a directory or a name of the Hub; empty where
+    none is named."""
 
     engine: str
-    python: list[str]
+    python: str
     model: str
     words: list[str]
 
@@ -119,10 +119,7 @@ def engine_of(words: Sequence[str]) -> EngineCommand:
     model = _value_of(rest, "--model-path") or _value_of(rest, "--model")
     if model is None and at is None and rest and not rest[0].startswith("-"):
         model = rest[0]
-    if at is None:
-        python = [_interpreter_of(Path(found)), "-P"]
-    else:
-        python = [found, *(word for word in words[1:at] if word.startswith("-"))]
+    python = _interpreter_of(Path(found)) if at is None else found
     return EngineCommand(engine, python, model or "", list(words))
 
 
@@ -146,9 +143,9 @@ def _interpreter_of(script: Path) -> str:
 
 def look_at(engine: EngineCommand) -> str:
     """The version of the engine that its Python has. Raises `BadInput` where it lacks that, or this package."""
-    name, python = engine.engine, engine.python[0]
+    name, python = engine.engine, engine.python
     try:
-        asked = subprocess.run([*engine.python, "-c", _ASK, name], capture_output=True, timeout=START_SECONDS)
+        asked = subprocess.run([python, "-P", "-c", _ASK, name], capture_output=True, timeout=START_SECONDS)
         has_store, has_engine, version = json.loads(asked.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise BadInput(f"{python} does not run ({' '.join(str(error).split())[:200]}); give the engine's own") from None
