@@ -35,11 +35,12 @@ KVSTORE = (sys.executable, "-m", "kvstore")
 
 @contextmanager
 def serving_program(
-    command: Sequence[str], env: Mapping[str, str] | None = None
+    command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
 ) -> Iterator[tuple[subprocess.Popen[str], Any]]:
-    """One that serves until it is killed, and what it printed, as JSON, once it did."""
+    """One that serves until it is killed, and what it printed, as JSON, once it did. options: of the process."""
     environment = env if env is not None else {**os.environ, **PATHS}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, env=environment, **pipes, **options)
     try:
         assert process.stdout is not None and process.stderr is not None
         line = process.stdout.readline()

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import kvstore
+from programs import KVSTORE, PATHS, serving_program
 from service.sidecar import patient
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
-PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"}
-SERVE = [sys.executable, "-m", "kvstore", "serve"]
+SERVE = [*KVSTORE, "serve"]
 AROUND_SECONDS = 15
 """For what surrounds draining and writing down, each of which takes up to `limits.close_seconds`."""
 
@@ -39,28 +37,13 @@ def flags_in(arguments: Sequence[str]) -> set[str]:
     return {one.split("=")[0] for one in arguments if one.startswith("-")}
 
 
-@contextmanager
 def serving(
     *flags: str, under: Sequence[str] = (), environment: Mapping[str, str] | None = None, **options: Any
-) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+) -> AbstractContextManager[tuple[subprocess.Popen[str], Any]]:
     """A sidecar, and what it printed once it took connections. under: a command that starts the command behind it.
     options: of the process."""
-    process = subprocess.Popen(
-        [*under, *SERVE, "--json", *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **PATHS, **(environment or {})},
-        **options,
-    )
-    try:
-        assert process.stdout is not None and process.stderr is not None
-        line = process.stdout.readline()
-        assert line, process.stderr.read()
-        yield process, json.loads(line)
-    finally:
-        process.kill()
-        process.communicate()
+    env = {**os.environ, **PATHS, **(environment or {})}
+    return serving_program([*under, *SERVE, "--json", *flags], env, **options)
 
 
 def stores_and_reads(said: Mapping[str, Any], durability: str) -> None:

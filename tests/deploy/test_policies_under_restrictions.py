@@ -19,10 +19,11 @@ import pytest
 
 import kvstore
 from deploy.restricted import MISSING, settings_of
-from deploy.sidecar_process import DEPLOY, PATHS, serving, stores_and_reads
+from deploy.sidecar_process import DEPLOY, serving, stores_and_reads
 from kvstore.block.errors import BadInput
 from kvstore.cli import ask
 from kvstore.node import SystemClock
+from programs import PATHS
 
 UNIT = DEPLOY / "systemd" / "kvstore.service"
 RESTRICTED = Path(__file__).with_name("restricted.py")
