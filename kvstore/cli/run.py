@@ -28,7 +28,6 @@ from kvstore.cli.plan import given_model
 from kvstore.cli.standard_streams import say
 from kvstore.cli.terminal import OK, Json, app, argument, option, path_option, typer
 from kvstore.config import MIN_DRAM_BYTES, MIN_NVME_BYTES, OFF, format_size
-from kvstore.service.settings import OBSERVE_SOCKET, TENANT_SOCKET
 
 RUN_SOCKET = "/run/kvstore/kvstore.sock"
 """Of a host's sidecar, as README starts it."""
@@ -233,17 +232,17 @@ class Sidecar(NamedTuple):
     def status(self) -> Any:
         """What it says of itself to its observers; None where it says nothing to us."""
         from kvstore.doctor import status_of
+        from kvstore.service.settings import OBSERVE_SOCKET
 
         return status_of(str(Path(self.socket).parent / OBSERVE_SOCKET))
 
 
-def started(words: Sequence[str], console: str) -> Sidecar:
+def started(words: Sequence[str], console: str, socket: str) -> Sidecar:
     """A sidecar that serves; or another one, which began with this directory in the same moment. Raises `BadInput`
     with the line that it ended with."""
     from kvstore.doctor import holder_of
 
     data = Path(words[2])
-    socket = str(data / TENANT_SOCKET)
     try:
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
         log = os.open(data / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -389,6 +388,8 @@ def run(
     minute what was saved. Signals go to the engine, and its exit status is this command's. With --json, its lines on
     standard error are JSON.
     """
+    from kvstore.service.settings import TENANT_SOCKET
+
     report = Reports(as_json)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the engine begins: the sidecar ends too
     engine = engine_of(command)
@@ -402,17 +403,16 @@ def run(
     places = [socket] if socket is not None else [str(Path(data) / TENANT_SOCKET), RUN_SOCKET]
     there = next((one for one in places if answers(one)), None)
     words = [] if there is not None else serve_words(data, dram, nvme)
-    sidecar, is_own = Sidecar(there or places[0]), there is None
+    sidecar, console = Sidecar(there or places[0]), os.environ.get(CONSOLE) or f"127.0.0.1:{_free_port()}"
     if only_print:
         _print(words, engine.with_store(sidecar.url), as_json)
         return OK
-    if is_own:
+    if words:
         for line in lacking(words, sidecar.url, engine):
             report(line)
-        console = os.environ.get(CONSOLE) or f"127.0.0.1:{_free_port()}"
-        sidecar = started(words, console)
+        sidecar = started(words, console, sidecar.socket)
     try:
-        if is_own:
+        if sidecar.process is not None:
             report(f"a sidecar serves {data}{_sizes(words, model)}; its console is http://{console}/", data=data)
         else:
             unused = "; --dram and --nvme are for one that is started here" * (dram is not None or nvme is not None)

@@ -295,7 +295,7 @@ def test_what_a_courier_gives_up_is_no_put_that_was_given_up() -> None:
             policy.seconds_left(0)
         for _ in range(3):
             if was_fetched:
-                assert plan.looked(0, True) == AwaitStep(0, handoff.RELOCATE_SECONDS), "it rests, and asks nobody"
+                assert plan.looked(0, True) == AwaitStep(0, handoff.RELOCATE_SECONDS), "it rests, and asks no sidecar"
             plan.awaited(m.Awaited(0, AwaitEnd.SHORT))
         assert policy.is_over is not was_fetched
 

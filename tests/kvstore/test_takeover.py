@@ -124,7 +124,7 @@ def test_what_was_being_filled_is_not(tmp_path: Any, keeper: Holder) -> None:
     handle = after.namespace()
     assert handle.match(ids(64 * BLOCKS, 20_000)).blocks == 2
     assert after.store.usage().dram.used == BLOCKS + 2 and after.store.usage().dram.reserved == 0
-    # Their payloads are not what their producer said: nobody gets them.
+    # Their payloads are not what their producer said: no engine gets them.
     with handle.lease(handle.match(ids(64 * BLOCKS, 20_000)), deadline_ms=1000) as lease:
         assert lease.blocks == 0 and lease.reason is MissReason.CORRUPT
     assert readable(handle, 1) == BLOCKS

@@ -86,7 +86,7 @@ def open_index(directory: Path, map_bytes: int, *, clean: bool, reach: Reach = g
     `clean` is whether the last owner closed it: then it must be what was closed, or it is doubtful. If that is not
     known, or it was not closed, the whole file is walked by another process first. The caller
     holds an exclusive lock on the directory: a file must not be opened twice in one process, nor be changed while it
-    is probed. A file that somebody removed looks like an index that never was.
+    is probed. A file that an operator removed looks like an index that never was.
 
     `map_bytes` is how large the file may become before the map is moved to a larger one. Raises `IndexDoubtful`
     (discard, open again, rebuild; the message names the check) and `TierUnavailable` (no permission, no space).
