@@ -68,6 +68,8 @@ class Space:
         self.layout = LAYOUTS[layout]
         self.owner = store.for_tenant(tenant)
         self.handle: NamespaceHandle = self.owner.namespace(model="weights", layout=self.layout)
+        self.number = self.handle.door.number_in_store(self.handle.number)
+        """As evictions name it, for whatever tenant."""
 
     def put(self, letters: tuple[int, ...], durability: str) -> bool:
         """Whether the whole chain is held, and durable where that was asked."""
@@ -160,7 +162,7 @@ class Life:
 
     def enter(self, name: str) -> Space:
         space = Space(self.store, name)
-        self.say("space", space.handle.door.number_in_store(space.handle.number), name)  # as evictions name it
+        self.say("space", space.number, name)
         return space
 
     def gone(self, number: int, key: bytes) -> None:

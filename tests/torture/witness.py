@@ -177,7 +177,7 @@ class Witness:
             self._hold_against(there)
             store.check()
             assert not store.usage().counters.get("quarantined_blocks"), store.usage().counters
-            named = {space.handle.number: space.name for space in spaces}
+            named = {space.number: space.name for space in spaces}
             for number, key in gone:  # what hangs below a frame that was cut short goes with it
                 assert number in named, f"a block of namespace {number} was given up, of {named}"
                 block = self._names[named[number]][key]
