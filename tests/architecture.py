@@ -31,6 +31,7 @@ FLOORS = {
     "kvstore.edge": 4,
     "kvstore.console": 4,
     "kvstore.openai": 4,
+    "kvstore.prove": 4,
     "kvstore.network": 4,
     "kvstore.courier": 4,
     "kvstore.doctor": 4,
@@ -44,7 +45,8 @@ ENTRANCES = {
     "kvstore.traffic": ("kvstore.cli",),
     "kvstore.edge": ("kvstore.cli", "kvstore.console", "kvstore.network"),
     "kvstore.console": ("kvstore.cli",),
-    "kvstore.openai": ("kvstore.cli", "kvstore.traffic"),
+    "kvstore.openai": ("kvstore.cli", "kvstore.traffic", "kvstore.prove"),
+    "kvstore.prove": ("kvstore.cli",),
     "kvstore.network": ("kvstore.cli",),
     "kvstore.courier": ("kvstore.cli", "kvstore.network"),
     "kvstore.elsewhere": ("kvstore.cli",),
@@ -78,6 +80,8 @@ ROOMS_IMPORT_ONLY = {
     ),
     # Engines by their HTTP API alone: whether there is a store behind them is theirs to know.
     "kvstore.openai": "kvstore.block kvstore.config kvstore.listeners tiering.clock",
+    # Engines by their HTTP API alone, as above: what starts them is handed in.
+    "kvstore.prove": "kvstore.openai kvstore.block",
     # Knows addresses, connections and HTTP, and nothing of what is served.
     "kvstore.listeners": "kvstore.block tiering.clock tiering.faults",
     # Looks at what a sidecar and an engine are given, and imports no engine.
@@ -235,6 +239,7 @@ EXEMPTIONS = (
         frozenset({RANDOMNESS, DISK}),
         "a person's entrance: it makes tokens up, and says on which machine",
     ),
+    Exemption("kvstore/prove/", ALL_KINDS, "a person's entrance: it times real answers, and copies a real model"),
     Exemption("tiering/files.py", frozenset({DISK, MEMORY}), "the one door to the disk for all but slabs"),
     Exemption(
         "tiering/nvme/slab_files.py", frozenset({DISK, MEMORY}), "slabs on a disk, with the buffers of direct I/O"

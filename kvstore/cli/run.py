@@ -38,6 +38,7 @@ SHARE = 4
 ANSWER_SECONDS, START_SECONDS, STOP_SECONDS, POLL_SECONDS = 2.0, 120.0, 60.0, 0.05
 EVERY_SECONDS = 60.0
 LEAST_PAGE_TOKENS = 64
+TRANSFORMERS = "transformers"
 MODULES = {"vllm.entrypoints.openai.api_server": "vllm", "sglang.launch_server": "sglang"}
 FROM_THE_KERNEL = 128
 """SI_KERNEL: a terminal sent the signal, to all processes in its foreground."""
@@ -70,32 +71,34 @@ class EngineCommand(NamedTuple):
     model: str
     words: list[str]
 
-    def with_store(self, url: str) -> list[str]:
-        """The same with the store at `url`."""
+    def with_store(self, url: str, **settings: Any) -> list[str]:
+        """The same with the store at `url`. settings: more, of vLLM's connector."""
         if self.engine == "vllm":
-            return [*self.words, "--kv-transfer-config", json.dumps(transfer_config(url))]
+            return [*self.words, "--kv-transfer-config", json.dumps(transfer_config(url, **settings))]
+        if self.engine == TRANSFORMERS:
+            return [*self.words, "--store", url, "--codec", settings["codec"]]
         backend = {"backend_name": "kvstore", "module_path": "engine_adapter.sglang_storage"}
         backend |= {"class_name": "KvStoreHiCache", "url": url}
         more = {"interface_v1": 1, "hicache_storage_pass_prefix_keys": True}
         words = [*self.words, "--enable-hierarchical-cache", "--hicache-storage-backend", "dynamic"]
-        if _value_of(self.words, "--page-size") is None:
+        if value_of(self.words, "--page-size") is None:
             words += ["--page-size", str(LEAST_PAGE_TOKENS)]
         return [*words, "--hicache-storage-backend-extra-config", json.dumps({**backend, **more})]
 
 
-def transfer_config(url: str) -> dict[str, Any]:
+def transfer_config(url: str, **settings: Any) -> dict[str, Any]:
     """vLLM's `--kv-transfer-config`."""
     return {
         "kv_connector": "KvStoreConnector",
         "kv_connector_module_path": "engine_adapter.vllm_connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"url": url},
+        "kv_connector_extra_config": {"url": url, **settings},
     }
 
 
-def engine_of(words: Sequence[str]) -> EngineCommand:
-    """Raises `BadInput` for what starts no engine that is known, or one that has a store already."""
+def engine_of(words: Sequence[str], *, allows_store: bool = False) -> EngineCommand:
+    """Raises `BadInput` for what starts no engine that is known, or, unless that is allowed, has a store already."""
     program = Path(words[0]).name if words else ""
     found = shutil.which(words[0]) if words else None
     at = words.index("-m") if program.startswith("python") and "-m" in words else None
@@ -112,17 +115,17 @@ def engine_of(words: Sequence[str]) -> EngineCommand:
     if found is None:
         raise BadInput(f"{words[0]} is not found; give the path of the engine's program")
     taken = "--kv-transfer-config" if engine == "vllm" else "--hicache-storage-backend"
-    if any(word.replace("_", "-").startswith(taken) for word in words):
+    if not allows_store and any(word.replace("_", "-").startswith(taken) for word in words):
         raise BadInput(f"{taken} is given: the engine has a store already; leave it out, or start the engine by itself")
     rest = list(words[at + 2 if at is not None else 2 :])
-    model = _value_of(rest, "--model-path") or _value_of(rest, "--model")
+    model = value_of(rest, "--model-path") or value_of(rest, "--model")
     if model is None and at is None and rest and not rest[0].startswith("-"):
         model = rest[0]
     python = _interpreter_of(Path(found)) if at is None else found
     return EngineCommand(engine, python, model or "", list(words))
 
 
-def _value_of(words: Sequence[str], flag: str) -> str | None:
+def value_of(words: Sequence[str], flag: str) -> str | None:
     for at, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name.replace("_", "-") == flag:
@@ -237,9 +240,9 @@ class Sidecar(NamedTuple):
         return status_of(str(Path(self.socket).parent / OBSERVE_SOCKET))
 
 
-def started(words: Sequence[str], console: str, socket: str) -> Sidecar:
-    """A sidecar that serves; or another one, which began with this directory in the same moment. Raises `BadInput`
-    with the line that it ended with."""
+def started(words: Sequence[str], console: str, socket: str, before: Callable[[], object] | None = None) -> Sidecar:
+    """A sidecar that serves; or another one, which began with this directory in the same moment. before: called in its
+    process, before it is the sidecar. Raises `BadInput` with the line that it ended with."""
     from kvstore.doctor import holder_of
 
     data = Path(words[2])
@@ -252,7 +255,13 @@ def started(words: Sequence[str], console: str, socket: str) -> Sidecar:
     try:
         command, alone = [sys.executable, "-P", "-m", "kvstore", *words], subprocess.DEVNULL
         process = subprocess.Popen(
-            command, env=environment, stdin=alone, stdout=log, stderr=log, start_new_session=True
+            command,
+            env=environment,
+            stdin=alone,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=before,
         )
     finally:
         os.close(log)
@@ -403,7 +412,7 @@ def run(
     places = [socket] if socket is not None else [str(Path(data) / TENANT_SOCKET), RUN_SOCKET]
     there = next((one for one in places if answers(one)), None)
     words = [] if there is not None else serve_words(data, dram, nvme)
-    sidecar, console = Sidecar(there or places[0]), os.environ.get(CONSOLE) or f"127.0.0.1:{_free_port()}"
+    sidecar, console = Sidecar(there or places[0]), os.environ.get(CONSOLE) or f"127.0.0.1:{free_port(CONSOLE_PORT)}"
     if only_print:
         _print(words, engine.with_store(sidecar.url), as_json)
         return OK
@@ -447,12 +456,12 @@ def _print(sidecar: Sequence[str], engine: Sequence[str], as_json: bool) -> None
         print("\n".join(shlex.join(one) for one in (["kvstore", *sidecar], engine) if len(one) > 1))
 
 
-def _free_port() -> int:
-    """For the console: its own, or any."""
+def free_port(wanted: int) -> int:
+    """That one of this host, or any where it is taken."""
     with sockets.socket() as probe:
         probe.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", CONSOLE_PORT))
+            probe.bind(("127.0.0.1", wanted))
         except OSError:
             probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

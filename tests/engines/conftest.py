@@ -142,6 +142,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
                 "blip": models.save_blip,
                 "windowed": models.save_windowed,
                 "deepseek": models.save_deepseek,
+                "neox": models.save_neox,
                 "mistral": partial(models.save_llama, window=192),
                 "trained": models.save_trained,
             }[kind]

@@ -23,6 +23,8 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -114,6 +116,23 @@ def save_windowed(
         initializer_range=0.1,
     )
     model(config(**shape, **more)).save_pretrained(directory)
+    save_tokenizer(directory, vocab)
+    return directory
+
+
+def save_neox(directory: Path, *, vocab: int = 1000, seed: int = 0) -> Path:
+    """Of which vLLM on a CPU gives other tokens from its own cache than cold."""
+    torch.manual_seed(seed)
+    config = GPTNeoXConfig(
+        vocab_size=vocab,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=16384,
+        initializer_range=0.1,
+    )
+    GPTNeoXForCausalLM(config).save_pretrained(directory)
     save_tokenizer(directory, vocab)
     return directory
 
