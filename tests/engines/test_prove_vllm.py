@@ -14,6 +14,7 @@ import pytest
 from engines import models
 from engines.conftest import PRODUCT, ROOT, WAITS_ASLEEP, sidecar_python
 from engines.test_vllm_server import NAME, server_of
+from engines.tier_engine import BLOCK_TOKENS, offloading
 from kvstore.prove.judge import Party, Way
 
 pytestmark = pytest.mark.slow
@@ -107,6 +108,22 @@ def test_an_engine_whose_batches_are_not_repeatable_is_named_and_the_store_is_no
     words = [word if word != "float32" else "bfloat16" for word in engine_words(saved("neox"))]
     status, told = proven(tmp_path, "--dram", "256MiB", "--nvme", "off", "--", *words, prompts=20)
     assert (status, told["held"], parties(told)) == (0, True, [Party.ENGINE])
+
+
+def test_the_store_of_another_connector_is_proven(saved: Any, tmp_path: Path) -> None:
+    """vLLM's own offloading, which lies in its process's memory: a restart finds nothing."""
+    words = engine_words(
+        saved(),
+        "--block-size",
+        str(BLOCK_TOKENS),
+        "--kv-transfer-config",
+        json.dumps(offloading([], cpu_bytes_to_use=64 << 20)),
+    )
+    status, told = proven(tmp_path, "--", *words)
+    assert (status, told["findings"]) == (0, [])
+    ways = {one["way"]: one["cached"] for one in told["with_store"]}
+    assert all(ways[way] for way in (Way.STORE, Way.BOUNDARIES, Way.AT_ONCE, Way.ABORTED))
+    assert ways[Way.RESTARTED] == ways[Way.OTHER_WEIGHTS] == 0 and Way.EVICTED not in ways
 
 
 def test_an_engine_that_runs_is_asked_where_it_is(saved: Any, sidecar: Any, tmp_path: Path) -> None:
