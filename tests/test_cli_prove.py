@@ -3,7 +3,12 @@
 import json
 import shutil
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +21,7 @@ from hypothesis import strategies as st
 from kvstore.block.errors import BadInput
 from kvstore.cli.prove import CONNECTOR_FLAGS, has_flag, page_tokens_of, without
 from kvstore.cli.run import EngineCommand, engine_of
+from kvstore.prove import trials
 from kvstore.prove.judge import Way
 from kvstore.prove.weights import with_other_weights
 from test_cli import Here, error_line
@@ -40,6 +46,63 @@ MODULE = "vllm.entrypoints.openai.api_server"
 )
 def test_what_cannot_be_proven_is_one_line(here: Here, given: list[str], says: str) -> None:
     assert says in error_line(here("prove", *given))
+
+
+MODELS = {"data": [{"id": "a model", "max_model_len": 4096}]}
+FOUND = {"tokens": ["1"], "token_logprobs": [-0.1], "top_logprobs": [{"1": -0.1, "2": -3.0}]}
+ROUTES: dict[str, tuple[int, Any]] = {
+    "/v1/models": (200, MODELS),
+    "/v1/completions": (200, {"choices": [{"logprobs": FOUND}]}),
+    "/reset_prefix_cache": (200, {"success": True}),
+}
+
+
+@contextmanager
+def engine_with(routes: dict[str, tuple[int, Any]]) -> Iterator[str]:
+    """Something that answers so at an engine's address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length") or 0))
+            status, told = routes.get(self.path, (404, {}))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(told if isinstance(told, bytes) else json.dumps(told).encode())
+
+        do_GET = do_POST
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "told", "says"),
+    [
+        ("/v1/models", 200, b"\xff", "names no model"),
+        ("/v1/models", 200, {"data": [{"id": "small", "max_model_len": 10}]}, "takes 10 tokens"),
+        ("/v1/completions", 500, b"broken \x1b[1m", "with status 500: broken"),
+        ("/v1/completions", 200, {"choices": [{}]}, "without log probabilities"),
+        ("/v1/completions", 200, b"[" * 100_000, "without log probabilities"),
+        ("/reset_prefix_cache", 404, {}, "VLLM_SERVER_DEV_MODE=1"),
+    ],
+)
+def test_what_is_no_engine_is_one_line(here: Here, path: str, status: int, told: Any, says: str) -> None:
+    with engine_with({**ROUTES, path: (status, told)}) as url:
+        assert says in error_line(here("prove", "--url", url, "--prompts", "2"))
+
+
+def test_an_engine_from_whose_store_nothing_comes_is_not_proven(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "SAVED_TRIES", 2)
+    with engine_with(ROUTES) as url:
+        ended = here("prove", "--url", url, "--prompts", "2", "--longest", "64")
+    assert ended.returncode == 1 and "nothing is proven of it" in ended.stdout
 
 
 WORDS = st.sampled_from(["serve", "model", "--port", "8000", "--kv-transfer-config", "--kv_transfer_config={}", "{}"])
@@ -69,7 +132,7 @@ def test_pages_are_the_engine_s_own(given: str, tokens: int) -> None:
 def test_a_model_s_copy_differs_in_the_signs_of_one_tensor(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    with_other_weights(TRAINED, tmp_path / "other")
+    assert with_other_weights(TRAINED, tmp_path / "other")
     before, after = (load_file(folder / "model.safetensors") for folder in (TRAINED, tmp_path / "other"))
     changed = [name for name in before if not torch.equal(before[name], after[name])]
     assert len(changed) == 1 and "norm" in changed[0]
@@ -77,9 +140,8 @@ def test_a_model_s_copy_differs_in_the_signs_of_one_tensor(tmp_path: Path) -> No
     assert {file.name for file in TRAINED.iterdir()} == {file.name for file in (tmp_path / "other").iterdir()}
 
 
-def test_a_model_without_such_a_tensor_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="no safetensors with a norm of the first layer"):
-        with_other_weights(tmp_path, tmp_path / "other")
+def test_a_model_without_such_a_tensor_has_no_other_weights(tmp_path: Path) -> None:
+    assert not with_other_weights(tmp_path, tmp_path / "other")
     (tmp_path / "model.safetensors").write_bytes((1 << 40).to_bytes(8, "little"))
     with pytest.raises(BadInput, match="is no file of safetensors"):
         with_other_weights(tmp_path, tmp_path / "other")

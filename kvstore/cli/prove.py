@@ -13,6 +13,7 @@ import asyncio
 import ctypes
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -46,6 +47,7 @@ from kvstore.cli.terminal import (
 CODECS = ("raw", "auto", "int8-kc64")
 RAW, ADMIN_SOCKET, TENANT_SOCKET = "raw", "admin.sock", "kvstore.sock"
 DROP_SECONDS = 30.0
+MOST_LOG_BYTES, MOST_FAULT = 64 << 10, 300
 START_SECONDS, STOP_SECONDS, POLL_SECONDS = 3600.0, 60.0, 0.2
 """Large weights take long."""
 PAGE_TOKENS = 16
@@ -113,16 +115,19 @@ class Sides(NamedTuple):
             ends_at = time.monotonic() + START_SECONDS
             while not await answers_health(url):
                 if process.poll() is not None or time.monotonic() > ends_at:
-                    lines = log.read_bytes()[-8192:].decode(errors="replace").strip().splitlines()
-                    status = (
-                        f"ended with status {process.returncode}" if process.poll() is not None else "did not come up"
-                    )
-                    raise BadInput(f"the engine {status}: {(lines or ['it said nothing'])[-1][:300]}")
+                    ended = f"ended with status {process.poll()}" if process.poll() is not None else "did not come up"
+                    raise BadInput(f"the engine, {name}, {ended}: {_fault_in(log)}")
                 await asyncio.sleep(POLL_SECONDS)
             async with AskedEngine(url, reset=RESETS.get(self.engine.engine, RESET)) as asked:
                 yield asked
         finally:
             _end_group(process)
+
+
+def _fault_in(log: Path) -> str:
+    """The first error in its last lines, which what follows comes from; or its last line."""
+    lines = log.read_bytes()[-MOST_LOG_BYTES:].decode(errors="replace").strip().splitlines() or ["it said nothing"]
+    return next((line for line in lines if re.search(r"\w(Error|Exception): ", line)), lines[-1])[-MOST_FAULT:]
 
 
 def _ends_with_this() -> None:
@@ -215,8 +220,7 @@ async def of_words(sides: Sides, trials: Any, store: ProvenStore | None, codec: 
         store.restart()
     async with sides.running("after a restart", stored(words, codec)) as asked:
         ways[Way.RESTARTED] = await trials.again(asked, Way.RESTARTED)
-    if model.is_dir():
-        with_other_weights(model, sides.scratch / "other")
+    if model.is_dir() and with_other_weights(model, sides.scratch / "other"):
         point(sides.scratch / "other")
         async with sides.running("with other weights", stored(words, codec)) as asked:
             ways[Way.OTHER_WEIGHTS] = await trials.again(asked, Way.OTHER_WEIGHTS)
@@ -297,9 +301,9 @@ def prove(
             with store or nullcontext():
                 proof = asyncio.run(of_words(sides, trials, store, codec))
     proof = replace(proof, words=url or transformers or shlex.join(command or []))
+    print_result(proof, as_json)
     if page is not None:
         Path(page).write_text(proof.page(), "utf-8")
-    print_result(proof, as_json)
     return OK if proof.is_held else CHECK_FAILED
 
 

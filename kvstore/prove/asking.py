@@ -88,8 +88,8 @@ class AskedEngine:
         return {question.name: answer for question, answer in zip(questions, answers, strict=True)}
 
     async def abort(self, questions: Sequence[Question], seconds: float) -> None:
-        """Ask all at once, and leave after so long, whatever has come by then."""
-        tasks = [asyncio.create_task(self.ask(question)) for question in questions]
+        """Ask at once, and leave after so long, whatever has come by then."""
+        tasks = [asyncio.create_task(self.ask(question)) for question in questions[:MOST_AT_ONCE]]
         await asyncio.wait(tasks, timeout=seconds)
         for task in tasks:
             task.cancel()

@@ -72,6 +72,8 @@ class Proof:
             yield "identity holds: every answer is the engine's own, in every way that was asked"
         elif self.is_held:
             yield "the store and its connector broke nothing"
+        if Way.OTHER_WEIGHTS not in self.ways:
+            yield "other weights were not tried: that takes a directory of safetensors, and an engine started here"
         if saved := self.speeds():
             yield saved
 
@@ -81,7 +83,7 @@ class Proof:
         if cold is None or own is None or store is None or not store.cached:
             return ""
         text = f"an answer takes {cold.seconds * 1e3:.0f} ms cold and {store.seconds * 1e3:.0f} ms from the store"
-        return f"{text}; the limit is {own.seconds * 1e3:.0f} ms, from the engine's own cache"
+        return text + f"; the limit is {own.seconds * 1e3:.0f} ms, from the engine's own cache" * (own.cached > 0)
 
     def page(self) -> str:
         """One page of HTML, with what is shown in text and a plot of it."""
@@ -139,7 +141,7 @@ def _bars(title: str, compared: Mapping[Way, Compared], value: Any) -> str:
         bars.append(
             f'<text x="{NAME_PIXELS - 8}" y="{y + 16}" text-anchor="end">{way}</text>'
             f'<rect x="{NAME_PIXELS}" y="{y + 4}" width="{max(width, 1):.1f}" height="{ROW_PIXELS - 10}"/>'
-            f'<text x="{NAME_PIXELS + width + 6:.1f}" y="{y + 16}">{found:.3g}</text>'
+            f'<text x="{NAME_PIXELS + width + 6:.1f}" y="{y + 16}">{found:.3f}</text>'
         )
     size = f'viewBox="0 0 {NAME_PIXELS + BAR_PIXELS + 80} {ROW_PIXELS * len(bars)}"'
     return f'<h2>{title}</h2><svg {size} role="img" aria-label="{title}">{"".join(bars)}</svg>'

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
-from kvstore.prove.asking import AskedEngine, new_salt
+from kvstore.block.errors import BadInput
+from kvstore.prove.asking import ANSWER_TOKENS, AskedEngine, new_salt
 from kvstore.prove.judge import Answers, Way
-from kvstore.prove.questions import BOUNDARY_TOKENS, Question, questions_of
+from kvstore.prove.questions import BOUNDARY_TOKENS, TAIL_TOKENS, Question, questions_of
 
 SAVED_TRIES, TRY_SECONDS = 40, 0.25
 """A question is asked again until its blocks are there: an engine saves them after its answer."""
+LEAST_TOKENS = 64
 ABORT_SHARE = 0.4
 """Of the time of an answer, after which a client leaves."""
 
@@ -31,7 +33,9 @@ class Trials:
     async def prepare(self, engine: AskedEngine) -> None:
         """Make the questions, of the engine's own tokens."""
         prompts, longest, page_tokens, vocabulary = self._wanted
-        longest = min(longest, engine.longest - 16)
+        longest = min(longest, engine.longest - ANSWER_TOKENS - TAIL_TOKENS)
+        if longest < LEAST_TOKENS:
+            raise BadInput(f"{engine.url} takes {engine.longest} tokens; give an engine that takes {LEAST_TOKENS + 16}")
         texts = await engine.texts(prompts, longest, vocabulary)
         found = questions_of(texts, page_tokens, longest)
         document = Question("document", texts[0][: min(longest, BOUNDARY_TOKENS + page_tokens)])

@@ -15,8 +15,9 @@ MOST_HEADER_BYTES = 100 << 20
 """The format's own limit."""
 
 
-def with_other_weights(model: Path, into: Path) -> None:
-    """Copy by links, but for the one file that has the first layer's norm. Raises `BadInput` where there is none."""
+def with_other_weights(model: Path, into: Path) -> bool:
+    """Copy by links, but for the one file that has the first layer's norm. False where no file of safetensors has it.
+    Raises `BadInput` for one that is none."""
     for file in sorted(model.glob("*.safetensors")):
         place = _norm_of(file)
         if place is None:
@@ -30,8 +31,8 @@ def with_other_weights(model: Path, into: Path) -> None:
         with open(into / file.name, "r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapped:
             for at in range(start + size - 1, stop, size):  # the byte with the sign
                 mapped[at] ^= 0x80
-        return
-    raise BadInput(f"{model} has no safetensors with a norm of the first layer; leave out other weights")
+        return True
+    return False
 
 
 def _norm_of(file: Path) -> tuple[int, int, int] | None:
