@@ -63,10 +63,7 @@ class SimulatedIndex:
         with self._lock:
             self._enter("iterate")
             pairs = sorted(pair for pair in self._seen.items() if pair[0].startswith(prefix))
-        for pair in pairs:
-            with self._lock:
-                self._check_open()
-            yield pair
+        yield from pairs
 
     def sync(self) -> None:
         with self._lock:
