@@ -110,6 +110,8 @@ def test_a_slot_is_held_until_its_last_late_reader_is_done() -> None:
     assert residency.held.allow_reuse([one, two]) == [two]
     assert residency.is_held(one) and not residency.held.has_extent(4)
     assert residency.held.allow_reuse([one]) == [one] and not residency.is_held(one)
+    with pytest.raises(AssertionError):
+        residency.held.allow_reuse([one])
 
 
 def test_the_worst_is_the_oldest_leaf_that_nobody_pins() -> None:
