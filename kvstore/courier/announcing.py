@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 from kvstore.block.account import HitTier, MissReason
@@ -213,7 +214,7 @@ class Follower:
         run, space = self._run, self._followed[space_id].space
         ends_at = self._clock.monotonic_seconds() + WRITE_SECONDS
         names = ways.names(space, [key], ends_at)
-        if all(ways.workers.exists(names, ends_at).result()):
+        if all(ways.workers.submit(lambda: ways.engine.exists(names, ends_at), ends_at).result()):
             return True  # another node wrote it, or an earlier run of this one
         reply = space.lease([key], WRITE_LEASE_SECONDS)
         if not reply.lease:
@@ -227,7 +228,8 @@ class Follower:
             for name, frame in zip(names, frames, strict=True):
                 pin.lend()
                 header, payload = frame[:HEADER_BYTES], frame[HEADER_BYTES:]
-                calls.append(ways.workers.write(name, header, payload, ways.ttl_ms, ends_at, pin.returned))
+                write = partial(ways.engine.write, name, header, payload, ways.ttl_ms, ends_at)
+                calls.append(ways.workers.submit(write, ends_at, pin.returned))
             is_there = all([call.result() for call in calls])
         finally:
             pin.returned()
