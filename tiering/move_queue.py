@@ -76,12 +76,6 @@ class QueueLimits:
     breaker_seconds: float = 5.0
     stall_seconds: float = 5.0
 
-    def __post_init__(self) -> None:
-        if min(self.waiting_moves, self.attempts, self.breaker_faults) < 1:
-            raise ValueError(f"{self}; waiting_moves, attempts and breaker_faults are at least 1")
-        if not min(self.breaker_seconds, self.stall_seconds) >= 0:
-            raise ValueError(f"{self}; breaker_seconds and stall_seconds are at least 0")
-
 
 class Move:
     """A move, shared by all that submitted its key meanwhile. Guarded by the queue's lock.
@@ -173,8 +167,6 @@ class MoveQueue:
         All waiting moves of one priority should be of one tier: a move that its tier's share does not allow holds up
         those behind it.
         """
-        if threads < 1 or min((shares or {}).values(), default=1) < 1:
-            raise ValueError(f"threads={threads}, shares={shares}; give at least 1 of each")
         self._shares = dict(shares or {})
         self._running: dict[Move, float] = {}  # since when
         self._clock = clock

@@ -24,7 +24,6 @@ from tiering.errors import BlockCorrupt, BlockMissing, IndexDoubtful, TierError,
 from tiering.move_queue import BUGS_KEPT, MOST_PASSES, BreakerState, Move, MoveQueue, Priority, QueueLimits
 from tiering.tier import TierMiss
 from waiting import FakeClock, wait_until
-from workbench import one_line
 
 DISK, FAR = "disk", "far"
 HANGS_AFTER_SECONDS = 5.0
@@ -269,20 +268,6 @@ def test_a_full_queue_answers_at_once(queues: Queues) -> None:
     gate.opened.set()
     assert finished(*taken, joined) == [None] * 5 and refused_work.runs == 0
     assert finished(queue.submit("y", DISK, Priority.SCRUB, Work())) == [None]
-
-
-@pytest.mark.parametrize(
-    "limits",
-    [{"waiting_moves": 0}, {"attempts": 0}, {"breaker_faults": 0}, {"breaker_seconds": -1.0}, {"stall_seconds": -1.0}],
-)
-def test_limits_are_checked(limits: dict[str, Any]) -> None:
-    with pytest.raises(ValueError) as caught:
-        QueueLimits(**limits)
-    assert one_line(caught.value, *(f"{name}={value}" for name, value in limits.items()))
-    with pytest.raises(ValueError):
-        MoveQueue(FakeClock(), QueueLimits(), threads=0)
-    with pytest.raises(ValueError):
-        MoveQueue(FakeClock(), QueueLimits(), threads=1, shares={DISK: 0})
 
 
 # What a move says -----------------------------------------------------------------------------------------------------
