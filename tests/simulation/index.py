@@ -102,12 +102,6 @@ class SimulatedIndex:
             twin._durable, twin._pending, twin._seen = dict(self._durable), list(self._pending), dict(self._seen)
         return twin
 
-    @property
-    def unsynced(self) -> int:
-        """How many batches a crash may lose."""
-        with self._lock:
-            return len(self._pending)
-
     def _enter(self, call: str) -> None:
         self._check_open()
         self._calls[call] += 1

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from tiering.errors import BlockCorrupt, BlockMissing, IndexDoubtful, TierError, TierFull, TierUnavailable
-from tiering.move_queue import BUGS_KEPT, MOST_PASSES, BreakerState, Move, MoveQueue, Priority, QueueLimits
+from tiering.move_queue import MOST_PASSES, BreakerState, Move, MoveQueue, Priority, QueueLimits
 from tiering.tier import TierMiss
 from waiting import FakeClock, wait_until
 
@@ -475,14 +475,6 @@ def test_a_bug_ends_its_move_and_not_the_worker(queues: Queues) -> None:
     assert finished(queue.submit("x", FAR, Priority.SAVE, Work())) == [None]
     assert len(queue.bugs()) == 3
     assert all("ZeroDivisionError: a bug" in bug and "in __call__" in bug for bug in queue.bugs())
-
-
-def test_bugs_are_kept_in_a_bounded_number(queues: Queues) -> None:
-    queues.bugs_expected = True
-    queue = queues.new(breaker_faults=1000)
-    for number in range(BUGS_KEPT + 3):
-        finished(queue.submit("x", DISK, Priority.SAVE, Work(KeyError(f"number {number}"))))
-    assert len(queue.bugs()) == BUGS_KEPT and f"number {BUGS_KEPT + 2}" in queue.bugs()[-1]
 
 
 def test_callbacks_run_after_the_move_in_its_thread_with_their_handle(queues: Queues) -> None:

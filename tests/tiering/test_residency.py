@@ -56,16 +56,6 @@ def test_the_table_is_total(state: FrameState, event: FrameEvent) -> None:
     table.check()
 
 
-def test_the_life_of_a_frame_is_as_drawn() -> None:
-    drawn = """
-        FREE RESERVE RESERVED        RESERVED COMMIT RESIDENT     RESERVED ABORT FREE
-        RESIDENT EVICT DELETING      DELETING DELETED FREE        RESIDENT RETAIN ZOMBIE
-        ZOMBIE LET_GO FREE           RESIDENT CONDEMN QUARANTINED DELETING CLAIM RESERVED
-    """.split()
-    triples = zip(drawn[::3], drawn[1::3], drawn[2::3], strict=True)
-    assert {(FrameState[a], FrameEvent[b]): FrameState[c] for a, b, c in triples} == TRANSITIONS
-
-
 # Rows: places, pins, late readers -------------------------------------------------------------------------------------
 
 
