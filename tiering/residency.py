@@ -19,7 +19,7 @@ from tiering.policies.by_group import ByGroup
 from tiering.policies.policy import EvictionPolicy
 from tiering.policies.retention import Retention
 from tiering.slots import FrameState, Piece, SlotLedger
-from tiering.tier import NO_PLACE, SLOT_BITS, SLOT_MASK, Column, SlotClass, extent_of, slot_of
+from tiering.tier import NO_PLACE, SLOT_BITS, Column, SlotClass, extent_of
 
 _UNKNOWN = -1.0
 
@@ -502,34 +502,34 @@ class HeldPlaces:
     """A count for each place; 0 for most."""
 
     def __init__(self) -> None:
-        self._counts: dict[int, array[int]] = {}  # by extent, then by slot
-        self._held: Counter[int] = Counter()  # by extent: the sum of its counts
+        self._counts: Counter[int] = Counter()
+        self._extents: Counter[int] = Counter()  # the sums of their counts
 
     def defer_reuse(self, places: Collection[int]) -> None:
-        """Add a reader of each; they are distinct."""
-        for extent, slots in _by_extent(places):
-            column = np.frombuffer(self._counts_of(extent, int(slots.max())), np.int32)
-            column[slots] += 1
-            self._held[extent] += len(slots)
+        """Add a reader of each."""
+        listed = _listed(places)
+        self._counts.update(listed)
+        self._extents.update(map(extent_of, listed))
 
     def allow_reuse(self, places: Collection[int]) -> list[int]:
         """Remove a reader of each; returns the places without a reader left."""
-        done: list[int] = []
-        for extent, slots in _by_extent(places):
-            column = np.frombuffer(self._counts[extent], np.int32)
-            left = column[slots] - 1
-            assert left.min() >= 0, "let go more often than held"
-            column[slots] = left
-            done += ((extent << SLOT_BITS) | slots[left == 0]).tolist()
-            self._held[extent] -= len(slots)
-            if not self._held[extent]:
-                del self._held[extent], self._counts[extent]
+        done, counts, listed = list[int](), self._counts, _listed(places)
+        for place in listed:
+            left = counts.pop(place, 0) - 1
+            assert left >= 0, "let go more often than held"
+            if left:
+                counts[place] = left
+            else:
+                done.append(place)
+        for extent, readers in Counter(map(extent_of, listed)).items():
+            self._extents[extent] -= readers
+            if not self._extents[extent]:
+                del self._extents[extent]
         return done
 
     def __contains__(self, place: int) -> bool:
         """Whether any reader holds it."""
-        counts, slot = self._counts.get(extent_of(place)), slot_of(place)
-        return counts is not None and slot < len(counts) and counts[slot] > 0
+        return place in self._counts
 
     def __bool__(self) -> bool:
         """Whether any place is held."""
@@ -537,41 +537,22 @@ class HeldPlaces:
 
     def extents(self) -> Iterable[int]:
         """Extents with a held place."""
-        return self._counts.keys()
+        return self._extents.keys()
 
     def has_extent(self, extent: int) -> bool:
-        return extent in self._counts
+        return extent in self._extents
 
     def places(self) -> Column:
-        found = [np.flatnonzero(counts) | (extent << SLOT_BITS) for extent, counts in self._counts.items()]
-        return np.concatenate(found) if found else np.empty(0, np.int64)
+        return np.fromiter(self._counts, np.int64, len(self._counts))
 
     def counts(self) -> Counter[int]:
         """Readers of each held place; for checks."""
-        return Counter(
-            {
-                (extent << SLOT_BITS) | slot: count
-                for extent, counts in self._counts.items()
-                for slot, count in enumerate(counts)
-                if count
-            }
-        )
-
-    def _counts_of(self, extent: int, slot: int) -> array[int]:
-        counts = self._counts.get(extent)
-        if counts is None:
-            counts = self._counts[extent] = array("i")
-        if slot >= len(counts):
-            counts.extend(array("i", bytes(4 * (max(slot + 1, 64, 2 * len(counts)) - len(counts)))))
-        return counts
+        return self._counts.copy()
 
 
-def _by_extent(places: Collection[int]) -> Iterator[tuple[int, Column]]:
-    column = np.fromiter(places, np.int64, len(places)) if not isinstance(places, np.ndarray) else places
-    extents, slots = column >> SLOT_BITS, column & SLOT_MASK
-    order = np.argsort(extents, kind="stable")
-    numbers, starts = np.unique(extents[order], return_index=True)
-    yield from zip(numbers.tolist(), np.split(slots[order], starts[1:]), strict=False)  # of none there is one empty run
+def _listed(places: Collection[int]) -> Collection[int]:
+    """As integers of Python, which a dictionary finds sooner than those of numpy."""
+    return places.tolist() if isinstance(places, np.ndarray) else places
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -22,9 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import Generic, TypeVar
 
-import numpy as np
-
-from tiering.tier import SLOT_BITS, SLOT_MASK, Column, SlotClass, Usage, extent_of, slot_of
+from tiering.tier import SLOT_BITS, SLOT_MASK, SlotClass, Usage, extent_of, slot_of
 
 
 class FrameState(IntEnum):
@@ -262,13 +260,6 @@ class SlotLedger(Generic[P]):
         pieces = self.pieces
         for place, row in zip(places, rows, strict=True):
             pieces[place >> SLOT_BITS].slots.owners[place & SLOT_MASK] = row
-
-    def own_many(self, places: Column, rows: Column) -> None:
-        """The same for columns."""
-        extents, slots = places >> SLOT_BITS, places & ((1 << SLOT_BITS) - 1)
-        for number in np.unique(extents).tolist():
-            mine = extents == number
-            np.frombuffer(self.pieces[number].slots.owners, "i")[slots[mine]] = rows[mine]
 
     def state(self, place: int) -> int | None:
         """The `FrameState` of a slot as a number; None if there is no such slot."""

@@ -377,13 +377,8 @@ class Levels:
                         return done, MissReason.DEADLINE
                     continue
             window = rows[done : done + GROUP_BLOCKS]
-            move = self._queue.submit(
-                ("down", window[0]),
-                NVME_WRITES,
-                Priority.SAVE,
-                partial(self._demote, number, window),
-                deadline=deadline,
-            )
+            work = partial(self._demote, number, window)
+            move = self._queue.submit(("down", window[0]), NVME_WRITES, Priority.SAVE, work)
             if not move.wait(max(0.0, deadline - self._clock.monotonic_seconds())):
                 move.cancel()
                 return done, MissReason.DEADLINE

@@ -17,7 +17,7 @@ from kvstore.core.collective import SlotRequest
 from kvstore.core.shared import GIVE_WAY_SECONDS, Shared
 from tiering.counts.tally import CheckedAt
 from tiering.dram.extents import Extent
-from tiering.dram.mover import FrameCopy, MoveOutcome, Mover
+from tiering.dram.tier import FrameCopy, MoveOutcome, Mover
 from tiering.dram.unmap_wait import (
     COLLECTIVE_LOOKS,
     LOOKS_SECONDS,

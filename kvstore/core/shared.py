@@ -37,7 +37,7 @@ from tiering.tier import NO_PLACE
 GIVE_WAY_SECONDS = 1e-4
 """Pause between two pieces of long work, in `Shared.moves_done`: without it this thread takes the lock again before a
 waiting one wakes up."""
-ENDED_PLACES = 8192
+ENDED_PLACES = 4096
 """Rows and places of ending leases per piece: the lock is held for less than a millisecond."""
 LEASE_COST, PART_COST = 16, 64
 """What one lease, and one part of a lease, counts for at least, however short it is."""

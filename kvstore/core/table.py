@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Generic
 
-import numpy as np
-
 from kvstore.block.about import sealers_of, stamps_of
 from kvstore.block.identity import Namespace, TenantKeys
 from kvstore.core.rows.below import DirtyBlocks, Lower, Promotion, TierBelow
@@ -609,7 +607,7 @@ class BlocksBelow:
         self._residency.loaded(rows, parents, generations, places)
         self._lower.admission.found(rows)
         for column in places:
-            self._tier.own_many(column, np.arange(rows.start, rows.stop))
+            self._tier.own(column.tolist(), rows)
 
     def adopt(self, row: int, generation: int, places: Sequence[int]) -> None:
         """A readable block was also found on NVMe, from before a restart."""

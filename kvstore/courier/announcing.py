@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 from kvstore.block.account import HitTier, MissReason
@@ -164,7 +165,7 @@ class Follower:
             and self._remote.writes.wants(self._run.uses.of(key), False)
             and not self._run.uses.has_come(key)
         ):
-            self._queue.offer((space.id, key), space.block_bytes)
+            self._queue.offer((space.id, key))
 
     # To the remote tier ----------------------------------------------------------------------------------------------
 
@@ -182,9 +183,8 @@ class Follower:
             return False
         while self._run.uses.wanted:
             space_id, key = self._run.uses.wanted.popleft()
-            one = self._followed.get(space_id)
-            if one is not None:
-                self._queue.offer((space_id, key), one.space.block_bytes)
+            if space_id in self._followed:
+                self._queue.offer((space_id, key))
         for _ in range(MOST_WRITTEN_AT_ONCE):
             now = self._clock.monotonic_seconds()
             block = self._queue.take(now)
@@ -201,10 +201,10 @@ class Follower:
         if self._queue.dropped:
             remote.figures.count(remote.name, unwritten=self._queue.dropped)
             self._queue.dropped = 0
-        return bool(len(self._queue)) and self._queue.seconds_until_next(self._clock.monotonic_seconds()) == 0.0
+        return self._queue.has_one(self._clock.monotonic_seconds())
 
     def _unwritten(self, ways: RemoteWays, block: tuple[bytes, bytes], why: str) -> None:
-        self._queue.offer(block, self._followed[block[0]].space.block_bytes)
+        self._queue.offer(block)
         self._queue.no_room(self._clock.monotonic_seconds())
         ways.figures.count(ways.name, unwritten=1)
         line = f"nothing is written to {ways.name}, {len(self._queue):,} blocks wait: {why}"
@@ -214,7 +214,7 @@ class Follower:
         run, space = self._run, self._followed[space_id].space
         ends_at = self._clock.monotonic_seconds() + WRITE_SECONDS
         names = ways.names(space, [key], ends_at)
-        if all(ways.workers.exists(names, ends_at).result()):
+        if all(ways.workers.submit(lambda: ways.engine.exists(names, ends_at), ends_at).result()):
             return True  # another node wrote it, or an earlier run of this one
         reply = space.lease([key], WRITE_LEASE_SECONDS)
         if not reply.lease:
@@ -228,7 +228,8 @@ class Follower:
             for name, frame in zip(names, frames, strict=True):
                 pin.lend()
                 header, payload = frame[:HEADER_BYTES], frame[HEADER_BYTES:]
-                calls.append(ways.workers.write(name, header, payload, ways.ttl_ms, ends_at, pin.returned))
+                write = partial(ways.engine.write, name, header, payload, ways.ttl_ms, ends_at)
+                calls.append(ways.workers.submit(write, ends_at, pin.returned))
             is_there = all([call.result() for call in calls])
         finally:
             pin.returned()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 from kvstore.block.account import HitTier, MissReason
@@ -130,7 +131,8 @@ class RemoteSource(Source):
             while sent < len(names) and len(calls) < READS_AHEAD:
                 check = window.check_of(sent)
                 window.lend()
-                call = workers.read(names[sent], window.slots[sent], stops.ends_at, window.returned, check.arrived)
+                read = partial(ways.engine.read, names[sent], window.slots[sent], stops.ends_at, check.arrived)
+                call = workers.submit(read, stops.ends_at, window.returned)
                 calls.append((call, check))
                 sent += 1
             if stops.over.is_set():
@@ -151,4 +153,5 @@ class RemoteSource(Source):
 
     def _refuse(self, name: bytes) -> None:
         self._figures.refused(self.name, "frame")
-        self._ways.workers.delete([name], self._clock.monotonic_seconds() + FORGET_SECONDS)
+        ends_at = self._clock.monotonic_seconds() + FORGET_SECONDS
+        self._ways.workers.submit(lambda: self._ways.engine.delete([name], ends_at), ends_at)

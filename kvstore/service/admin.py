@@ -63,7 +63,6 @@ KINDS_OF_MOVES = {
     Priority.DEMOTION: "demote",
     Priority.SCRUB: "scrub",
 }
-"""A sidecar prefetches nothing."""
 
 
 class StatusReport:

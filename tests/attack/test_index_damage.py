@@ -236,7 +236,7 @@ def test_every_length(clean: bool) -> None:
     for length in sorted(lengths):
         what = f"cut to {length} of {size} bytes, clean={clean}"
         counts = attempt(chosen, replaced(chosen.index[:length]), what, use=length % 3 == 0)
-        assert counts["rebuilds"]
+        assert counts["rebuilds"] or (not clean and length >= size - PAGE_BYTES), "the last page is a free one"
     # LMDB may have made the file longer than it needs.
     attempt(chosen, replaced(chosen.index + bytes(3 * PAGE_BYTES)), "made longer")
 

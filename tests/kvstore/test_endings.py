@@ -15,8 +15,6 @@ from kvstore.client.handle import NamespaceHandle
 from kvstore.config import Limits
 from kvstore.core import reservations, shared
 from kvstore.core.shared import ENDED_PLACES, LEASE_COST, PART_COST
-from tiering.residency import HeldPlaces
-from tiering.tier import place_of
 from workbench import Bench, bench, ids, random_pages, small_layout
 
 from .test_long_chains import watched
@@ -258,36 +256,6 @@ def _end_in_any_way(draw: random.Random) -> None:
         assert sum(now) == sum(before) == 3
     a.store.release(others[0])
     assert is_at_rest(a)
-
-
-def test_held_places_count_alike_few_or_many_at_a_time() -> None:
-    """Of one extent or of several, and of none at all."""
-    draw = random.Random(3)
-    held, counts = HeldPlaces(), dict[int, int]()
-    everything = [place_of(extent, slot) for extent in (3, 9, 1 << 30) for slot in range(200)]
-    calls: list[list[int]] = []
-    for _ in range(200):
-        if calls and draw.random() < 0.5:
-            places = calls.pop(draw.randrange(len(calls)))
-            done = held.allow_reuse(places)
-            for place in places:
-                counts[place] -= 1
-            assert sorted(done) == sorted(place for place in places if not counts[place])
-        else:
-            places = draw.sample(everything, draw.choice([0, 1, 64, 65, 300]))
-            calls.append(places)
-            held.defer_reuse(places)
-            for place in places:
-                counts[place] = counts.get(place, 0) + 1
-        assert held.counts() == {place: count for place, count in counts.items() if count}
-        assert sorted(held.places().tolist()) == sorted(place for place, count in counts.items() if count)
-        assert [place in held for place in everything] == [counts.get(place, 0) > 0 for place in everything]
-        assert bool(held) == any(counts.values())
-    for places in (everything[:2], everything[:70]):
-        loose = HeldPlaces()
-        loose.defer_reuse(everything[1:71])
-        with pytest.raises(AssertionError):
-            loose.allow_reuse(places)
 
 
 PUT_BLOCKS = 10

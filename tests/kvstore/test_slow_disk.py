@@ -281,8 +281,8 @@ def test_writes_that_hang_do_not_stop_puts_or_reads(room: Room, monkeypatch: pyt
         assert room.load(COLD[number % 12], 30_000) == (4, None), "a thread is left for reads"
     room.opened.core.check()
     levels = room.opened.core._levels
-    assert levels is not None and len(levels._queue._tasks) < 10, "what is refused leaves nothing in the queue"
-    assert sum(len(task.callbacks) for task in levels._queue._tasks.values()) < 10
+    assert levels is not None and len(levels._queue._moves) < 10, "what is refused leaves nothing in the queue"
+    assert sum(len(move.callbacks) for move in levels._queue._moves.values()) < 10
     room.disk.mend()
     room.is_well()
 

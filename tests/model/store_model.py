@@ -37,8 +37,7 @@ from kvstore.keys.store_keys import StoreKeys
 from kvstore.node import EmbeddedDoor, EmbeddedStore, StoreParts
 from kvstore.protocol import messages as m
 from tiering.dram.extents import ExtentPool
-from tiering.dram.mover import FrameCopy, MoveOutcome, Mover
-from tiering.dram.tier import DramTier
+from tiering.dram.tier import DramTier, FrameCopy, MoveOutcome, Mover
 from tiering.files import DirectoryLock
 from tiering.policies.lru import LeafFirstLru
 from tiering.policies.policy import PolicyMaker

@@ -38,7 +38,7 @@ from model.store_model import (
     open_store,
     temporary_directory,
 )
-from tiering.dram.mover import FrameCopy
+from tiering.dram.tier import FrameCopy
 from tiering.frame import HEADER_BYTES
 from tiering.policies.lru import LeafFirstLru
 from tiering.policies.policy import PolicyMaker

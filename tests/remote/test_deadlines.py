@@ -25,7 +25,7 @@ def test_a_caller_waits_no_longer_than_its_deadline() -> None:
         engine.goes_on.clear()
         began = time.monotonic()
         with pytest.raises(RemoteTimedOut):
-            workers.exists([b"a"], soon(LIMIT)).result()
+            test_workers.exists(workers, LIMIT).result()
         assert LIMIT <= time.monotonic() - began < LIMIT + LATE
 
 

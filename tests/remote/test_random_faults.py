@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -113,7 +114,8 @@ class World:
                 break
             deadline = CLOCK.monotonic_seconds() + self.random.choice([0.03, 0.06, 0.12])
             slot = memoryview(self.slots.places[at])
-            call = self.workers.read(key_of(number), slot, deadline, lambda at=at: self.slots.is_back(at))  # type: ignore[misc]
+            read = partial(self.workers._engine.read, key_of(number), slot, deadline)
+            call = self.workers.submit(read, deadline, lambda at=at: self.slots.is_back(at))  # type: ignore[misc]
             calls.append((number, at, deadline, call))
         for number, at, deadline, call in calls:
             self.asked += 1
@@ -129,7 +131,8 @@ class World:
                 assert found == frame(number)
             else:
                 self.refused += 1
-                self.workers.delete([key_of(number)], CLOCK.monotonic_seconds() + 0.1)
+                ends_at = CLOCK.monotonic_seconds() + 0.1
+                self.workers.submit(partial(self.workers._engine.delete, [key_of(number)], ends_at), ends_at)
 
     def finds_all(self) -> bool:
         """Whether each read of some blocks is a hit, now that all are there."""
@@ -140,7 +143,9 @@ class World:
     def write(self) -> None:
         number = self.random.randrange(BLOCKS)
         with suppress(RemoteFault):
-            self.workers.write(key_of(number), *halves(number), 0, CLOCK.monotonic_seconds() + 0.1).result()
+            ends_at = CLOCK.monotonic_seconds() + 0.1
+            write = partial(self.workers._engine.write, key_of(number), *halves(number), 0, ends_at)
+            self.workers.submit(write, ends_at).result()
 
 
 @contextmanager
@@ -148,7 +153,7 @@ def world(folder: Path, seed: int) -> Iterator[World]:
     with valkey_server(folder) as server, proxy(server.port) as between:
         engine = ValkeyEngine(ValkeyAddress("127.0.0.1", between.port), CLOCK)
         direct = ValkeyEngine(ValkeyAddress(path=server.socket_path), CLOCK, call_seconds=60.0, connect_seconds=60.0)
-        workers = RemoteWorkers(engine, CLOCK, threads=3, most_abandoned=3)
+        workers = RemoteWorkers(engine, CLOCK)
         try:
             yield World(server, between, direct, workers, Random(seed))
         finally:
@@ -180,9 +185,9 @@ def test_exact_or_a_miss_in_time(seed: int, tmp_path: Path, monkeypatch: pytest.
         def heals() -> bool:
             into = memoryview(bytearray(FRAME_BYTES))
             with suppress(RemoteFault):
-                return one.workers.read(key_of(0), into, CLOCK.monotonic_seconds() + 1).result() and is_of(
-                    bytes(into), 0
-                )
+                ends_at = CLOCK.monotonic_seconds() + 1
+                read = partial(one.workers._engine.read, key_of(0), into, ends_at)
+                return one.workers.submit(read, ends_at).result() and is_of(bytes(into), 0)
             return False
 
         wait_until(heals)

@@ -31,22 +31,3 @@ def test_after_a_good_probe_it_is_on_trial() -> None:
     assert not one.is_open
     one.failed(1.0, "silent")
     assert one.is_open and not one.takes_probe(1.0 + FIRST_PAUSE_SECONDS), "and the pause is longer"
-
-
-def test_a_call_that_goes_well_ends_the_trial() -> None:
-    one = opened()
-    one.takes_probe(1.0)
-    one.probed(1.0, "")
-    one.worked()
-    one.failed(2.0, "silent")
-    assert not one.is_open
-    one.failed(2.0, "silent")
-    one.failed(2.0, "silent")
-    assert one.is_open and one.takes_probe(2.0 + FIRST_PAUSE_SECONDS)
-
-
-def test_calls_that_were_under_way_change_nothing_while_it_is_open() -> None:
-    one = opened()
-    one.worked()
-    one.failed(100.0, "silent")
-    assert one.is_open and one.takes_probe(FIRST_PAUSE_SECONDS)

@@ -22,7 +22,7 @@ from tiering.remote.driver import (
     WrongSize,
     ignored,
 )
-from tiering.remote.workers import FIRST_PAUSE_SECONDS, MOST_FAILURES, RemoteWorkers
+from tiering.remote.workers import FIRST_PAUSE_SECONDS, MOST_FAILURES, RemoteCall, RemoteWorkers
 from waiting import wait_until
 
 CLOCK = SystemClock()
@@ -90,12 +90,22 @@ class Lagging:
 
 
 @contextmanager
-def on(engine: RemoteEngine, clock: Clock = CLOCK, **limits: int) -> Iterator[RemoteWorkers]:
-    one = RemoteWorkers(engine, clock, **limits)
+def on(engine: RemoteEngine, clock: Clock = CLOCK) -> Iterator[RemoteWorkers]:
+    one = RemoteWorkers(engine, clock)
     try:
         yield one
     finally:
         one.close()
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "THREADS", 1)
+
+
+def exists(workers: RemoteWorkers, seconds: float = LONG) -> RemoteCall[list[bool]]:
+    ends_at = soon(seconds)
+    return workers.submit(lambda: workers._engine.exists([b"x"], ends_at), ends_at)
 
 
 def soon(seconds: float = SOON) -> float:
@@ -113,34 +123,23 @@ def refused_at_once(workers: RemoteWorkers, work: Callable[[], object], said: st
 
 def fail(workers: RemoteWorkers, seconds: float = LONG) -> RemoteFault:
     with pytest.raises(RemoteFault) as caught:
-        workers.exists([b"x"], soon(seconds)).result()
+        exists(workers, seconds).result()
     return caught.value
 
 
-def test_the_verbs_reach_the_engine() -> None:
-    engine = Lagging()
-    with on(engine) as workers:
-        assert workers.write(b"a", b"he", b"llo", 0, soon(LONG)).result() is True
-        slot = memoryview(bytearray(5))
-        told: list[int] = []
-        assert workers.read(b"a", slot, soon(LONG), arrived=told.append).result() and bytes(slot) == b"hello"
-        assert told == [5]
-        assert workers.read(b"b", slot, soon(LONG)).result() is False
-        assert workers.exists([b"a", b"b"], soon(LONG)).result() == [True, False]
-        assert workers.delete([b"a"], soon(LONG)).result() == 1
-        assert workers.submit(lambda: 7, soon(LONG)).result() == 7
-        figures = workers.figures()
-        assert (figures.state, figures.failures, figures.detail) == ("up", 0, "")
+def read(workers: RemoteWorkers, slot: memoryview, seconds: float, on_return: Callable[[], None]) -> RemoteCall[bool]:
+    ends_at = soon(seconds)
+    return workers.submit(lambda: workers._engine.read(b"a", slot, ends_at), ends_at, on_return)
 
 
 def test_a_slot_is_lent_until_the_abandoned_call_returns() -> None:
     engine = Lagging()
     engine.values[b"a"] = b"late!"
-    with on(engine, threads=1) as workers:
+    with on(engine) as workers:
         engine.goes_on.clear()
         slot = bytearray(5)
         is_back = threading.Event()
-        call = workers.read(b"a", memoryview(slot), soon(), is_back.set)
+        call = read(workers, memoryview(slot), SOON, is_back.set)
         with pytest.raises(RemoteTimedOut):
             call.result()
         assert not is_back.is_set() and bytes(slot) == bytes(5), "the engine may still write into it"
@@ -155,30 +154,29 @@ def test_what_was_lent_is_back_before_the_result() -> None:
     back: list[str] = []
     with on(engine) as workers:
         for number in range(50):
-            workers.read(b"a", memoryview(bytearray(5)), soon(LONG), lambda: back.append("back")).result()
+            read(workers, memoryview(bytearray(5)), LONG, lambda: back.append("back")).result()
             assert len(back) == number + 1
 
 
-def test_an_abandoned_worker_is_replaced_up_to_a_bound() -> None:
+def test_calls_that_hang_take_a_bounded_number_of_threads() -> None:
     engine, clock, back = Lagging(), StandingClock(), list[int]()
-    with on(engine, clock, threads=2, most_abandoned=3) as workers:
+    with on(engine, clock) as workers:
         engine.goes_on.clear()
-        calls = []
-        for number in range(5):  # each hangs in a thread of its own
-            deadline = clock.now + room.SHORTEST_SECONDS / 2  # which opens no breaker
-            calls.append(workers.submit(lambda: engine.delete([b"x"]), deadline, lambda n=number: back.append(n)))  # type: ignore[misc]
-            wait_until(lambda: engine.calls == len(calls))
-            clock.now = deadline + room.GRACE_SECONDS
-        for call in calls:
-            with pytest.raises(RemoteTimedOut):
+        deadline = clock.now + room.SHORTEST_SECONDS / 2  # which opens no breaker
+        calls = [
+            workers.submit(lambda: engine.delete([b"x"]), deadline, lambda n=number: back.append(n))  # type: ignore[misc]
+            for number in range(room.THREADS + 3)
+        ]
+        assert workers._threads == room.THREADS
+        wait_until(lambda: engine.calls == room.THREADS)
+        clock.now = deadline + room.GRACE_SECONDS
+        for number, call in enumerate(calls):
+            with pytest.raises(RemoteTimedOut if number < room.THREADS else RemoteBusy):
                 call.result()
-        with pytest.raises(RemoteBusy, match="5 calls hang"):
-            workers.submit(lambda: pytest.fail("no more threads than these"), clock.now + LONG).result()
-        assert not back
+        assert engine.calls == room.THREADS and sorted(back) == list(range(room.THREADS, room.THREADS + 3))
         engine.goes_on.set()
-        wait_until(lambda: len(back) == 5)
+        wait_until(lambda: len(back) == len(calls))
         assert workers.submit(lambda: True, clock.now + LONG).result()
-        wait_until(lambda: sum(one.name == "kvstore-remote" for one in threading.enumerate()) <= 2)
 
 
 def fault_of(workers: RemoteWorkers) -> RemoteFault | None:
@@ -189,11 +187,12 @@ def fault_of(workers: RemoteWorkers) -> RemoteFault | None:
     return None
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_a_call_that_never_began_gives_back_at_once_and_says_nothing_of_the_engine() -> None:
     engine = Lagging()
-    with on(engine, threads=1, most_abandoned=0) as workers:
+    with on(engine) as workers:
         engine.goes_on.clear()
-        first = workers.exists([b"a"], soon(LONG))
+        first = exists(workers)
         back: list[int] = []
         for number in range(5):
             call = workers.submit(lambda: engine.exists([b"b"]), soon(), lambda: back.append(0))
@@ -205,26 +204,19 @@ def test_a_call_that_never_began_gives_back_at_once_and_says_nothing_of_the_engi
         assert first.result() == [False]
 
 
-def test_calls_that_wait_are_bounded() -> None:
+@pytest.mark.usefixtures("one_thread")
+def test_calls_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "MOST_WAITING", 3)
     engine = Lagging()
-    with on(engine, threads=1, most_abandoned=0, most_waiting=3) as workers:
+    with on(engine) as workers:
         engine.goes_on.clear()
-        first = workers.exists([b"a"], soon(LONG))
+        first = exists(workers)
         wait_until(lambda: engine.calls == 1)
-        waiting = [workers.exists([b"a"], soon(LONG)) for _ in range(3)]
+        waiting = [exists(workers) for _ in range(3)]
         with pytest.raises(RemoteBusy, match="3 calls wait"):
-            workers.exists([b"a"], soon(LONG)).result()
+            exists(workers).result()
         engine.goes_on.set()
         assert [call.result() for call in (first, *waiting)] == [[False]] * 4
-
-
-def test_a_late_call_for_which_no_caller_waits_is_abandoned_too() -> None:
-    engine = Lagging()
-    with on(engine, threads=1, most_abandoned=1) as workers:
-        engine.goes_on.clear()
-        workers.exists([b"a"], soon(0.0))
-        wait_until(lambda: workers.figures().failures >= 0 and fault_of(workers) is None)
-        assert workers.submit(lambda: 5, soon(LONG)).result() == 5
 
 
 # --- the breaker ---
@@ -259,7 +251,7 @@ def test_a_probe_closes_it_and_no_request_waits_for_one() -> None:
         assert engine.calls == MOST_FAILURES + 1
         engine.goes_on.set()
         wait_until(lambda: not workers.is_open)
-        assert workers.exists([b"x"], soon(LONG)).result() == [False]
+        assert exists(workers).result() == [False]
 
 
 def test_failures_between_successes_do_not_open_it() -> None:
@@ -270,7 +262,7 @@ def test_failures_between_successes_do_not_open_it() -> None:
             fail(workers)
             fail(workers)
             engine.fault = None
-            workers.exists([b"x"], soon(LONG)).result()
+            exists(workers).result()
         assert not workers.is_open and workers.figures().failures == 8
 
 
@@ -280,14 +272,14 @@ def test_a_value_that_is_not_ours_says_nothing_of_the_engine() -> None:
     with on(engine) as workers:
         for _ in range(2 * MOST_FAILURES):
             with pytest.raises(WrongSize):
-                workers.read(b"a", memoryview(bytearray(5)), soon(LONG)).result()
+                read(workers, memoryview(bytearray(5)), LONG, list).result()
         assert not workers.is_open
 
 
 def test_a_deadline_that_no_engine_could_meet_says_nothing_of_it() -> None:
     engine = Lagging()
     with on(engine) as workers:
-        workers.exists([b"a"], soon(LONG)).result()
+        exists(workers).result()
         engine.fault = RemoteTimedOut("late")
         for _ in range(2 * MOST_FAILURES):
             fail(workers, seconds=room.SHORTEST_SECONDS / 2)
@@ -309,11 +301,12 @@ def test_a_hanging_engine_opens_it() -> None:
 # --- ends ---
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_closing_refuses_what_waits_and_gives_back() -> None:
     engine = Lagging()
-    workers = RemoteWorkers(engine, CLOCK, threads=1, most_abandoned=0)
+    workers = RemoteWorkers(engine, CLOCK)
     engine.goes_on.clear()
-    workers.exists([b"a"], soon(LONG))
+    exists(workers)
     wait_until(lambda: engine.calls == 1)
     back: list[int] = []
     waiting = workers.submit(lambda: 1, soon(LONG), lambda: back.append(0))
@@ -326,6 +319,7 @@ def test_closing_refuses_what_waits_and_gives_back() -> None:
     wait_until(lambda: not any(one.name == "kvstore-remote" for one in threading.enumerate()))
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_a_driver_with_a_bug_loses_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends its thread, which says so, and the next call has another one."""
     told: list[object] = []
@@ -334,7 +328,7 @@ def test_a_driver_with_a_bug_loses_no_slot(monkeypatch: pytest.MonkeyPatch) -> N
     def bug() -> int:
         raise ZeroDivisionError
 
-    with on(Lagging(), threads=1, most_abandoned=0) as workers:
+    with on(Lagging()) as workers:
         for _ in range(2):
             is_back = threading.Event()
             with pytest.raises(RemoteFault, match="the driver of lagging failed"):

@@ -63,10 +63,7 @@ class SimulatedIndex:
         with self._lock:
             self._enter("iterate")
             pairs = sorted(pair for pair in self._seen.items() if pair[0].startswith(prefix))
-        for pair in pairs:
-            with self._lock:
-                self._check_open()
-            yield pair
+        yield from pairs
 
     def sync(self) -> None:
         with self._lock:
@@ -104,12 +101,6 @@ class SimulatedIndex:
         with self._lock:
             twin._durable, twin._pending, twin._seen = dict(self._durable), list(self._pending), dict(self._seen)
         return twin
-
-    @property
-    def unsynced(self) -> int:
-        """How many batches a crash may lose."""
-        with self._lock:
-            return len(self._pending)
 
     def _enter(self, call: str) -> None:
         self._check_open()

@@ -229,8 +229,8 @@ def wait_until_idle(core: Store) -> None:
     """Until no move waits or runs; a move that never ends is a failure of the test."""
     assert core._levels is not None
     queue, deadline = core._levels._queue, time.monotonic() + IDLE_SECONDS
-    while queue._tasks or core.blocks.promoting or core.blocks.demoting:
-        assert time.monotonic() < deadline, f"moves that never end: {list(queue._tasks)}"
+    while queue._moves or core.blocks.promoting or core.blocks.demoting:
+        assert time.monotonic() < deadline, f"moves that never end: {list(queue._moves)}"
         time.sleep(0.0005)
 
 

@@ -493,7 +493,6 @@ def test_it_is_the_same_whether_a_request_is_learned_and_told_at_once_or_in_piec
         if use == 75:
             for policy in (at_once, in_pieces):
                 policy.expect(300)
-    assert in_pieces._told.shape == at_once._told.shape
     in_pieces._catch_up(1 << 30)
     numbers = np.arange(loops.NUMBERS) != loops.FETCHED
     for mine, theirs in zip(
@@ -525,16 +524,11 @@ def test_whoever_asks_for_more_than_is_learned_meanwhile_is_not_learned_and_nobo
         assert policy._numbers[loops.WAITING] <= loops.REQUESTS
         rings_are_whole(policy)
     assert policy._order["when"][chain[0] + 1] == clock(policy)
-    longest, learned = policy._told.shape[-1], clock(policy)
-    monkeypatch.setattr(adaptive, "LONGEST_COPIED", 1999)
-    policy.used(list(range(longest + 1)), longest + 1)
-    assert policy._told.shape[-1] == longest, "one that is longer than all before has no place either"
-    assert clock(policy) == learned + loops.STEP
+    learned = clock(policy)
+    monkeypatch.setattr(adaptive, "LONGEST", 1999)
+    policy.used(list(range(2000)), 2000)
+    assert clock(policy) == learned, "there is no room for one that is longer"
     assert policy._order["when"][1] == clock(policy), "its leaf is young all the same"
-    monkeypatch.undo()
-    policy.used(list(range(longest + 1)), longest + 1)
-    assert policy._told.shape[-1] > longest, "others that are not long do not keep it from one"
-    longest = policy._told.shape[-1]
     policy._catch_up(1 << 30)
     learned = clock(policy)
     assert policy._numbers[loops.WAITING] == 0
@@ -543,8 +537,6 @@ def test_whoever_asks_for_more_than_is_learned_meanwhile_is_not_learned_and_nobo
         known = policy._numbers[loops.NAMES + loops.COUNT]
         assert policy._numbers[ghost + loops.COUNT] == known >= loops.REQUESTS * 2000
     rings_are_whole(policy)
-    policy.used(list(range(longest + 1)), longest + 1)
-    assert policy._told.shape[-1] > longest and clock(policy) == learned + loops.STEP
 
 
 def test_a_row_that_has_another_block_by_then_is_not_marked_with_what_was_learned() -> None:

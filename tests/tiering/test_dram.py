@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import random
 
 import pytest
 
 from tiering.dram.extents import ExtentPool
-from tiering.dram.tier import DramTier, copy_frame
+from tiering.dram.tier import DramTier
 from tiering.errors import BlockMissing, TierUnavailable
 from tiering.frame import HEADER_BYTES
 from tiering.slots import FrameState
-from tiering.tier import FrameSpan, SlotClass, extent_of, slot_of
+from tiering.tier import SlotClass, extent_of, slot_of
 from workbench import KIB, slot_class
 
 A, B = slot_class(owner=b"a"), slot_class(owner=b"b", frame_bytes=24 * KIB)
@@ -117,14 +115,3 @@ def test_closing_gives_all_memory_back_and_leaves_readers_their_bytes() -> None:
     with pytest.raises(TierUnavailable):
         tier.new_extent()
     tier.close()
-
-
-def test_copying_a_frame() -> None:
-    tier = tier_of(A)
-    source, target = (tier.reserved_span(place) for place in tier.reserve(A, 2))
-    source.view[:] = random.Random(1).randbytes(len(source.view))
-    copy_frame(source, target)
-    assert bytes(target.view) == bytes(source.view)
-    short = ctypes.create_string_buffer(8)
-    with pytest.raises(AssertionError):
-        copy_frame(source, FrameSpan(ctypes.addressof(short), memoryview(short)))

@@ -28,14 +28,3 @@ def test_where_there_is_no_memory_what_was_there_stays() -> None:
     with pytest.raises(OSError):
         records.grow_to(1 << 55)
     assert records.array["name"].tolist() == [1, 2, 3]
-
-
-def test_whoever_still_holds_the_array_keeps_what_was_there() -> None:
-    records = LazyRecords(3, PAIR)
-    held = records.array
-    held["name"][:] = (1, 2, 3)
-    records.grow_to(100)
-    records.array["name"][0] = 9
-    assert held["name"].tolist() == [1, 2, 3] and records.array["name"][:4].tolist() == [9, 2, 3, 0]
-    records.grow_to(200)
-    assert records.array["name"][:4].tolist() == [9, 2, 3, 0]

@@ -72,9 +72,9 @@ def test_a_new_index_that_nothing_was_applied_to_is_opened(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_file_that_ends_early_after_a_batch_is_made_longer(memory: Path) -> None:
+def test_a_file_that_ends_early_after_a_batch_is_sound(memory: Path) -> None:
     # A batch that takes pages from the end and gives them back leaves an intact file shorter than its meta page says.
-    for seed in range(8):
+    for seed in range(3):
         chance = random.Random(seed)
         directory = memory / str(seed)
         index = open_index(directory, MAP_BYTES, clean=False)
@@ -174,20 +174,6 @@ def test_a_map_that_may_not_grow_is_full(tmp_path: Path, monkeypatch: pytest.Mon
     index.close()
 
 
-def test_too_many_iterations_are_refused(tmp_path: Path) -> None:
-    index = open_index(tmp_path, MAP_BYTES, clean=False)
-    index.apply([(b"a", b"1"), (b"b", b"2")])
-    walks = [index.iterate(b"") for _ in range(lmdb_index.MOST_OPEN_ITERATIONS)]
-    assert {next(walk) for walk in walks} == {(b"a", b"1")}
-    more = [index.iterate(b"") for _ in range(4)]
-    with pytest.raises(TierUnavailable):
-        for walk in more:
-            next(walk)
-    del walks, more, walk
-    assert index.get([b"b"]) == [b"2"] and len(list(index.iterate(b""))) == 2
-    index.close()
-
-
 def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     mount = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=2m none "$0" && exec "$@"', str(tmp_path)]
     if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode:
@@ -236,67 +222,39 @@ def random_changes(chance: random.Random, count: int) -> list[Change]:
     ]
 
 
-def test_no_truncated_file_is_mapped(sound: Path, tmp_path: Path) -> None:
-    whole = (sound / "data.mdb").read_bytes()
-    chance = random.Random(1)
-    sizes = [*range(0, len(whole), PAGE_BYTES), *(chance.randrange(len(whole)) for _ in range(200)), len(whole) - 1]
-    for size in sizes:
-        (tmp_path / "data.mdb").write_bytes(whole[:size])
-        # Without the probe: a truncated file that got past would end this process.
-        with pytest.raises(IndexDoubtful):
-            open_index(tmp_path, MAP_BYTES, clean=True)
-    (tmp_path / "data.mdb").write_bytes(whole)
-    open_index(tmp_path, MAP_BYTES, clean=True).close()
-
-
-@pytest.mark.parametrize("page", [0, 1])
-@pytest.mark.parametrize("fill", [b"\x00", b"\xff"])
-def test_no_file_without_its_meta_pages_is_mapped(page: int, fill: bytes, sound: Path, tmp_path: Path) -> None:
-    whole = bytearray((sound / "data.mdb").read_bytes())
-    whole[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = fill * PAGE_BYTES
-    (tmp_path / "data.mdb").write_bytes(whole)
-    with pytest.raises(IndexDoubtful, match="meta page"):
+# More damage, of a whole directory: attack/test_index_damage.py.
+@pytest.mark.parametrize("left", [0, 100, PAGE_BYTES, 2 * PAGE_BYTES, 9 * PAGE_BYTES + 1])
+def test_no_truncated_file_is_mapped(left: int, sound: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.mdb").write_bytes((sound / "data.mdb").read_bytes()[:left])
+    with pytest.raises(IndexDoubtful, match="the probe found"):
         open_index(tmp_path, MAP_BYTES, clean=True)
 
 
 @pytest.mark.parametrize(
-    ("offset", "size_bytes", "value", "message"),
+    ("offset", "size_bytes", "value"),
     [
-        (0, 8, 7, "header of another page"),
-        (10, 2, 0x02, "header of another page"),
-        (16, 4, 0xBEEFC0DF, "magic or version"),
-        (20, 4, 3, "magic or version"),
-        (40, 4, 4095, "page size"),
-        (40, 4, 8192, "meta page 1"),
-        (136, 8, 1 << 40, "shorter"),
-        (136, 8, 0, "shorter"),
-        (144, 8, 1 << 20, "transactions in a row"),
-        *((tree + 4, 2, 0x04, "root of the tree") for tree in (FREE_PAGES, PAIRS)),
-        *((tree + 6, 2, depth, "root of the tree") for tree in (FREE_PAGES, PAIRS) for depth in (0, 33)),
-        *((tree + 16, 8, pages, "root of the tree") for tree in (FREE_PAGES, PAIRS) for pages in (0, 1 << 40)),
-        *((tree + 32, 8, entries, "root of the tree") for tree in (FREE_PAGES, PAIRS) for entries in (0, 1 << 40)),
-        *(
-            (tree + 40, 8, root, "root of the tree")
-            for tree in (FREE_PAGES, PAIRS)
-            for root in (0, 1, 1 << 40, (1 << 64) - 1)
-        ),
+        (0, PAGE_BYTES, 0),
+        (16, 4, 0xBEEFC0DF),  # another magic
+        (136, 8, 1 << 40),  # longer than the file
+        (144, 8, 1 << 20),  # transactions that are not in a row
+        (FREE_PAGES + 4, 2, 0x04),  # another kind of map: a write would end the process
+        (PAIRS + 4, 2, 0x04),
+        (PAIRS + 32, 8, 1 << 40),  # entries
+        (PAIRS + 40, 8, 1),  # a root that is a meta page
     ],
 )
 def test_an_impossible_meta_page_is_not_mapped(
-    offset: int, size_bytes: int, value: int, message: str, sound: Path, tmp_path: Path
+    offset: int, size_bytes: int, value: int, sound: Path, tmp_path: Path
 ) -> None:
-    # Page 0 becomes the newer one, as it is after an even number of batches.
-    index = open_index(shutil.copytree(sound, tmp_path / "even"), MAP_BYTES, clean=True)
-    index.apply([(b"one more", b"")])
-    index.close()
-    whole = bytearray((tmp_path / "even" / "data.mdb").read_bytes())
-    whole[offset : offset + size_bytes] = value.to_bytes(size_bytes, sys.byteorder)
+    whole = bytearray((sound / "data.mdb").read_bytes())
+    at = offset + (PAGE_BYTES if whole[144:152] < whole[PAGE_BYTES + 144 : PAGE_BYTES + 152] else 0)
+    whole[at : at + size_bytes] = value.to_bytes(size_bytes, sys.byteorder)
     (tmp_path / "data.mdb").write_bytes(whole)
-    with pytest.raises(IndexDoubtful, match=message):
+    with pytest.raises(IndexDoubtful, match="the probe found"):
         open_index(tmp_path, MAP_BYTES, clean=True)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_after_a_kill_the_probe_stands_before_the_map(seed: int, sound: Path, tmp_path: Path) -> None:
     whole = bytearray((sound / "data.mdb").read_bytes())
     chance = random.Random(1000 + seed)

@@ -56,16 +56,6 @@ def test_the_table_is_total(state: FrameState, event: FrameEvent) -> None:
     table.check()
 
 
-def test_the_life_of_a_frame_is_as_drawn() -> None:
-    drawn = """
-        FREE RESERVE RESERVED        RESERVED COMMIT RESIDENT     RESERVED ABORT FREE
-        RESIDENT EVICT DELETING      DELETING DELETED FREE        RESIDENT RETAIN ZOMBIE
-        ZOMBIE LET_GO FREE           RESIDENT CONDEMN QUARANTINED DELETING CLAIM RESERVED
-    """.split()
-    triples = zip(drawn[::3], drawn[1::3], drawn[2::3], strict=True)
-    assert {(FrameState[a], FrameEvent[b]): FrameState[c] for a, b, c in triples} == TRANSITIONS
-
-
 # Rows: places, pins, late readers -------------------------------------------------------------------------------------
 
 
@@ -110,6 +100,8 @@ def test_a_slot_is_held_until_its_last_late_reader_is_done() -> None:
     assert residency.held.allow_reuse([one, two]) == [two]
     assert residency.is_held(one) and not residency.held.has_extent(4)
     assert residency.held.allow_reuse([one]) == [one] and not residency.is_held(one)
+    with pytest.raises(AssertionError):
+        residency.held.allow_reuse([one])
 
 
 def test_the_worst_is_the_oldest_leaf_that_nobody_pins() -> None:

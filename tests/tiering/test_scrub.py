@@ -320,13 +320,3 @@ def test_no_more_suspects_are_remembered_than_the_limit() -> None:
     scrub = scrub_of(shelf, clock, pass_seconds=0, unreadable_passes=1, suspects=4)
     run_pass(scrub, clock, dict.fromkeys(places[1:], CheckResult.UNREADABLE))
     assert len(scrub.given_up()) == 4 and scrub.usage().unreadable == 8
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"bytes_per_second": 0}, {"window_bytes": 0}, {"first_seconds": -1.0}, {"pass_seconds": float("nan")},
-     {"pause_seconds": -0.5}, {"unreadable_passes": 0}, {"suspects": 0}],
-)  # fmt: skip
-def test_limits_are_checked(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        ScrubLimits(**{"bytes_per_second": 1, **wrong})  # type: ignore[arg-type]

@@ -15,21 +15,16 @@ from tiering.errors import BlockCorrupt
 from tiering.frame import digest
 from tiering.nvme.slab import (
     BAD,
-    EMPTY,
     ENTRY,
     HELD,
     MAX_COUNT,
-    MAX_SESSION,
     SLOTS_PER_RECORD,
     STAMP_PAGES,
-    UNPROVEN,
-    UNREAD,
     OtherFormat,
     StoreStamp,
     doubt_key,
     entry_of,
     latest_stamp,
-    mark_key,
     open_meta,
     open_record,
     pack_meta,
@@ -122,11 +117,6 @@ def test_a_stamp_that_counted_too_far_is_none(field: str) -> None:
     assert latest_stamp([stamp.pack(), bytes(PAGE_BYTES)]) is None
 
 
-def test_where_a_slabs_slots_are() -> None:
-    assert HEADER.size_bytes == 2 * PAGE_BYTES + 40 * 12288
-    assert HEADER.offset(0) == PAGE_BYTES and HEADER.offset(40) == HEADER.size_bytes - PAGE_BYTES
-
-
 @pytest.mark.parametrize("knows_all", [False, True])
 def test_every_bit_of_a_slab_header(knows_all: bool) -> None:
     keys = Keys(knows_all=knows_all)
@@ -161,17 +151,6 @@ def entries() -> bytes:
     return (held + bytes(ENTRY.itemsize) + bad).ljust(len(NOTHING), b"\x00")
 
 
-def test_entries_are_read_as_they_were_packed() -> None:
-    table = split_entries(entries())
-    assert len(table) == SLOTS_PER_RECORD
-    assert table["state"].tolist()[:4] == [HELD, EMPTY, BAD, EMPTY]
-    held, bad = table[0], table[2]
-    assert held["key"].tobytes() == b"k" * 32 and held["parent"].tobytes() == b"p" * 32
-    assert (held["block_index"], held["generation"], held["priority"], held["expires_at"]) == (5, 2**63, -7, 2**40)
-    assert (bad["block_index"], bad["generation"], bad["priority"]) == (2**32 - 1, 1, 7)
-    assert not table["zero"].tobytes().strip(b"\x00")
-
-
 @given(
     key=st.binary(min_size=32, max_size=32),
     index=st.integers(0, 2**32 - 1),
@@ -184,13 +163,6 @@ def test_any_entry(key: bytes, index: int, generation: int, priority: int, expir
     assert entry["key"].tobytes() == key and entry["parent"].tobytes() == key[::-1]
     assert (entry["block_index"], entry["generation"]) == (index, generation)
     assert (entry["priority"], entry["expires_at"], entry["state"]) == (priority, expires_at, HELD)
-
-
-def test_a_record_is_opened_as_it_was_packed() -> None:
-    for content in (entries(), NOTHING, b"\xff" * len(NOTHING)):
-        value = pack_record(HEADER, 4, content, MAC_KEY)
-        assert len(value) <= 4080, "a value of the index"
-        assert open_record(HEADER, 4, value, MAC_KEY) == content
 
 
 def test_every_bit_of_a_record() -> None:
@@ -217,20 +189,6 @@ def test_a_record_belongs_to_one_run_of_one_slab_under_one_key() -> None:
             open_record(header, record, value, key)
 
 
-def test_a_record_of_another_length() -> None:
-    value = pack_record(HEADER, 4, entries(), MAC_KEY)
-    for other in (b"", value[:-1], value[1:], value + b"\x00", value[:32], value[-32:], bytes(len(value))):
-        with pytest.raises(BlockCorrupt):
-            open_record(HEADER, 4, other, MAC_KEY)
-
-
-def test_the_macs_of_headers_and_records_are_of_different_kinds() -> None:
-    page = HEADER.pack(MAC_KEY)
-    value = pack_record(HEADER, 4, entries(), MAC_KEY)
-    assert value[-32:] not in page
-    refused(lambda: open_record(HEADER, 4, page[: len(value)], MAC_KEY))
-
-
 # Keys of the index ----------------------------------------------------------------------------------------------------
 
 
@@ -239,20 +197,10 @@ def test_record_keys(slab: int, record: int) -> None:
     assert split_record_key(record_key(slab, record)) == (slab, record)
 
 
-@given(place=st.integers(0, 2**64 - 1))
-def test_doubt_keys(place: int) -> None:
-    assert split_doubt_key(doubt_key(place)) == place
-
-
 def test_the_keys_of_a_slab_stand_together_and_in_order() -> None:
     keys = [record_key(slab, record) for slab in (0, 1, 255, 256, 65536) for record in (0, 1, 255, 256)]
     assert keys == sorted(keys) and len(set(keys)) == len(keys)
     assert all(key.startswith(record_key(256, 0)[:5]) == (split_record_key(key)[0] == 256) for key in keys)
-
-
-def test_kinds_of_keys_differ_in_their_first_byte() -> None:
-    keys = record_key(1, 1), doubt_key(1), mark_key(UNREAD, 1), mark_key(UNPROVEN, 1), b"m"
-    assert len({key[:1] for key in keys}) == len(keys)
 
 
 @pytest.mark.parametrize(
@@ -277,12 +225,6 @@ def pages_of(*stamps: StoreStamp) -> list[bytes]:
     return pages
 
 
-@pytest.mark.parametrize("stamp", [ODD, EVEN, StoreStamp(MAX_COUNT, MAX_SESSION, b"\xff" * 16, MAX_COUNT, clean=True)])
-def test_a_stamp_is_read_as_it_was_packed(stamp: StoreStamp) -> None:
-    assert len(stamp.pack()) == PAGE_BYTES
-    assert latest_stamp(pages_of(stamp)) == stamp
-
-
 def test_the_newest_stamp_counts() -> None:
     assert latest_stamp(pages_of(ODD, EVEN)) == EVEN
     assert latest_stamp(pages_of(EVEN, replace(ODD, sequence=7))) == replace(ODD, sequence=7)
@@ -302,16 +244,6 @@ def test_the_newest_stamp_counts() -> None:
 def test_which_index_a_stamp_knows(uid: bytes, changes: int, if_clean: bool, if_not: bool) -> None:
     assert ODD.knows(uid, changes) is if_clean
     assert replace(ODD, clean=False).knows(uid, changes) is if_not
-
-
-def test_stamps_are_written_in_turn() -> None:
-    stamp, seen = ODD, []
-    for number in range(4):
-        stamp = stamp.next(index_uid=b"k" * 16, changes=number, clean=False)
-        seen.append(stamp.page)
-        assert (stamp.session, stamp.changes, stamp.index_uid) == (ODD.session, number, b"k" * 16)
-    assert seen == [0, 1, 0, 1]
-    assert stamp.next(index_uid=b"", changes=0, clean=False, session=9).session == 9
 
 
 def test_every_bit_of_a_stamp_page() -> None:

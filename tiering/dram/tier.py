@@ -12,13 +12,15 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from itertools import count
 
 from tiering.dram.extents import Extent, ExtentPool, MemoryKeeper, found_extent
 from tiering.dram.keeping import KeptExtent, Ledger
-from tiering.errors import BlockCorrupt, BlockMissing, TierUnavailable
+from tiering.errors import BlockCorrupt, BlockMissing, EpochRetired, TierUnavailable
 from tiering.faults import HANDED_OVER, KEPT, kind_of
-from tiering.frame import HEADER_BYTES, generation_in
+from tiering.frame import HEADER_BYTES, MacKeys, generation_in, open_header, verify_payload
 from tiering.slots import FrameEvent, FrameState, Piece, SlotLedger
 from tiering.tier import SLOT_BITS, SLOT_MASK, FrameSpan, SlotClass, Usage, extent_of, place_of, slot_of
 
@@ -363,7 +365,47 @@ class DramTier:
         return extent
 
 
-def copy_frame(source: FrameSpan, target: FrameSpan) -> None:
-    """Copy all bytes of a frame, without the interpreter lock."""
-    assert len(source.view) == len(target.view)
-    ctypes.memmove(target.address, source.address, len(source.view))
+# The copies that `residency` decided on ------------------------------------------------------------------------------
+
+
+class MoveOutcome(Enum):
+    """Of a copy. Unless `MOVED`, the target holds nothing and is still reserved."""
+
+    MOVED = "moved"
+    CORRUPT = "corrupt"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class FrameCopy:
+    """One frame from its place to a reserved one of the same class."""
+
+    row: int
+    source: int
+    target: int
+
+
+class Mover:
+    """Copies frames between places of the DRAM tier. It changes no table, and runs outside the store's lock, so the
+    caller pins its frames."""
+
+    def __init__(self, dram: DramTier, keys: MacKeys) -> None:
+        self._dram = dram
+        self._keys = keys
+
+    def run(self, copies: Sequence[FrameCopy]) -> list[MoveOutcome]:
+        """Copy each frame and verify it at the target. Bytes that fail a check are never reported as moved."""
+        return [self._copy(copy) for copy in copies]
+
+    def _copy(self, copy: FrameCopy) -> MoveOutcome:
+        try:
+            source = self._dram.committed_span(copy.source)
+            target = self._dram.reserved_span(copy.target)
+            ctypes.memmove(target.address, source.address, len(source.view))  # without the interpreter lock
+            header = open_header(bytes(target.view[:HEADER_BYTES]), self._keys)
+            verify_payload(header, target.view[HEADER_BYTES:])
+        except (BlockMissing, EpochRetired):  # the frame of a retired epoch is left to be evicted where it is
+            return MoveOutcome.GONE
+        except BlockCorrupt:
+            return MoveOutcome.CORRUPT
+        return MoveOutcome.MOVED

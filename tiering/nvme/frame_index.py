@@ -35,10 +35,8 @@ class FrameIndex(Protocol):
         ...
 
     def iterate(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Pairs whose key starts with `prefix`, in the order of their keys, as of the first step.
-
-        While an iteration is neither finished nor dropped, space that is freed meanwhile may not be reused.
-        """
+        """Pairs whose key starts with `prefix`, in the order of their keys. To be read to its end, or dropped, before
+        the next call."""
         ...
 
     def sync(self) -> None:

@@ -1,13 +1,11 @@
 """The index of durable frames in an LMDB file.
 
 LMDB maps its file into this process and believes what it finds there: a file that is too short ends the process with
-SIGBUS, a wrong page number reads wild memory. So an existing file is looked at before it is mapped (`_check_file`,
-always), and then it is either byte for byte what its last owner closed (`compare`), or walked by a process that may die
-of it (`probe`). What fails is not mended: `IndexDoubtful` says so, the caller discards the file and builds a
-new one from the slabs' headers.
+SIGBUS, a wrong page number reads wild memory. So before it is mapped an existing file is either byte for byte what its
+last owner closed (`is_as_closed`), or walked by a process that may die of it (`probe`). What fails is not mended:
+`IndexDoubtful` says so, the caller discards the file and builds a new one from the slabs' headers.
 
-It must never vouch for a value: a flipped bit inside one passes every check here, and the caller's MAC finds it. It
-must never let a read transaction outlive the map it reads from.
+It must never vouch for a value: a flipped bit inside one passes every check here, and the caller's MAC finds it.
 """
 
 from __future__ import annotations
@@ -20,11 +18,8 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from enum import Enum
-from itertools import islice
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import lmdb
 import xxhash
@@ -43,30 +38,15 @@ LARGEST_KEY_BYTES, LARGEST_VALUE_BYTES = 511, 4080
 """LMDB's own limit, and what fits one page of its own: a value of several pages that later shrinks keeps them all, and
 LMDB's verifier takes that for damage."""
 
-MOST_OPEN_ITERATIONS = 62
-PAIRS_PER_STEP = 1024
-
 PROBE_SECONDS = 10
 PROBE_BYTES_PER_SECOND = 32 << 20
 """A probe's limit is `PROBE_SECONDS` and a second more for each of these bytes: several times what it needs."""
 
 DATA_FILE, LOCK_FILE, DIGEST_FILE = "data.mdb", "lock.mdb", "data.digest"
 
-# Meta pages 0 and 1 of LMDB 0.9 (64 bit, the host's byte order); transaction n is committed by writing page n % 2.
-#
-#   0  page number 8 | pad 2 | flags 2 | lower 2 | upper 2
-#  16  magic 4 | version 4 | address 8 | map size 8
-#  40  tree of free pages: page size 4 | flags 2 | depth 2 | branch, leaf, overflow pages, entries, root: 8 each
-#  88  tree of pairs:      pad 4       | flags 2 | depth 2 | the same
-# 136  last page 8 | transaction 8
-_META = struct.Struct("=QHHHH IIQQ IHHQQQQQ IHHQQQQQ QQ")
-_MAGIC, _VERSION = 0xBEEFC0DE, 1
-_META_PAGES = 2
-_META_FLAG, _INTEGER_KEYS = 0x08, 0x08
-_NO_PAGE = (1 << 64) - 1
-_PAGE_SIZES = (4096, 8192, 16384, 32768)
-_DEEPEST = 32
-_SMALLEST_ENTRY_BYTES = 2 + 8 + 1  # its place in the page's table, its header, one byte of key
+_META = struct.Struct("=44x H 46x H 50x Q")
+"""Of a meta page of LMDB 0.9: flags of the tree of free pages, flags of the tree of pairs, transaction."""
+_INTEGER_KEYS = 0x08
 
 _PROBE_SOUND, _PROBE_DAMAGED = 0, 3
 # Isolated from the environment and the current folder; the folders of this package and of LMDB's come as arguments.
@@ -94,17 +74,13 @@ def open_index(directory: Path, map_bytes: int, *, clean: bool, reach: Reach = g
     with _opening(directory):
         is_new_directory = _make_directory(directory)
         path = directory / DATA_FILE
-        there = _check_file(path)
-        if there is not None:
-            since = compare(path, there.transaction) if clean else Comparison.UNKNOWN
-            if since is Comparison.DIFFERENT:
-                raise IndexDoubtful("it is not what was closed")
-            if since is Comparison.UNKNOWN:
-                _probe_in_a_process(directory, there.size_bytes)
+        size_bytes = _size_of(path)
+        if size_bytes is not None and not (clean and is_as_closed(path)):
+            _probe_in_a_process(directory, size_bytes)
         path.with_name(DIGEST_FILE).unlink(missing_ok=True)  # since the file is about to change
         reach("digest forgotten")
         environment = _environment(directory, map_bytes)
-        if there is None:
+        if size_bytes is None:
             reach("index made")
             sync_directory(directory)
             if is_new_directory:
@@ -119,10 +95,10 @@ def open_to_read(directory: Path) -> LmdbIndex | None:
     directory that keeps its owner out. Raises as `open_index`; `apply` is refused.
     """
     with _opening(directory):
-        there = _check_file(directory / DATA_FILE)
-        if there is None:
+        size_bytes = _size_of(directory / DATA_FILE)
+        if size_bytes is None:
             return None
-        _probe_in_a_process(directory, there.size_bytes)
+        _probe_in_a_process(directory, size_bytes)
         environment = lmdb.open(
             os.fsencode(directory), readonly=True, create=False, lock=False, readahead=False, max_dbs=0
         )
@@ -168,7 +144,6 @@ class LmdbIndex:
         self.directory = directory
         self._reach = reach
         self._environment: lmdb.Environment | None = environment
-        self._walks: set[_Walk] = set()
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         assert all(0 < len(key) <= LARGEST_KEY_BYTES for key in keys), "a key has 1 to 511 bytes"
@@ -196,7 +171,6 @@ class LmdbIndex:
                         else:
                             put(key, value)
                 self._reach("index committed")
-                self._cover_last_page(environment)
                 return
             except lmdb.MapFullError:
                 environment = self._grow(environment)
@@ -204,31 +178,23 @@ class LmdbIndex:
                 raise _typed(error, self.directory, "write") from error
 
     def iterate(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """As in the contract. While an iteration lives, pages that its snapshot needs are not reused: finish it soon.
-
-        At most `MOST_OPEN_ITERATIONS` at once.
-        """
         environment = self._open_environment()
-        with _typed_errors(self.directory, "read"):
-            walk = _Walk(environment, prefix)
-        self._walks.add(walk)
-        try:
-            while pairs := self._step(walk):
-                yield from pairs
-        finally:
-            self._walks.discard(walk)
-            walk.end()
+        with _typed_errors(self.directory, "read"), environment.begin() as transaction:
+            cursor = transaction.cursor()
+            if not (cursor.set_range(prefix) if prefix else cursor.first()):
+                return
+            for key, value in cursor.iternext():
+                if not key.startswith(prefix):
+                    return
+                yield key, value
 
     def sync(self) -> None:
         with _typed_errors(self.directory, "sync"):
             self._open_environment().sync(True)
 
     def close(self) -> None:
-        """Close the file, without a `sync`. Iterations end with `TierUnavailable`. Safe to call twice."""
+        """Close the file, without a `sync`. Safe to call twice."""
         if self._environment is not None:
-            for walk in self._walks:
-                walk.end()
-            self._walks.clear()
             environment, self._environment = self._environment, None
             try:
                 is_writer, transaction = not environment.flags()["readonly"], environment.info()["last_txnid"]
@@ -244,74 +210,18 @@ class LmdbIndex:
             raise TierUnavailable("the index is closed")
         return self._environment
 
-    def _step(self, walk: _Walk) -> list[tuple[bytes, bytes]]:
-        self._open_environment()
-        with _typed_errors(self.directory, "read"):
-            return walk.take(PAIRS_PER_STEP)
-
-    def _cover_last_page(self, environment: lmdb.Environment) -> None:
-        """Make the file as long as its meta page says.
-
-        LMDB does not write a page that one transaction took from the end and gave back, so an intact file may end early
-        and would look truncated at the next open.
-        """
-        path = self.directory / DATA_FILE
-        needed_bytes = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
-        with suppress(OSError):  # the batch is applied, and not lost: at worst the next start rebuilds needlessly
-            if path.stat().st_size < needed_bytes:
-                os.truncate(path, needed_bytes)
-
     def _grow(self, environment: lmdb.Environment) -> lmdb.Environment:
         map_bytes = environment.info()["map_size"]
         if map_bytes >= LARGEST_MAP_BYTES:
             full = TierFull(f"the index cannot grow beyond {map_bytes >> 20} MiB")
             full.errno = errno.EFBIG
             raise full
-        # Moving the map pulls it away under every snapshot: what open iterations have yet to read is read now. The file
-        # is opened anew because a map that cannot be moved in place would leave an environment without one.
+        # The file is opened anew because a map that cannot be moved in place would leave an environment without one.
         with _typed_errors(self.directory, "grow"):
-            for walk in self._walks:
-                walk.detach()
             environment.close()
             self._environment = None
             self._environment = _environment(self.directory, min(2 * map_bytes, LARGEST_MAP_BYTES))
         return self._environment
-
-
-class _Walk:
-    """A snapshot, read in order and in pieces."""
-
-    def __init__(self, environment: lmdb.Environment, prefix: bytes) -> None:
-        self._prefix = prefix
-        self._transaction = environment.begin()
-        try:
-            cursor = self._transaction.cursor()
-            found = cursor.set_range(prefix) if prefix else cursor.first()
-        except lmdb.Error:
-            self._transaction.abort()
-            raise
-        self._pairs: Iterator[tuple[bytes, bytes]] = cursor.iternext() if found else iter(())
-
-    def take(self, count: int) -> list[tuple[bytes, bytes]]:
-        """The next pairs, none at the end."""
-        pairs = list(islice(self._pairs, count))
-        # Keys come in order, so the last one speaks for those before it.
-        if pairs and not pairs[-1][0].startswith(self._prefix):
-            self._pairs = iter(())
-            pairs = [pair for pair in pairs if pair[0].startswith(self._prefix)]
-        return pairs
-
-    def detach(self) -> None:
-        """Read the rest into memory and release the snapshot."""
-        rest: list[tuple[bytes, bytes]] = []
-        while pairs := self.take(PAIRS_PER_STEP):
-            rest += pairs
-        self._pairs = iter(rest)
-        self._transaction.abort()
-
-    def end(self) -> None:
-        self._pairs = iter(())
-        self._transaction.abort()
 
 
 # --- opening ---------------------------------------------------------------------------------------------------------
@@ -333,41 +243,12 @@ def _environment(directory: Path, map_bytes: int) -> lmdb.Environment:
         metasync=False,
         # Pages that wait for commit stay out of the map: it is read-only, and no stray write of this process gets in.
         writemap=False,
-        # No other process opens the file, but the table of readers is what keeps pages of open iterations from reuse.
-        lock=True,
-        max_readers=MOST_OPEN_ITERATIONS + 2,
         readahead=False,
     )
 
 
-class _Tree(NamedTuple):
-    pad: int
-    flags: int
-    depth: int
-    branch_pages: int
-    leaf_pages: int
-    overflow_pages: int
-    entries: int
-    root: int
-
-
-class _Meta(NamedTuple):
-    page_bytes: int
-    free: _Tree
-    pairs: _Tree
-    last_page: int
-    transaction: int
-
-
-class _There(NamedTuple):
-    """A file that passed the first look."""
-
-    size_bytes: int
-    transaction: int
-
-
-def _check_file(path: Path) -> _There | None:
-    """Without mapping it. Raises `IndexDoubtful` for what LMDB would stumble over, and `OSError` if it cannot be
+def _size_of(path: Path) -> int | None:
+    """Of the file, which is not mapped; None if there is none. Raises `IndexDoubtful`, and `OSError` if it cannot be
     read."""
     try:
         descriptor = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -375,61 +256,8 @@ def _check_file(path: Path) -> _There | None:
         return None
     except Unfit:
         raise IndexDoubtful("it is not a regular file") from None
-    try:
-        size_bytes = os.fstat(descriptor).st_size
-        first = _read_meta(descriptor, 0, 0)
-        metas = (first, _read_meta(descriptor, 1, first.page_bytes))
-    finally:
-        os.close(descriptor)
-    _check_metas(metas)
-    newest = max(metas, key=lambda meta: meta.transaction)
-    if newest.last_page < _META_PAGES - 1 or size_bytes < (newest.last_page + 1) * newest.page_bytes:
-        raise IndexDoubtful("it is shorter than its meta page says")
-    _check_tree("pairs", newest.pairs, newest, flags=0)
-    _check_tree("free pages", newest.free, newest, flags=_INTEGER_KEYS)
-    return _There(size_bytes, newest.transaction)
-
-
-def _read_meta(descriptor: int, number: int, offset: int) -> _Meta:
-    raw = os.pread(descriptor, _META.size, offset)
-    if len(raw) < _META.size:
-        raise IndexDoubtful(f"meta page {number} is cut off")
-    page, _, flags, _, _, magic, version, _, _, *rest = _META.unpack(raw)
-    free, pairs, (last_page, transaction) = _Tree(*rest[:8]), _Tree(*rest[8:16]), rest[16:]
-    if magic != _MAGIC or version != _VERSION:
-        raise IndexDoubtful(f"meta page {number} has another magic or version")
-    if page != number or flags != _META_FLAG:
-        raise IndexDoubtful(f"meta page {number} has the header of another page")
-    # The record of the free pages lends its unused first field to the page size of the file.
-    if free.pad not in _PAGE_SIZES:
-        raise IndexDoubtful(f"meta page {number} has an impossible page size")
-    return _Meta(free.pad, free, pairs, last_page, transaction)
-
-
-def _check_metas(metas: tuple[_Meta, _Meta]) -> None:
-    even, odd = metas
-    if even.page_bytes != odd.page_bytes:
-        raise IndexDoubtful("the meta pages differ in page size")
-    # Page 1 is untouched until the first transaction; from then on the two hold the last two.
-    is_new = even.transaction == odd.transaction == 0
-    if not is_new and (even.transaction % 2 or not odd.transaction % 2 or abs(even.transaction - odd.transaction) != 1):
-        raise IndexDoubtful("the meta pages are not of two transactions in a row")
-
-
-def _check_tree(name: str, tree: _Tree, meta: _Meta, *, flags: int) -> None:
-    pages = tree.branch_pages + tree.leaf_pages + tree.overflow_pages
-    if tree.root == _NO_PAGE:
-        is_plausible = tree.depth == tree.entries == pages == 0
-    else:
-        is_plausible = (
-            _META_PAGES <= tree.root <= meta.last_page
-            and 1 <= tree.depth <= _DEEPEST
-            and tree.leaf_pages >= 1
-            and pages <= meta.last_page + 1 - _META_PAGES
-            and 1 <= tree.entries <= tree.leaf_pages * (meta.page_bytes // _SMALLEST_ENTRY_BYTES)
-        )
-    if not is_plausible or tree.flags != flags:
-        raise IndexDoubtful(f"the root of the tree of {name} is impossible")
+    with os.fdopen(descriptor) as file:
+        return os.fstat(file.fileno()).st_size
 
 
 # --- the digest ------------------------------------------------------------------------------------------------------
@@ -440,19 +268,11 @@ def _check_tree(name: str, tree: _Tree, meta: _Meta, *, flags: int) -> None:
 #
 #     magic 8 | transaction 8 | xxh3_128 of the file 16 | xxh3_128 of the former 16
 #
-# It is not synced: a note of another transaction, or a torn one, counts for nothing. It is no secret and proves nothing
-# against a writer of the directory; the records' MACs do that.
+# It is not synced: a torn note counts for nothing. It is no secret and proves nothing against a writer of the
+# directory; the records' MACs do that.
 
 _NOTE = struct.Struct("<8sQ16s")
 _NOTE_MAGIC = b"KVINDEX\x00"
-
-
-class Comparison(Enum):
-    """The file is as it was closed, it is not, or there is no note for it."""
-
-    SAME = "same"
-    DIFFERENT = "different"
-    UNKNOWN = "unknown"
 
 
 def _note(data: Path, transaction: int, reach: Reach) -> None:
@@ -464,21 +284,24 @@ def _note(data: Path, transaction: int, reach: Reach) -> None:
     path.write_bytes(used + xxhash.xxh3_128_digest(used))
 
 
-def compare(data: Path, transaction: int) -> Comparison:
-    """Compare the file now with its note. transaction: the last one that the file says it holds. Raises `OSError`."""
+def is_as_closed(data: Path) -> bool:
+    """Whether the file is what its note says; False without a note. Raises `OSError`, and `IndexDoubtful` if it is
+    not."""
     try:
         descriptor = open_regular(data.with_name(DIGEST_FILE), os.O_RDONLY | os.O_NOFOLLOW)
     except (FileNotFoundError, Unfit):
-        return Comparison.UNKNOWN
+        return False
     with os.fdopen(descriptor, "rb") as file:
         raw = file.read(_NOTE.size + 17)
     used = raw[: _NOTE.size]
     if len(raw) != _NOTE.size + 16 or xxhash.xxh3_128_digest(used) != raw[_NOTE.size :]:
-        return Comparison.UNKNOWN
-    magic, noted_transaction, digest = _NOTE.unpack(used)
-    if magic != _NOTE_MAGIC or noted_transaction != transaction:
-        return Comparison.UNKNOWN
-    return Comparison.SAME if digest == _digest_of(data) else Comparison.DIFFERENT
+        return False
+    magic, _, digest = _NOTE.unpack(used)
+    if magic != _NOTE_MAGIC:
+        return False
+    if digest != _digest_of(data):
+        raise IndexDoubtful("it is not what was closed")
+    return True
 
 
 def _digest_of(data: Path) -> bytes:
@@ -531,11 +354,21 @@ def probe(directory: str) -> None:
             environment.begin() as transaction,
         ):
             count = sum(1 for _ in transaction.cursor().iternext())
-            if count != environment.stat()["entries"]:
+            if count != environment.stat()["entries"] or not _are_ours(directory, environment.stat()["psize"]):
                 sys.exit(_PROBE_DAMAGED)
     except (VerifyError, lmdb.Error):
         sys.exit(_PROBE_DAMAGED)
     sys.exit(_PROBE_SOUND)
+
+
+def _are_ours(directory: str, page_bytes: int) -> bool:
+    """Whether both meta pages name the kinds of map that we have, and transactions in a row: the verifier accepts other
+    kinds, which a write may end the process for, and an older one of the two that a flipped bit has made the newer."""
+    with open(os.path.join(directory, DATA_FILE), "rb") as file:
+        raw = file.read(2 * page_bytes)
+    (free, pairs, even), (*kinds, odd) = _META.unpack_from(raw), _META.unpack_from(raw, page_bytes)
+    is_new = even == odd == 0
+    return [free, pairs] == kinds == [_INTEGER_KEYS, 0] and (is_new or abs(even - odd) == 1)
 
 
 # --- the disk --------------------------------------------------------------------------------------------------------

@@ -53,12 +53,6 @@ class ScrubLimits:
     unreadable_passes: int = 3
     suspects: int = 4096
 
-    def __post_init__(self) -> None:
-        if min(self.bytes_per_second, self.window_bytes, self.unreadable_passes, self.suspects) < 1:
-            raise ValueError(f"{self}; rate, window, unreadable passes and suspects are at least 1")
-        if not all(seconds >= 0 for seconds in (self.first_seconds, self.pass_seconds, self.pause_seconds)):
-            raise ValueError(f"{self}; seconds are at least 0")
-
 
 class Scrub:
     """One pass after another over the frames of a tier.

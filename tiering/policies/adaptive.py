@@ -46,10 +46,10 @@ SMALLEST = 256
 GROWN = 4096
 """Rows, at least."""
 EVENTS = 1024
-LONGEST = 256
-"""Blocks of one request that there is room for at first."""
-LONGEST_COPIED = 4096
-"""Blocks of a waiting request that is copied when another one needs more room."""
+"""Collected before they are passed on. One place stays free: the four methods called for each block write without a
+check, and calling another method would take half as long again."""
+LONGEST = 1 << 16
+"""Blocks of a request: there is room for so many, which becomes memory when it is used; a longer one is not learned."""
 ATTEMPTS = 4
 """Draws for a victim, if some of the drawn leaves may not be evicted."""
 MOST_ROOM = 1 << 22
@@ -68,9 +68,10 @@ class Adaptive:
         self._thinned = thinned
         self._loops = loops.prepare()
         self._stop = self._flushed = 0
-        self._make_buffer(EVENTS)
+        self._events = array("q", bytes(8 * EVENTS))
         self._requests = np.zeros(loops.REQUESTS, loops.REQUEST)
-        self._told = _room_for(LONGEST)
+        shape = (loops.REQUESTS, loops.TOLD, LONGEST)
+        self._told = LazyRecords(prod(shape), np.dtype(np.int64)).array.reshape(shape)
         self._waiting = 0  # requests not yet fully learned and told to the ghosts
         self._draws = seed << 16  # random draws for a victim depend on it and on the number of evictions
         self._records = LazyRecords(SMALLEST, loops.ORDER)
@@ -131,7 +132,7 @@ class Adaptive:
         at = self._stop
         self._events[at] = row << loops.EVENT_BITS | loops.INSERTED
         self._stop = at + 1
-        if at >= self._last_place:
+        if at >= EVENTS - 1:
             self._flush()
 
     def loaded(self, rows: Sequence[int], are_leaves: Sequence[bool]) -> None:
@@ -163,7 +164,7 @@ class Adaptive:
             return
         if len(self._names) >= len(self._order):  # of another tier
             self._grow(len(self._names))
-        if len(chain) > self._told.shape[-1] and not self._make_room(len(chain)):
+        if len(chain) > LONGEST:
             is_right = self._loops.passed_over(self._address, self._take(), chain[0])
             assert is_right, WRONG_EVENT
             return
@@ -182,11 +183,12 @@ class Adaptive:
         length = len(rows)
         if not length:
             return
-        if self._stop + 1 + length > self._last_place:
+        if self._stop + 1 + length >= EVENTS:
             self._flush()
-            if 1 + length >= len(self._events):
-                self._make_buffer(2 * (1 + length))
-                self._place()
+            if 1 + length >= EVENTS:
+                for first in range(0, length, EVENTS // 2):
+                    self.touched(rows[first : first + EVENTS // 2])
+                return
         at = self._stop
         self._stop = stop = at + 1 + length
         self._events[at] = length << loops.EVENT_BITS | loops.TOUCHED
@@ -197,7 +199,7 @@ class Adaptive:
         at = self._stop
         self._events[at] = row << loops.EVENT_BITS | loops.LEAF
         self._stop = at + 1
-        if at >= self._last_place:
+        if at >= EVENTS - 1:
             self._flush()
 
     def became_inner(self, row: int) -> None:
@@ -205,7 +207,7 @@ class Adaptive:
         at = self._stop
         self._events[at] = row << loops.EVENT_BITS | loops.INNER
         self._stop = at + 1
-        if at >= self._last_place:
+        if at >= EVENTS - 1:
             self._flush()
 
     def removed(self, row: int) -> None:
@@ -214,7 +216,7 @@ class Adaptive:
         at = self._stop
         self._events[at] = row << loops.EVENT_BITS | loops.REMOVED
         self._stop = at + 1
-        if at >= self._last_place:
+        if at >= EVENTS - 1:
             self._flush()
 
     def victims(self) -> Iterator[int]:
@@ -260,27 +262,6 @@ class Adaptive:
 
     # Inside ---------------------------------------------------------------------------------------------------------
 
-    def _make_buffer(self, events: int) -> None:
-        """Keep at least one place free: the four methods called for each block write without a check, and calling
-        another method would take half as long again. Events behind a long request do not fill all its room, so that
-        none waits for all of that."""
-        self._point_at(None)
-        self._events = array("q", bytes(8 * events))
-        self._last_place = EVENTS - 1
-
-    def _make_room(self, blocks: int) -> bool:
-        waiting = (self._numbers[loops.FIRST] + np.arange(self._waiting)) % loops.REQUESTS
-        longest = max(self._requests["length"][waiting], default=0)
-        if longest > LONGEST_COPIED:
-            self._catch_up(loops.STEP)
-            return False
-        told = _room_for(2 * blocks)
-        told[waiting, :, :longest] = self._told[waiting, :, :longest]
-        self._point_at(None)
-        self._told = told
-        self._place()
-        return True
-
     def _take(self) -> int:
         stop, self._stop = self._stop, 0
         self._flushed += stop
@@ -320,8 +301,3 @@ class Adaptive:
         finally:
             self._order = self._records.array
             self._place()
-
-
-def _room_for(blocks: int) -> Any:
-    shape = (loops.REQUESTS, loops.TOLD, blocks)
-    return LazyRecords(prod(shape), np.dtype(np.int64)).array.reshape(shape)

@@ -21,15 +21,10 @@ class LazyRecords:
         self.array: Any = np.frombuffer(self._memory, dtype)
 
     def grow_to(self, count: int) -> None:
-        """Append zeros up to so many. The old pages are moved; or copied if a caller still holds the array, which then
-        sees no later changes."""
-        dtype, before = self.array.dtype, self._memory
+        """Append zeros up to so many. The old pages are moved: no caller may hold the array."""
+        dtype = self.array.dtype
         self.array = None
         try:
-            before.resize(count * dtype.itemsize)
-        except BufferError:
-            more = mmap(-1, count * dtype.itemsize, MAP_PRIVATE | MAP_ANONYMOUS)
-            more[: len(before)] = before[:]
-            self._memory = more
+            self._memory.resize(count * dtype.itemsize)
         finally:  # also without memory for it: the old records stay
             self.array = np.frombuffer(self._memory, dtype)

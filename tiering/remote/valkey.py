@@ -29,7 +29,6 @@ from tiering.remote.resp import ErrorReply, Piece, Reply, RespConnection, RespFa
 CALL_SECONDS, CONNECT_SECONDS = 2.0, 0.5
 """Limit of a call, whatever its deadline; and of connecting and authenticating, which may pass the deadline by so
 much."""
-COMMANDS_AT_ONCE = 256
 MOST_IDLE = 16
 """Connections kept for later."""
 DEFAULT_PORT, DEFAULT_USER, CLIENT_NAME = 6379, "default", b"kvstore"
@@ -138,14 +137,10 @@ class ValkeyEngine:
         self._is_closed = False
 
     def exists(self, keys: Sequence[bytes], deadline: float = inf) -> list[bool]:
-        found: list[bool] = []
         deadline = self._bounded(deadline)
         with self._connection(deadline) as one:
-            for first in range(0, len(keys), COMMANDS_AT_ONCE):
-                some = keys[first : first + COMMANDS_AT_ONCE]
-                one.send([b"".join(command(b"EXISTS", key) for key in some)], deadline)
-                found += [_counted(one.reply(deadline), 1) == 1 for _ in some]
-        return found
+            one.send([b"".join(command(b"EXISTS", key) for key in keys)], deadline)
+            return [_counted(one.reply(deadline), 1) == 1 for _ in keys]
 
     def read(self, key: bytes, slot: memoryview, deadline: float = inf, arrived: Arrived = ignored) -> bool:
         deadline = self._bounded(deadline)
@@ -169,14 +164,12 @@ class ValkeyEngine:
         return True
 
     def delete(self, keys: Sequence[bytes], deadline: float = inf) -> int:
-        gone = 0
+        if not keys:
+            return 0
         deadline = self._bounded(deadline)
         with self._connection(deadline) as one:
-            for first in range(0, len(keys), COMMANDS_AT_ONCE):
-                some = keys[first : first + COMMANDS_AT_ONCE]
-                one.send([command(b"DEL", *some)], deadline)
-                gone += _counted(one.reply(deadline), len(some))
-        return gone
+            one.send([command(b"DEL", *keys)], deadline)
+            return _counted(one.reply(deadline), len(keys))
 
     def close(self) -> None:
         with self._lock:

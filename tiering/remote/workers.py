@@ -1,42 +1,38 @@
 """Threads that call a remote engine, so that nothing else waits for it beyond a deadline.
 
-    WAITING > RUNNING > RETURNED                       the caller has its result, or the fault
+    waiting > running > returned                       the caller has its result, or the fault
        |         |
-       |         +----> ABANDONED > RETURNED           at the deadline: the caller goes on; the call still runs
-       +--------------------------> RETURNED           withdrawn at the deadline, or refused: it never ran
+       |         +----> abandoned > returned           at the deadline: the caller goes on; the call still runs
+       +--------------------------> returned           withdrawn at the deadline, or refused: it never ran
 
 **What was lent to a call** (a slot, a payload) is the engine's until `on_return`, which is called exactly once whatever
 happens to the call, and never after. A caller whose call passed its deadline therefore keeps the slot aside until then:
 an abandoned call may still be writing into it.
 
-An abandoned call keeps its thread. Another thread replaces it, up to a bound; beyond it calls are refused as busy. A
-thread that returns when there are enough ends. The engine's own deadline is the call's, so most late calls end by
-themselves right at it; abandoning is for those that do not.
+An abandoned call keeps its thread; where all threads are kept, calls are withdrawn at their deadlines. The engine's own
+deadline is the call's, so most late calls end by themselves right at it; abandoning is for those that do not.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any, Generic, TypeVar
 
 from tiering.clock import Clock
 from tiering.remote.driver import (
     PROBE_KEY,
-    Arrived,
     RemoteBusy,
     RemoteEngine,
     RemoteFault,
     RemoteTimedOut,
     RemoteUnreachable,
-    ignored,
 )
 
-THREADS, MOST_ABANDONED, MOST_WAITING = 4, 8, 256
+THREADS, MOST_WAITING = 8, 256
 GRACE_SECONDS = 0.01
 """After the deadline, in which an engine that obeys it ends the call by itself."""
 SHORTEST_SECONDS = 0.01
@@ -50,13 +46,6 @@ def _nothing() -> None:
     pass
 
 
-class CallState(Enum):
-    WAITING = auto()
-    RUNNING = auto()
-    ABANDONED = auto()
-    RETURNED = auto()
-
-
 class RemoteCall(Generic[T]):
     """One call, made by `RemoteWorkers`."""
 
@@ -66,9 +55,9 @@ class RemoteCall(Generic[T]):
         self.work: Callable[[], T] | None = work
         self.deadline = deadline
         self.on_return = on_return
-        self.state = CallState.WAITING
-        self.began = 0.0
+        self.began: float | None = None  # when it began to run
         self.is_probe = False
+        self.is_judged = False  # as the engine's: it returned, or was abandoned
         self._workers = workers
         self._settled = threading.Event()
         self._value: T | None = None
@@ -108,58 +97,18 @@ class RemoteFigures:
 class RemoteWorkers:
     """Calls one engine. Thread-safe."""
 
-    def __init__(
-        self,
-        engine: RemoteEngine,
-        clock: Clock,
-        threads: int = THREADS,
-        most_abandoned: int = MOST_ABANDONED,
-        most_waiting: int = MOST_WAITING,
-    ) -> None:
-        """most_abandoned: calls that may hang besides `threads` that work. Threads start with the calls."""
+    def __init__(self, engine: RemoteEngine, clock: Clock) -> None:
+        """Threads start with the calls."""
         self._engine = engine
         self._clock = clock
-        self._most_serving = threads
-        self._most_threads = threads + most_abandoned
-        self._most_waiting = most_waiting
         self._breaker = RemoteBreaker()
         self._lock = threading.Condition()
         self._waiting: deque[RemoteCall[Any]] = deque()
-        self._running: set[RemoteCall[Any]] = set()
-        self._threads = self._abandoned = self._idle = 0
+        self._threads = self._idle = 0
         self._is_closed = False
         self._failures = 0
 
     # --- the verbs ---
-
-    def exists(self, keys: Sequence[bytes], deadline: float) -> RemoteCall[list[bool]]:
-        return self.submit(lambda: self._engine.exists(keys, deadline), deadline)
-
-    def read(
-        self,
-        key: bytes,
-        slot: memoryview,
-        deadline: float,
-        on_return: Callable[[], None] = _nothing,
-        arrived: Arrived = ignored,
-    ) -> RemoteCall[bool]:
-        """`RemoteEngine.read`. The slot is lent until `on_return`."""
-        return self.submit(lambda: self._engine.read(key, slot, deadline, arrived), deadline, on_return)
-
-    def write(
-        self,
-        key: bytes,
-        header: bytes | memoryview,
-        payload: bytes | memoryview,
-        ttl_ms: int,
-        deadline: float,
-        on_return: Callable[[], None] = _nothing,
-    ) -> RemoteCall[bool]:
-        """`RemoteEngine.write`. Header and payload are lent until `on_return`."""
-        return self.submit(lambda: self._engine.write(key, header, payload, ttl_ms, deadline), deadline, on_return)
-
-    def delete(self, keys: Sequence[bytes], deadline: float) -> RemoteCall[int]:
-        return self.submit(lambda: self._engine.delete(keys, deadline), deadline)
 
     def submit(self, work: Callable[[], T], deadline: float, on_return: Callable[[], None] = _nothing) -> RemoteCall[T]:
         """Any work with the engine that raises only `RemoteFault`. Returns at once.
@@ -169,7 +118,6 @@ class RemoteWorkers:
         call = RemoteCall(self, work, deadline, on_return)
         with self._lock:
             now = self._clock.monotonic_seconds()
-            self._abandon_late(now)
             if self._breaker.takes_probe(now):
                 self._probe(now)
             fault = self._refusal() or self._enqueue(call)
@@ -179,7 +127,6 @@ class RemoteWorkers:
 
     def figures(self) -> RemoteFigures:
         with self._lock:
-            self._abandon_late(self._clock.monotonic_seconds())
             return RemoteFigures("open" if self._breaker.is_open else "up", self._failures, self._breaker.why)
 
     @property
@@ -207,12 +154,13 @@ class RemoteWorkers:
     def give_up(self, call: RemoteCall[Any]) -> None:
         """Its caller stops waiting."""
         with self._lock:
-            is_withdrawn = call.state is CallState.WAITING and call in self._waiting
+            is_withdrawn = call in self._waiting
             if is_withdrawn:
                 self._waiting.remove(call)
-                call.state = CallState.RETURNED
-            elif call.state is CallState.RUNNING:
-                self._abandon(call, self._clock.monotonic_seconds())
+            elif call.began is not None and not call.is_judged:
+                fault = RemoteTimedOut(f"{self._engine.name} did not answer in time")
+                self._judge(call, fault)
+                call.settle(None, fault)
         if is_withdrawn:
             self._end(call, None, RemoteBusy(f"no worker of {self._engine.name} was free in time"))
 
@@ -225,16 +173,13 @@ class RemoteWorkers:
         return None
 
     def _enqueue(self, call: RemoteCall[Any]) -> RemoteFault | None:
-        serving = self._threads - self._abandoned
-        is_short = len(self._waiting) >= self._idle and serving < self._most_serving
-        if is_short and self._threads < self._most_threads:
+        if len(self._waiting) >= self._idle and self._threads < THREADS:
             with suppress(RuntimeError):  # the machine has no more threads
                 threading.Thread(target=self._serve, name="kvstore-remote", daemon=True).start()
                 self._threads += 1
-                serving += 1
-        if not serving:
-            return RemoteBusy(f"no worker of {self._engine.name}: {self._abandoned} calls hang")
-        if len(self._waiting) >= self._most_waiting:
+        if not self._threads:
+            return RemoteBusy(f"no thread can be started for {self._engine.name}")
+        if len(self._waiting) >= MOST_WAITING:
             return RemoteBusy(f"{len(self._waiting)} calls wait for {self._engine.name}")
         self._waiting.append(call)
         self._lock.notify()
@@ -248,26 +193,15 @@ class RemoteWorkers:
         if fault is not None:
             self._breaker.probed(now, str(fault))
 
-    def _abandon_late(self, now: float) -> None:
-        for call in [one for one in self._running if one.deadline + GRACE_SECONDS <= now]:
-            self._abandon(call, now)
-
-    def _abandon(self, call: RemoteCall[Any], now: float) -> None:
-        call.state = CallState.ABANDONED
-        self._running.discard(call)
-        self._abandoned += 1
-        fault = RemoteTimedOut(f"{self._engine.name} did not answer in time")
-        self._judge(call, fault, now)
-        call.settle(None, fault)
-
-    def _judge(self, call: RemoteCall[Any], fault: RemoteFault | None, now: float) -> None:
+    def _judge(self, call: RemoteCall[Any], fault: RemoteFault | None) -> None:
+        call.is_judged, now = True, self._clock.monotonic_seconds()
         if call.is_probe:
             self._breaker.probed(now, "" if fault is None else str(fault))
         elif fault is None:
             self._breaker.worked()
         elif not fault.is_of_engine:
             pass
-        elif not isinstance(fault, RemoteTimedOut) or call.deadline - call.began >= SHORTEST_SECONDS:
+        elif not isinstance(fault, RemoteTimedOut) or call.deadline - (call.began or 0.0) >= SHORTEST_SECONDS:
             self._failures += 1
             self._breaker.failed(now, str(fault))
 
@@ -278,26 +212,24 @@ class RemoteWorkers:
             self._run(call)
 
     def _next(self) -> RemoteCall[Any] | None:
-        """The next call to run; None: there are enough threads without this one."""
+        """The next call to run; None once the workers are closed."""
         with self._lock:
             while not self._waiting:
-                if self._is_closed or self._threads - self._abandoned > self._most_serving:
+                if self._is_closed:
                     self._threads -= 1
                     return None
                 self._idle += 1
                 self._lock.wait()
                 self._idle -= 1
             call = self._waiting.popleft()
-            call.state = CallState.RUNNING
             call.began = self._clock.monotonic_seconds()
-            self._running.add(call)
             return call
 
     def _run(self, call: RemoteCall[Any]) -> None:
         bug = RemoteFault(f"the driver of {self._engine.name} failed")
         value, fault = None, bug
         try:
-            assert call.work is not None
+            assert call.work is not None and call.began is not None
             if call.deadline <= call.began:
                 raise RemoteBusy(f"no worker of {self._engine.name} was free in time")
             value, fault = call.work(), None  # type: ignore[assignment]
@@ -305,12 +237,8 @@ class RemoteWorkers:
             fault = error
         finally:
             with self._lock:
-                if call.state is CallState.ABANDONED:
-                    self._abandoned -= 1
-                else:
-                    self._running.discard(call)
-                    self._judge(call, fault, self._clock.monotonic_seconds())
-                call.state = CallState.RETURNED
+                if not call.is_judged:
+                    self._judge(call, fault)
                 self._threads -= fault is bug  # which ends this thread
             self._end(call, value, fault)
 
