@@ -25,8 +25,7 @@ from kvstore.insight.prefixes import SpaceNames, Standing
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
 from kvstore.protocol.words import ID_DIGITS, checked_seconds, layout_in_words, pick, printable
-from kvstore.service.connections import AdminCaller
-from kvstore.service.dispatch import Handlers, version_in_common
+from kvstore.service.dispatch import Handlers
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.parked import Response, refusal
 from kvstore.service.settings import StoreSettings
@@ -263,9 +262,7 @@ class StatusReport:
 
 
 class Admin:
-    """`AdminVerbs` over a store and its door. Thread-safe."""
-
-    is_operator = True
+    """What both sockets serve: `serve` the operator's, `observe` the observers'. Thread-safe."""
 
     def __init__(self, report: StatusReport) -> None:
         """report: what `kvstore stat` shows."""
@@ -274,6 +271,8 @@ class Admin:
         self.clock = self._store.core.clock
         self._naming, self._named_at = threading.Lock(), -FRESH_SECONDS
         self._named: dict[int, SpaceNames] = {}
+        self._observing = threading.Lock()
+        self._observed: dict[bool, tuple[float, Response]] = {}  # by whether it has numbers only: when, and which
         self._verbs: dict[type, Callable[[Any], m.Answer]] = {
             m.Stat: self._stat,
             m.DropAny: self._drop,
@@ -284,13 +283,8 @@ class Admin:
             m.Ping: lambda verb: m.Done(),
         }
 
-    def greet(self, hello: m.Hello) -> tuple[AdminCaller | None, m.Answer]:
-        version = version_in_common(hello)
-        if isinstance(version, m.Failed):
-            return None, version
-        return AdminCaller(), m.Welcome(version, self._handlers.run, b"")
-
     def serve(self, verb: m.Verb) -> Response:
+        """Never raises for what a client can cause."""
         handler = self._verbs.get(type(verb))
         if handler is None:
             text = "not a verb of the admin socket; ask at a tenant's socket"
@@ -299,6 +293,24 @@ class Admin:
             return Response(handler(verb))
         except (TierError, StoreError) as error:
             return refusal(error)
+
+    def observe(self, verb: m.Verb) -> Response:
+        """The operator's answers, and no verb that changes anything. `Stat` is at most `FRESH_SECONDS` old."""
+        if isinstance(verb, m.Stat):
+            return self._observed_stat(verb)
+        if isinstance(verb, m.Why | m.Prefixes | m.Ping):
+            return self.serve(verb)
+        text = f"the observers' socket serves stat, why, prefixes and ping, and not {m.name_of(verb)}"
+        return Response(m.Failed(m.RequestFault.BAD_INPUT, f"{text}; ask at the admin socket"))
+
+    def _observed_stat(self, verb: m.Stat) -> Response:
+        with self._observing:  # other observers wait and get the same
+            now = self.clock.monotonic_seconds()
+            at, told = self._observed.get(verb.numbers_only, (-FRESH_SECONDS, Response(m.Done())))
+            if now - at >= FRESH_SECONDS or not isinstance(told.answer, m.StatReply):
+                told = self.serve(verb)
+                self._observed[verb.numbers_only] = now, told
+            return told
 
     def _stat(self, verb: m.Stat) -> m.StatReply:
         return m.StatReply(self._report.numbers() if verb.numbers_only else self.facts())
@@ -386,39 +398,6 @@ class Admin:
         namespace = self._store.core.namespace_of(number)
         tenant = next((one.tenant for one in self._store.core.namespaces() if one.number == number), b"")
         return self._report.name(tenant, namespace.digest()) or namespace.model
-
-
-class Observer:
-    """`AdminVerbs` of the observers' socket: the operator's answers, and no verb that changes anything. Thread-safe."""
-
-    is_operator = False
-
-    def __init__(self, admin: Admin) -> None:
-        """admin: gives the answers."""
-        self._admin = admin
-        self._lock = threading.Lock()
-        self._told: dict[bool, tuple[float, Response]] = {}  # by whether it has numbers only: when, and which
-
-    def greet(self, hello: m.Hello) -> tuple[AdminCaller | None, m.Answer]:
-        return self._admin.greet(hello)
-
-    def serve(self, verb: m.Verb) -> Response:
-        """Serves `Stat`, at most `FRESH_SECONDS` old, `Why`, `Prefixes`, and `Ping`."""
-        if isinstance(verb, m.Stat):
-            return self._stat(verb)
-        if isinstance(verb, m.Why | m.Prefixes | m.Ping):
-            return self._admin.serve(verb)
-        text = f"the observers' socket serves stat, why, prefixes and ping, and not {m.name_of(verb)}"
-        return Response(m.Failed(m.RequestFault.BAD_INPUT, f"{text}; ask at the admin socket"))
-
-    def _stat(self, verb: m.Stat) -> Response:
-        with self._lock:  # other observers wait and get the same
-            now = self._admin.clock.monotonic_seconds()
-            at, told = self._told.get(verb.numbers_only, (-FRESH_SECONDS, Response(m.Done())))
-            if now - at >= FRESH_SECONDS or not isinstance(told.answer, m.StatReply):
-                told = self._admin.serve(verb)
-                self._told[verb.numbers_only] = now, told
-            return told
 
 
 def chosen_space(spaces: Sequence[tuple[str, NamespaceUsage]], id: str, tenant: str) -> NamespaceUsage:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -27,7 +27,7 @@ from kvstore.protocol import messages as m
 from kvstore.service import descriptors
 from kvstore.service.accounting import Line, Lines, ServiceShare, Turns
 from kvstore.service.descriptors import TenantUnread, Unread
-from kvstore.service.dispatch import Handlers
+from kvstore.service.dispatch import Handlers, version_in_common
 from kvstore.service.parked import Parked, ParkedLocate, Parking, Response
 from kvstore.service.sessions import ClientState
 from tiering.clock import Clock
@@ -80,31 +80,12 @@ COURIER_BYTES_PER_SECOND = 64 << 20
 """The rate for one courier, whose large messages are headers that are used undecoded."""
 
 
-class AdminCaller:
-    """A connection of the admin or observers' socket; it holds nothing."""
-
-
-class AdminVerbs(Protocol):
-    """The verbs of a socket that belongs to no tenant; see `kvstore.service.admin`."""
-
-    is_operator: bool
-    """Whether its clients may use the descriptor that is reserved for the operator."""
-
-    def greet(self, hello: m.Hello) -> tuple[AdminCaller | None, m.Answer]:
-        """Answer a connection's first message."""
-        ...
-
-    def serve(self, verb: m.Verb) -> Response:
-        """Serve a request. Never raises for what a client can cause."""
-        ...
-
-
 class Listener:
     """A tenant's socket, the couriers', or one without tenant. tenant: None without keys; `renew` makes them.
     closer: closes connections that may hold descriptors. share, large_share: service that its connections got
     from the socket's own thread, and from the one for large messages. lines: requests that wait for a thread of the
     pool, and of the pool for long ones. unread: descriptors sent and not read. pool: its own threads, if it belongs to
-    no tenant, and has no lines."""
+    no tenant, and has no lines. is_operator: whether its clients may use the descriptor that is reserved for him."""
 
     def __init__(
         self,
@@ -113,13 +94,14 @@ class Listener:
         tenant: TenantKeys | None,
         users: Collection[int] | None,
         renew: Callable[[], TenantKeys] | None = None,
-        host: AdminVerbs | Parking | None = None,
+        host: Callable[[m.Verb], Response] | Parking | None = None,
         turns: tuple[Turns, Turns] | None = None,
     ) -> None:
-        """host: greets the clients of a socket that belongs to no tenant: the operator's, the observers', or couriers'.
-        turns: at the two threads, shared by all listeners."""
+        """host: of a socket that belongs to no tenant: serves the operator's or the observers' requests, or greets
+        couriers. turns: at the two threads, shared by all listeners."""
         self.couriers = host if isinstance(host, Parking) else None
         self.admin = host if not isinstance(host, Parking) else None
+        self.is_operator = False
         self.most = ADMIN_CONNECTIONS if self.couriers is None else COURIER_CONNECTIONS
         self.large_rate = LARGE_BYTES_PER_SECOND if self.couriers is None else COURIER_BYTES_PER_SECOND
         self.path = path
@@ -127,7 +109,6 @@ class Listener:
         self.tenant = tenant
         self.users = users
         self.renew = renew
-        self.is_operator = self.admin is not None and self.admin.is_operator
         self.pool = ThreadPoolExecutor(ADMIN_THREADS, "kv-door-admin") if host is not None else None
         self.share, self.large_share = map(ServiceShare, turns or (Turns(), Turns()))
         self.lines: tuple[Line[QueuedRequest], ...] = ()
@@ -146,10 +127,11 @@ class Listener:
                 return m.failed(m.RequestFault.CLOSED, str(error))
         return self.tenant
 
-    def greeted(self, hello: m.Hello, handlers: Handlers) -> tuple[ClientState | AdminCaller | None, m.Answer]:
-        """Answer a hello: who the client is, or why it is refused."""
+    def greeted(self, hello: m.Hello, handlers: Handlers) -> tuple[ClientState | None, m.Answer]:
+        """Answer a hello: who the client is, unless it is an operator or an observer; or why it is refused."""
         if self.admin is not None:
-            return self.admin.greet(hello)
+            version = version_in_common(hello)
+            return None, version if isinstance(version, m.Failed) else m.Welcome(version, handlers.run, b"")
         if self.couriers is not None:
             return self.couriers.greet(hello)
         tenant = self.tenant_keys()
@@ -195,7 +177,8 @@ class Connection:
         self.socket = sock
         self.listener = listener
         self.admin = listener.admin
-        self.caller: ClientState | AdminCaller | None = None
+        self.caller: ClientState | None = None
+        self.is_greeted = False
         self.read = bytearray()
         self.unsent: deque[tuple[memoryview, list[int]]] = deque()
         self.unsent_bytes = 0
@@ -223,7 +206,7 @@ class Connection:
     @property
     def tenant(self) -> bytes:
         """Its client's tenant; empty before hello."""
-        return self.caller.keys.tenant if isinstance(self.caller, ClientState) else b""
+        return self.caller.keys.tenant if self.caller is not None else b""
 
     def next_length(self) -> int:
         """The length of the next message's body; 0 if it is not known yet."""
@@ -294,7 +277,7 @@ class Connection:
 
         A long message costs in proportion to its length; if the bucket has too little, the connection is in debt.
         """
-        if self.large is not None or (self.caller is None and self.in_flight):  # or its hello waits for keys
+        if self.large is not None or (not self.is_greeted and self.in_flight):  # or its hello waits for keys
             return False
         if self.in_flight >= limits.in_flight or self.in_flight_bytes >= limits.in_flight_bytes:
             return False
@@ -346,14 +329,14 @@ class Connection:
 
     def serve(self, handlers: Handlers, verb: m.Verb) -> Response:
         """Serve a request of its client."""
-        caller = self.caller
         if isinstance(verb, m.Hello):
             self.caller, answer = self.listener.greeted(verb, handlers)
+            self.is_greeted = isinstance(answer, m.Welcome)
             return Response(answer)
         if self.admin is not None:
-            return self.admin.serve(verb)
-        assert isinstance(caller, ClientState)
-        return handlers.serve(caller, verb)
+            return self.admin(verb)
+        assert self.caller is not None
+        return handlers.serve(self.caller, verb)
 
     def attempt(self, log: RateLimitedLog, what: str, work: Callable[[], object]) -> bool:
         """Do what concerns this connection alone; False for a fault, which is logged, one line a client."""
@@ -381,7 +364,7 @@ def read_request(asked: QueuedRequest) -> None:
     """Decode a body. Raises `ValueError`."""
     assert asked.body is not None
     request = m.unpack_request(asked.body)
-    if (asked.connection.caller is None) is not isinstance(request.verb, m.Hello):
+    if asked.connection.is_greeted is isinstance(request.verb, m.Hello):
         raise ValueError("a connection begins with one hello")
     asked.request, asked.body = request, None
 

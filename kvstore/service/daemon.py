@@ -19,7 +19,7 @@ from kvstore.block.errors import BadInput, StoreError
 from kvstore.config import AUTO, MIN_NVME_BYTES, OFF, Size, parse_rate
 from kvstore.node import EmbeddedStore, memory_here
 from kvstore.service.accounting import set_aside
-from kvstore.service.admin import Admin, Observer, StatusReport
+from kvstore.service.admin import Admin, StatusReport
 from kvstore.service.dispatch import Handlers
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.parked import Parking
@@ -74,9 +74,9 @@ class Daemon:
                 self.sockets.append(where)
             key, where = "admin.socket", settings.admin_socket
             admin = Admin(self.report)
-            self.door.listen_apart(Path(where), admin)
+            self.door.listen_apart(Path(where), admin.serve, is_operator=True)
             key, where, observe = "observe.socket", settings.observe_socket, settings.observe
-            self.door.listen_apart(Path(where), Observer(admin), int(observe.mode, 8), observe.users)
+            self.door.listen_apart(Path(where), admin.observe, int(observe.mode, 8), observe.users)
             if desk is not None:
                 key, where = "the couriers' socket", settings.courier_socket
                 self.door.listen_apart(Path(where), desk)

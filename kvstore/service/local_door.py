@@ -34,7 +34,6 @@ from kvstore.protocol import messages as m
 from kvstore.service.accounting import DoorFigures, Refusal, Turns
 from kvstore.service.connections import (
     LARGE_BYTES,
-    AdminVerbs,
     Connection,
     DoorAwaits,
     DoorLimits,
@@ -130,11 +129,19 @@ class LocalDoor:
         self._listen(Listener(path, sock, tenant, users, renew, None, self._turns))
 
     def listen_apart(
-        self, path: Path, host: AdminVerbs | Parking, mode: int = ADMIN_MODE, users: Collection[int] | None = None
+        self,
+        path: Path,
+        host: Callable[[m.Verb], Response] | Parking,
+        mode: int = ADMIN_MODE,
+        users: Collection[int] | None = None,
+        *,
+        is_operator: bool = False,
     ) -> None:
-        """Open a socket of no tenant: the operator's, the observers', or the couriers', each of which names its tenant.
-        Raises `OSError`."""
-        self._listen(Listener(path, listening_socket(path, mode), None, users, None, host, self._turns))
+        """Open a socket of no tenant: the operator's or the observers', whose requests the host serves, or the
+        couriers', each of which names its tenant. Raises `OSError`."""
+        listener = Listener(path, listening_socket(path, mode), None, users, None, host, self._turns)
+        listener.is_operator = is_operator
+        self._listen(listener)
 
     def _listen(self, listener: Listener) -> None:
         if listener.pool is None:
@@ -161,7 +168,7 @@ class LocalDoor:
     def waited(self) -> dict[int, Histogram]:
         """By connection number, how long each open connection's requests waited to be begun."""
         there = [one for one in list(self._connections) if one.refusal is None]
-        return {one.caller.number: one.waited for one in there if isinstance(one.caller, ClientState)}
+        return {one.caller.number: one.waited for one in there if one.caller is not None}
 
     def start(self, failed: Callable[[], None] = lambda: None) -> None:
         """failed: called, after logging, when an internal fault ends the service."""
@@ -333,7 +340,7 @@ class LocalDoor:
             body = connection.take_body()
             asked = QueuedRequest(connection, body, len(body), connection.ready_at)
             is_large = asked.length > LARGE_BYTES
-            if is_large and connection.caller is None:
+            if is_large and not connection.is_greeted:
                 raise ValueError(f"a hello of {asked.length} bytes; at most {LARGE_BYTES}")
             if not is_large:
                 read_request(asked)
@@ -354,9 +361,9 @@ class LocalDoor:
             return
         verb = request.verb
         self._figures.served[m.name_of(verb)] += 1
-        if isinstance(connection.caller, ClientState):
+        if connection.caller is not None:
             connection.pay(self._handlers.cost(connection.caller, verb))
-        if isinstance(verb, m.Await | m.Cancel) and isinstance(connection.caller, ClientState):
+        if isinstance(verb, m.Await | m.Cancel) and connection.caller is not None:
             self._waited(connection, self._clock.monotonic_seconds() - asked.since)
             answer = self._awaits.take(connection, connection.caller, request.number, verb)
             if answer is not None:
@@ -388,13 +395,13 @@ class LocalDoor:
         if asked.length <= LARGE_BYTES and not is_heavy:
             if not is_slow:
                 served = connection.serve(self._handlers, verb)
-            elif isinstance(verb, m.LeasePrefix) and isinstance(connection.caller, ClientState):
+            elif isinstance(verb, m.LeasePrefix) and connection.caller is not None:
                 served = self._handlers.serve_at_once(connection.caller, verb)
         if served is None:
             self._threads.defer(asked, is_large=not is_slow)
             return
         self._waited(connection, begun_at - asked.since)
-        connection.ending = connection.caller is None
+        connection.ending = not connection.is_greeted
         self._answer(connection, request.number, served, asks=isinstance(verb, m.Ping))
 
     def _most_unread(self) -> int:
@@ -431,8 +438,8 @@ class LocalDoor:
             return
         self._waited(connection, asked.waited)
         if isinstance(request.verb, m.Hello):
-            connection.ending = connection.caller is None
-            if connection.closed and isinstance(connection.caller, ClientState):
+            connection.ending = not connection.is_greeted
+            if connection.closed and connection.caller is not None:
                 self._sessions.left(connection.caller)  # the client was gone before its hello was answered
         self._answer(connection, request.number, served)
 
@@ -463,8 +470,8 @@ class LocalDoor:
 
     def _frame(self, connection: Connection, number: int, served: Response, asks: bool) -> memoryview:
         caller = connection.caller
-        retired = self._sessions.gone(caller) if isinstance(caller, ClientState) else ()
-        if retired and not asks and isinstance(caller, ClientState):
+        retired = self._sessions.gone(caller) if caller is not None else ()
+        if retired and not asks and caller is not None:
             self._sessions.ring(caller)
         return memoryview(m.pack(m.Reply(number, served.answer, list(retired))))
 
@@ -568,7 +575,7 @@ class LocalDoor:
             # nothing, those with no request under way.
             there = self._like(listener)
             idle = [one for one in there if listener.admin is not None and not one.in_flight and not one.unsent]
-            silent = [one for one in there if one.caller is None] or idle
+            silent = [one for one in there if not one.is_greeted] or idle
             if silent:
                 self._disconnect(min(silent, key=lambda one: one.heard_at))
         refusal, why = None, Refusal.FULL
@@ -641,7 +648,7 @@ class LocalDoor:
             if one.is_refused:
                 self._try_again(one)
             waits_for_him = (
-                one.caller is None
+                not one.is_greeted
                 or (one.unsent and not one.is_refused)
                 or (one.read and one not in ready and not one.in_flight)
             )
@@ -683,7 +690,7 @@ class LocalDoor:
         self._threads.leave_out(connection)
         if connection.refusal is not None:
             self._rejected.remove(connection)
-        if not isinstance(connection.caller, ClientState):
+        if connection.caller is None:
             return
         self._awaits.gone(connection)
         self._leaving.add(connection.caller)

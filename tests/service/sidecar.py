@@ -17,7 +17,7 @@ from kvstore.client.socket_door import CallLimits
 from kvstore.elsewhere.desk import CourierDesk
 from kvstore.node import EmbeddedStore, SystemClock
 from kvstore.protocol import messages as m
-from kvstore.service.admin import Admin, Observer, StatusReport
+from kvstore.service.admin import Admin, StatusReport
 from kvstore.service.connections import DoorLimits
 from kvstore.service.dispatch import Handlers
 from kvstore.service.local_door import LocalDoor
@@ -75,9 +75,9 @@ class Sidecar:
         self.report = StatusReport(self.store, self.handlers, self.door, StoreSettings())
         self.admin = Admin(self.report)
         self.admin_path = directory / "admin.sock"
-        self.door.listen_apart(self.admin_path, self.admin)
+        self.door.listen_apart(self.admin_path, self.admin.serve, is_operator=True)
         self.observe_path = directory / "observe.sock"
-        self.door.listen_apart(self.observe_path, Observer(self.admin), 0o660)
+        self.door.listen_apart(self.observe_path, self.admin.observe, 0o660)
         self.door.start()
 
     def client(self, session: str | None = None, engine: str = "t") -> SidecarStore:
