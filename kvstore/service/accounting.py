@@ -498,38 +498,40 @@ class ServiceShare:
 
 
 class Line(Generic[T]):
-    """One tenant's work for a pool of threads: waiting pieces, and how many run."""
+    """One tenant's work for a pool of threads: waiting pieces, how many run, and its share of the threads' time."""
 
-    __slots__ = ("_pool", "running", "waiting")
+    __slots__ = ("_pool", "running", "share", "waiting")
 
-    def __init__(self, pool: Lines[T]) -> None:
+    def __init__(self, pool: Lines[T], turns: Turns) -> None:
         self._pool = pool
         self.running = 0
+        self.share = ServiceShare(turns)
         self.waiting: deque[T] = deque()
 
     def leave_out(self, is_gone: Callable[[T], bool]) -> None:
         """Drop pieces of clients that are gone."""
         self.waiting = deque(one for one in self.waiting if not is_gone(one))
 
-    def end(self) -> None:
-        """A piece of it has ended."""
+    def end(self, seconds: float) -> None:
+        """A piece of it has ended that took so long."""
         self.running -= 1
         self._pool.running -= 1
+        self.share.pay(seconds)
 
 
 class Lines(Generic[T]):
-    """A pool of threads with a line per tenant: the next free thread goes to the tenant with the fewest running, and
-    while several tenants have work, each leaves some threads to the others."""
+    """A pool of threads with a line per tenant: the next free thread goes to the tenant with the fewest running, of
+    these to the least-served one, and while several tenants have work, each leaves some threads to the others."""
 
-    def __init__(self, threads: int, name: str) -> None:
-        """name: of the threads."""
+    def __init__(self, threads: int, name: str, rank: Callable[[T], float] | None = None) -> None:
+        """name: of the threads. rank: the tenant's piece with the lowest is begun first; without it, the oldest."""
         self.executor = ThreadPoolExecutor(threads, name)
         self.running = 0
-        self._threads = threads
+        self._threads, self._rank, self._turns = threads, rank, Turns()
         self._lines: list[Line[T]] = []
 
     def new_line(self) -> Line[T]:
-        self._lines.append(Line(self))
+        self._lines.append(Line(self, self._turns))
         return self._lines[-1]
 
     def begin(self) -> T | None:
@@ -540,7 +542,10 @@ class Lines(Generic[T]):
         wanting = [one for one in self._lines if one.waiting and one.running < most]
         if not wanting:
             return None
-        line = min(wanting, key=lambda one: one.running)
+        line = min(wanting, key=lambda one: (one.running, one.share.starts_at))
         line.running += 1
         self.running += 1
-        return line.waiting.popleft()
+        line.share.begin()
+        piece = min(line.waiting, key=self._rank) if self._rank is not None else line.waiting[0]
+        line.waiting.remove(piece)
+        return piece

@@ -11,10 +11,11 @@ import math
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -76,16 +77,18 @@ class DoorLimits(SettingsSection, frozen=True):
 
 ADMIN_CONNECTIONS, COURIER_CONNECTIONS = 8, 256
 ADMIN_THREADS = 4
+"""Of each socket that belongs to no tenant."""
+LARGE_LINE = 2
+"""Which of a listener's lines is of large messages; 0 and 1 are of requests that may block, and that may take long."""
 COURIER_BYTES_PER_SECOND = 64 << 20
 """The rate for one courier, whose large messages are headers that are used undecoded."""
 
 
 class Listener:
     """A tenant's socket, the couriers', or one without tenant. tenant: None without keys; `renew` makes them.
-    closer: closes connections that may hold descriptors. share, large_share: service that its connections got
-    from the socket's own thread, and from the one for large messages. lines: requests that wait for a thread of the
-    pool, and of the pool for long ones. unread: descriptors sent and not read. pool: its own threads, if it belongs to
-    no tenant, and has no lines. is_operator: whether its clients may use the descriptor that is reserved for him."""
+    closer: closes connections that may hold descriptors. share: service that its connections got from the socket's own
+    thread. lines: requests that wait for a thread, as `LARGE_LINE` says. unread: descriptors sent and not read. is_operator:
+    whether its clients may use the descriptor that is reserved for the operator."""
 
     def __init__(
         self,
@@ -95,10 +98,10 @@ class Listener:
         users: Collection[int] | None,
         renew: Callable[[], TenantKeys] | None = None,
         host: Callable[[m.Verb], Response] | Parking | None = None,
-        turns: tuple[Turns, Turns] | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """host: of a socket that belongs to no tenant: serves the operator's or the observers' requests, or greets
-        couriers. turns: at the two threads, shared by all listeners."""
+        couriers. turns: at the socket's own thread, shared by all listeners."""
         self.couriers = host if isinstance(host, Parking) else None
         self.admin = host if not isinstance(host, Parking) else None
         self.is_operator = False
@@ -109,13 +112,16 @@ class Listener:
         self.tenant = tenant
         self.users = users
         self.renew = renew
-        self.pool = ThreadPoolExecutor(ADMIN_THREADS, "kv-door-admin") if host is not None else None
-        self.share, self.large_share = map(ServiceShare, turns or (Turns(), Turns()))
+        self.share = ServiceShare(turns or Turns())
         self.lines: tuple[Line[QueuedRequest], ...] = ()
         self._full_at = self._large_full_at = -math.inf
         self.unread = TenantUnread()
         self.closer = descriptors.Closer()
         descriptors.refuse_descriptors(sock)
+
+    @property
+    def is_tenants(self) -> bool:
+        return self.admin is None and self.couriers is None
 
     def tenant_keys(self) -> TenantKeys | m.Failed:
         """The tenant's keys, or why it is not served."""
@@ -155,8 +161,8 @@ class Listener:
 @dataclass(eq=False, slots=True)
 class QueuedRequest:
     """A message from arrival to answer. body: until decoded. since: the earliest that it may have arrived. is_long: it
-    may run for many seconds. line: its tenant's, for the threads that it needs; begun_at: when the thread for large
-    messages took it. served: None before; waited: seconds until it was begun."""
+    may run for many seconds. line: its tenant's, for the threads that it needs; begun_at: when one took it. served:
+    None before; waited: seconds until it was begun."""
 
     connection: Connection
     body: bytes | None
@@ -261,7 +267,7 @@ class Connection:
             except BlockingIOError:
                 return
             if held:
-                self.unread.sent(len(held), clock.monotonic_seconds())
+                self.unread.sent(len(held))
                 close_all(held)
             elif self.unread.sent_count:
                 self.unread.sent_behind()
@@ -308,10 +314,6 @@ class Connection:
         self._lately_at = now
         return self._lately
 
-    def large_rank(self, now: float) -> tuple[float, float]:
-        """Rank of its next large message."""
-        return self.listener.large_share.starts_at, self.asked_lately(now)
-
     def _fill(self, limits: DoorLimits, now: float) -> None:
         seconds, self.filled_at = now - self.filled_at, now
         self.tokens = min(limits.burst, self.tokens + seconds * limits.rate)
@@ -352,6 +354,27 @@ def attempt(log: RateLimitedLog, work: Callable[[], object], kind: str, message:
         log.error(kind, message, *args, error=error)
         return False
     return True
+
+
+def submitted(pool: ThreadPoolExecutor, work: Callable[[], object]) -> Exception | None:
+    """Have a thread of the pool do it; returns why none does. If the machine has no new thread, the pool may have
+    queued it for an old one all the same: either that thread or the caller takes it, not both."""
+    unbegun = [work]
+
+    def begin() -> None:
+        try:
+            begun = unbegun.pop()
+        except IndexError:
+            return
+        begun()
+
+    try:
+        pool.submit(begin)
+    except (RuntimeError, MemoryError) as error:
+        with suppress(IndexError):
+            unbegun.pop()
+            return error
+    return None
 
 
 def wake(waker: socket.socket) -> None:
@@ -395,30 +418,32 @@ class DoorThreads:
         self.done: deque[QueuedRequest] = deque()
         """Gets requests that were served, or decoded; then the door's thread is woken."""
         self._handlers, self._clock, self._faults, self._log, self._waker = handlers, clock, faults, log, waker
-        self._large_pool = ThreadPoolExecutor(1, "kv-door-large")
         self._pool: Lines[QueuedRequest] = Lines(limits.threads, "kv-door")
         self._long_pool: Lines[QueuedRequest] = Lines(limits.long_threads, "kv-door-long")
-        self._large: list[QueuedRequest] = []  # waiting for the thread
-        self._large_now: QueuedRequest | None = None
+        self._large_pool: Lines[QueuedRequest] = Lines(
+            1, "kv-door-large", lambda one: one.connection.asked_lately(clock.monotonic_seconds())
+        )
+        self._pools = [self._pool, self._long_pool, self._large_pool]
 
     def add(self, listener: Listener) -> None:
-        """A tenant's socket: its requests wait in lines of its own."""
-        listener.lines = self._pool.new_line(), self._long_pool.new_line()
+        """Its requests wait in lines of its own; a socket that belongs to no tenant has threads of its own, too."""
+        if listener.is_tenants:
+            lines = self._pool.new_line(), self._long_pool.new_line()
+        else:
+            self._pools.append(Lines(ADMIN_THREADS, "kv-door-admin"))
+            lines = (self._pools[-1].new_line(),) * 2
+        listener.lines = *lines, self._large_pool.new_line()
 
-    def start(self, others: Iterable[ThreadPoolExecutor]) -> None:
-        """Start a thread of each pool, and of the others: if the machine has no more threads later, every client is
+    def start(self, other: ThreadPoolExecutor) -> None:
+        """Start a thread of each pool, and of the other one: if the machine has no more threads later, every client is
         still served."""
-        for pool in (self._pool.executor, self._large_pool, self._long_pool.executor, *others):
+        for pool in (*(one.executor for one in self._pools), other):
             pool.submit(lambda: None)
 
     def close(self) -> None:
         """Begin nothing more."""
-        for pool in (self._pool.executor, self._large_pool):
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    def close_long(self) -> None:
-        """Nor what may take long, once all connections are closed."""
-        self._long_pool.executor.shutdown(wait=False, cancel_futures=True)
+        for one in self._pools:
+            one.executor.shutdown(wait=False, cancel_futures=True)
 
     # Requests --------------------------------------------------------------------------------------------------------
 
@@ -427,13 +452,12 @@ class DoorThreads:
         connection = asked.connection
         connection.in_flight += 1
         connection.in_flight_bytes += asked.length
+        asked.line = connection.listener.lines[LARGE_LINE if is_large else asked.is_long]
         if is_large:
             connection.large = asked
-            self._large.append(asked)
-            self._begin_large()
-            return
-        asked.line = connection.listener.lines[asked.is_long] if connection.listener.lines else None
-        connection.waiting.append(asked)
+            asked.line.waiting.append(asked)
+        else:
+            connection.waiting.append(asked)
         self.begin(connection)
 
     def ended(self, asked: QueuedRequest) -> None:
@@ -441,31 +465,23 @@ class DoorThreads:
         connection = asked.connection
         connection.in_flight -= 1
         connection.in_flight_bytes -= asked.length
-        if asked.line is not None:
-            asked.line.end()
+        assert asked.line is not None
+        asked.line.end(self._clock.monotonic_seconds() - asked.begun_at)
         if connection.large is asked:
-            connection.large = self._large_now = None
-            connection.listener.large_share.pay(self._clock.monotonic_seconds() - asked.begun_at)
+            connection.large = None
         elif asked.is_long:
             connection.long_running -= 1
         else:
             connection.running -= 1
 
-    def begin_next(self, connection: Connection) -> None:
-        """Begin what an ended request of a connection kept waiting."""
-        self._begin_large()
-        self.begin(connection)
-        self._begin_pooled()
-
     def leave_out(self, connection: Connection) -> None:
         """Drop the requests of a closed connection that have not begun."""
-        if connection.large in self._large:
-            self._large.remove(connection.large)
         for line in connection.listener.lines:
             line.leave_out(lambda one: one.connection is connection)
 
     def begin(self, connection: Connection) -> None:
-        """Begin a connection's next deferred messages, within its limit, and none while its answers are unread."""
+        """Begin a connection's next deferred messages, within its limit, and none while its answers are unread; and
+        whatever free threads can take."""
         while connection.waiting and not connection.closed:
             asked = connection.waiting[0]
             if not asked.is_long and connection.running >= self.limits.running:
@@ -477,63 +493,29 @@ class DoorThreads:
                 connection.long_running += 1
             else:
                 connection.running += 1
-            if asked.line is not None:
-                asked.line.waiting.append(asked)
-            elif connection.listener.pool is not None:
-                self._serve_in(connection.listener.pool, asked)
-        self._begin_pooled()
+            assert asked.line is not None
+            asked.line.waiting.append(asked)
+        # Here and not in the executors' queues, where each would wait behind a flooding client's.
+        for pool in self._pools:
+            while (one := pool.begin()) is not None:
+                self._begin_in(pool.executor, one)
 
-    def _begin_large(self) -> None:
-        """Begin the next large message, least-served tenant first, which the executor's own queue would not do."""
-        while self._large_now is None and self._large:
-            now = self._clock.monotonic_seconds()
-            asked = min(self._large, key=lambda one: one.connection.large_rank(now))
-            asked.connection.listener.large_share.begin()
-            asked.begun_at = now
-            self._large.remove(asked)
-            self._large_now = asked
-            if asked.request is not None:
-                self._serve_in(self._large_pool, asked)
-            elif not self._submitted(self._large_pool, self._read, asked):
-                self._read(asked)
-
-    def _begin_pooled(self) -> None:
-        """Here and not in the executor's queue, where each would wait behind a flooding client's."""
-        for pool in (self._pool, self._long_pool):
-            while (asked := pool.begin()) is not None:
-                self._serve_in(pool.executor, asked)
-
-    def _submitted(self, pool: ThreadPoolExecutor, work: Callable[[QueuedRequest], None], asked: QueuedRequest) -> bool:
-        """Whether a thread of the pool does it. If the machine has no new thread, the pool may have queued it for an
-        old one all the same: either that thread or this method takes it, not both."""
-        unbegun = [asked]
-
-        def begin() -> None:
-            try:
-                one = unbegun.pop()
-            except IndexError:
-                return
-            work(one)
-
-        try:
-            pool.submit(begin)
+    def _begin_in(self, pool: ThreadPoolExecutor, asked: QueuedRequest) -> None:
+        asked.begun_at = self._clock.monotonic_seconds()
+        work = self._serve if asked.request is not None else self._read
+        error = submitted(pool, partial(work, asked))
+        if error is None:
             if DOOR_THREADS in self._faults.failing:
                 self._faults.worked(DOOR_THREADS)
-        except (RuntimeError, MemoryError) as error:
-            if not self.is_closing:
-                self._faults.failed(DOOR_THREADS, kind_of(error), "a request has no thread")
-            try:
-                unbegun.pop()
-            except IndexError:
-                return True
-            return False
-        return True
-
-    def _serve_in(self, pool: ThreadPoolExecutor, asked: QueuedRequest) -> None:
-        if not self._submitted(pool, self._serve, asked):
-            asked.served = Response(m.Failed(m.RequestFault.BUSY, "no thread is free"))
-            self.done.append(asked)
-            wake(self._waker)
+            return
+        if not self.is_closing:
+            self._faults.failed(DOOR_THREADS, kind_of(error), "a request has no thread")
+        if asked.request is None:
+            self._read(asked)
+            return
+        asked.served = Response(m.Failed(m.RequestFault.BUSY, "no thread is free"))
+        self.done.append(asked)
+        wake(self._waker)
 
     # In a thread of a pool -------------------------------------------------------------------------------------------
 

@@ -143,9 +143,9 @@ def share_of(tenants: int) -> int:
 
 
 class Unread:
-    """Of one connection. since: when the first of them was sent, in the clock's seconds."""
+    """Of one connection."""
 
-    __slots__ = ("_behind", "_closer", "_queued", "_socket", "_unread_bytes", "is_ended", "sent_count", "since")
+    __slots__ = ("_behind", "_closer", "_queued", "_socket", "_unread_bytes", "is_ended", "sent_count")
 
     def __init__(self, sock: socket.socket, closer: Closer | None) -> None:
         """closer: closes the socket, if it may hold descriptors."""
@@ -154,18 +154,15 @@ class Unread:
         self._queued = self.sent_count = 0
         self._behind = 0  # unread bytes that were sent behind the last of them
         self._unread_bytes = 0  # as of the last look
-        self.since = 0.0
         self.is_ended = False
 
     def queued(self, count: int) -> None:
         """These wait to be sent, and stay open until then."""
         self._queued += count
 
-    def sent(self, count: int, now: float) -> None:
+    def sent(self, count: int) -> None:
         """These were sent."""
         self._queued -= count
-        if not self.sent_count:
-            self.since = now
         self.sent_count += count
         self._behind = 0
 
@@ -181,10 +178,6 @@ class Unread:
             if self._unread_bytes <= self._behind:
                 self.sent_count = 0
         return self._queued + self.sent_count
-
-    def count_since(self, since: float) -> int:
-        """The most that may have been unread since before `since`."""
-        return self.count() - self._queued if self.since < since else 0
 
     def _look(self) -> int:
         return _COUNT.unpack(fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(_COUNT.size)))[0]  # type: ignore[no-any-return]

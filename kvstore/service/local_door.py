@@ -43,6 +43,7 @@ from kvstore.service.connections import (
     attempt,
     close_all,
     read_request,
+    submitted,
     wake,
 )
 from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent, share_of
@@ -59,8 +60,6 @@ ACCEPT_COST = 5
 """Cost of a new connection to its tenant, in messages."""
 TURNED_AWAY = 32
 """Rejected connections that are still being sent the reason; the oldest make room."""
-UNREAD_SECONDS = 1.0
-"""When the kernel sends no more descriptors, a client with some unread for longer may be disconnected."""
 SHOW_OUT_SECONDS = 10.0
 _TOKEN_SECONDS = 0.001
 """How soon connections that wait for the rate are looked at again."""
@@ -70,7 +69,7 @@ SLOW_COST = 10
 """What a request served by a thread of the pool counts for, in messages."""
 LOOK_COST = 1 / 8
 """Cost of each connection that the kernel is asked about."""
-END_THREADS = 2
+END_THREADS = 3
 IDLE_LOOK_SECONDS = 0.5
 """Interval of an idle thread's checks, so that engines have the processor to themselves."""
 
@@ -93,16 +92,14 @@ class LocalDoor:
         self._woken.setblocking(False)
         self._waker.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._turns = Turns(), Turns()
+        self._turns = Turns()
         self._is_watchful = True  # whether a client came, or needs attention, since the last look
-        self._is_ending = False  # a thread of the pool unpins ended leases
-        self._is_sweeping = False
+        self._under_way: set[str] = set()  # what `_do_behind` has a thread at
         self._closing = False
         self._closes_at = 0.0
         self._swept_at = clock.monotonic_seconds()
         self._thread: threading.Thread | None = None
         self._end_pool = ThreadPoolExecutor(END_THREADS, "kv-door-end")  # frees what disconnected clients held
-        self._sweep_pool = ThreadPoolExecutor(1, "kv-door-sweep")
         self._awaits = DoorAwaits(handlers, clock, self._waker)
         self._threads = DoorThreads(handlers, clock, limits, self._faults, self._log, self._waker)
         self._listeners: list[Listener] = []
@@ -144,8 +141,7 @@ class LocalDoor:
         self._listen(listener)
 
     def _listen(self, listener: Listener) -> None:
-        if listener.pool is None:
-            self._threads.add(listener)
+        self._threads.add(listener)
         self._listeners.append(listener)
         self._selector.register(listener.socket, selectors.EVENT_READ, listener)
 
@@ -174,7 +170,7 @@ class LocalDoor:
         """failed: called, after logging, when an internal fault ends the service."""
         self._failed = failed
         self._sessions.watch_memory(lambda: wake(self._waker))
-        self._threads.start([self._end_pool, self._sweep_pool, *self._own_pools()])
+        self._threads.start(self._end_pool)
         thread = threading.Thread(target=self._serve, name="kv-local-door", daemon=True)
         thread.start()
         self._thread = thread
@@ -246,21 +242,23 @@ class LocalDoor:
 
     def _have_leases_ended(self) -> None:
         """Have a separate thread unpin the blocks of ended leases in pieces. Without it, each sweep does a piece."""
-        if self._is_ending or self._closing or not self._store.is_ending:
-            return
-        self._is_ending = True
-        try:
-            self._end_pool.submit(self._end_leases)
-        except RuntimeError:  # no further thread: the one started first does it
-            pass
-        except MemoryError:
-            self._is_ending = False
+        if not self._closing and self._store.is_ending:
+            self._do_behind("what leases that are over pinned cannot be given back", self._store.finish_ending)
 
-    def _end_leases(self) -> None:
-        try:
-            self._safely("what leases that are over pinned cannot be given back", self._store.finish_ending)
-        finally:
-            self._is_ending = False
+    def _do_behind(self, what: str, work: Callable[[], object]) -> None:
+        """Have another thread do it, unless one is at it. If the machine has none, a later call may."""
+        if what in self._under_way:
+            return
+        self._under_way.add(what)
+
+        def run() -> None:
+            try:
+                self._safely(what, work)
+            finally:
+                self._under_way.discard(what)
+
+        if submitted(self._end_pool, run) is not None:
+            self._under_way.discard(what)
 
     def _safely(self, what: str, work: Callable[[], object]) -> None:
         attempt(self._log, work, what, what)
@@ -423,7 +421,7 @@ class LocalDoor:
             connection = asked.connection
             self._threads.ended(asked)
             self._or_disconnect(connection, "an answer could not be given", partial(self._deliver_one, asked))
-            self._threads.begin_next(connection)
+            self._threads.begin(connection)
             self._watch(connection)
 
     def _deliver_one(self, asked: QueuedRequest) -> None:
@@ -488,7 +486,6 @@ class LocalDoor:
                 raise
             connection.is_refused = True
             self._faults.failed(SENT, kind_of(error), "too many are under way that no client has read")
-            self._hang_up_on_the_worst(connection)
             return
         if has_descriptors and not connection.unsent and SENT in self._faults.failing:
             self._faults.worked(SENT)
@@ -534,13 +531,10 @@ class LocalDoor:
         if not attempt(self._log, partial(self._accept, listener), *line):
             self._pause(listener)
 
-    def _own_pools(self) -> list[ThreadPoolExecutor]:
-        return [one.pool for one in self._listeners if one.pool is not None]
-
     def _most(self, listener: Listener) -> int:
-        if listener.pool is not None:
+        if not listener.is_tenants:
             return listener.most
-        return max(1, self._limits.connections // sum(one.pool is None for one in self._listeners))
+        return max(1, self._limits.connections // sum(one.is_tenants for one in self._listeners))
 
     def _there(self) -> tuple[int, int]:
         there = [one for one in list(self._connections) if one.refusal is None and one.listener.couriers is None]
@@ -642,7 +636,8 @@ class LocalDoor:
         if self._spare is None:
             with suppress(OSError):
                 self._spare = self._woken.dup()
-        self._sweep()
+        # In a separate thread: kernel queries can take long.
+        self._do_behind("what those who are gone left behind cannot be given back", self._sessions.sweep)
         is_watchful = self._sessions.is_waited_for
         for one in list(self._connections):
             if one.is_refused:
@@ -658,24 +653,6 @@ class LocalDoor:
             elif one.has_message() and not one.ending:
                 ready.setdefault(one)
         self._is_watchful = is_watchful
-
-    def _sweep(self) -> None:
-        """In a separate thread, one sweep at a time: kernel queries can take long."""
-        if self._is_sweeping:
-            return
-        self._is_sweeping = True
-        what = "what those who are gone left behind cannot be given back"
-
-        def sweep() -> None:
-            try:
-                self._safely(what, self._sessions.sweep)
-            finally:
-                self._is_sweeping = False
-
-        try:
-            self._sweep_pool.submit(sweep)
-        except (RuntimeError, MemoryError):  # the machine has no thread for it
-            sweep()
 
     # Disconnecting ---------------------------------------------------------------------------------------------------
 
@@ -694,20 +671,9 @@ class LocalDoor:
             return
         self._awaits.gone(connection)
         self._leaving.add(connection.caller)
-        try:  # it may have held much
-            self._end_pool.submit(self._gone, connection.caller)
-        except (RuntimeError, MemoryError):  # the pool is closed, or has no thread for it
-            self._gone(connection.caller)
-
-    def _hang_up_on_the_worst(self, beside: Connection) -> None:
-        since = self._clock.monotonic_seconds() - UNREAD_SECONDS
-        counts = {one: one.unread.count_since(since) for one in self._connections}
-        worst = max(counts, key=lambda one: counts[one], default=beside)
-        if worst is beside or not counts[worst]:
-            return
-        path = worst.listener.path
-        self._log.warn(f"unread {path}", "a client of %s did not read %d descriptors for long", path, counts[worst])
-        self._disconnect(worst)
+        left = partial(self._gone, connection.caller)  # it may have held much
+        if submitted(self._end_pool, left) is not None:  # the pool is closed, or has no thread for it
+            left()
 
     def _disconnect_tenant(self, tenant: bytes, done: threading.Event) -> None:
         for listener in self._listeners:
@@ -737,11 +703,9 @@ class LocalDoor:
         while self._to_show_out:
             self._to_show_out.popleft()[1].set()
         self._threads.close()
-        for pool in (self._sweep_pool, self._end_pool, *self._own_pools()):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._end_pool.shutdown(wait=False, cancel_futures=True)
         for connection in list(self._connections):
             self._disconnect(connection)
-        self._threads.close_long()
         self._sessions.end_notifying()
         for listener in self._listeners:
             listener.unread.close()

@@ -33,6 +33,7 @@ from kvstore.service.connections import (
     LARGE_BURST_BYTES,
     LARGE_BYTES,
     LARGE_BYTES_PER_SECOND,
+    LARGE_LINE,
     LATELY_SECONDS,
     Connection,
     DoorLimits,
@@ -354,11 +355,11 @@ def test_a_large_message_does_not_wait_behind_those_of_a_flooder(sidecar: Sideca
         wait_until(lambda: sidecar.door.usage().served.get("match") == 1)
         for at, flooder in enumerate(flooders):
             flooder.socket.sendall(m.pack(m.Request(2, m.ReleaseRequest(str(at) * (m.MAX_BODY_BYTES - 100)))))
-        wait_until(lambda: len(sidecar.door._threads._large) == len(flooders))
+        wait_until(lambda: len(sidecar.door._listeners[0].lines[LARGE_LINE].waiting) == len(flooders))
         other.socket.sendall(m.pack(m.Request(2, m.ReleaseRequest("x" * LARGE))))
-        wait_until(lambda: len(sidecar.door._threads._large) == len(flooders) + 1)
+        wait_until(lambda: len(sidecar.door._listeners[0].lines[LARGE_LINE].waiting) == len(flooders) + 1)
         flooders[0].close()
-        wait_until(lambda: len(sidecar.door._threads._large) == len(flooders))
+        wait_until(lambda: len(sidecar.door._listeners[0].lines[LARGE_LINE].waiting) == len(flooders))
     for peer in (first, *flooders[1:], other):
         assert peer.reply() is not None
     assert served[0] == "x" and sorted(served) == ["1", "2", "3", "4", "5", "x"]

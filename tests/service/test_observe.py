@@ -84,9 +84,8 @@ def test_observers_take_no_connection_and_no_thread_of_the_operators(tmp_path: P
         wires = [wire_to(sidecar.observe_path) for _ in range(ADMIN_CONNECTIONS)]
         gate = threading.Event()
         (observers,) = [one for one in sidecar.door._listeners if one.path == sidecar.observe_path]
-        assert observers.pool is not None
         for _ in range(8):
-            observers.pool.submit(gate.wait, 30)
+            observers.lines[0]._pool.executor.submit(gate.wait, 30)
         try:
             wires.append(wire_to(sidecar.observe_path))  # one that is idle makes room
             assert ask.stat(str(sidecar.admin_path), CLOCK).door.admin_connections == ADMIN_CONNECTIONS + 1
