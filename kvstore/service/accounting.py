@@ -397,23 +397,6 @@ SET_ASIDE_PARTS = 4096
 """Set aside after this many parts: their objects are walked in some milliseconds."""
 
 
-class Lasting:
-    """Counts the parts of opened namespaces. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._parts = 0
-        self._lock = threading.Lock()
-
-    def opened(self, parts: int) -> None:
-        """A namespace with so many parts was opened, perhaps again."""
-        with self._lock:
-            self._parts += parts
-            if self._parts < SET_ASIDE_PARTS:
-                return
-            self._parts = 0
-        set_aside()
-
-
 def set_aside() -> None:
     """Exempt all live objects from the search for cycles."""
     gc.collect()

@@ -87,8 +87,8 @@ COURIER_BYTES_PER_SECOND = 64 << 20
 class Listener:
     """A tenant's socket, the couriers', or one without tenant. tenant: None without keys; `renew` makes them.
     closer: closes connections that may hold descriptors. share: service that its connections got from the socket's own
-    thread. lines: requests that wait for a thread, as `LARGE_LINE` says. unread: descriptors sent and not read. is_operator:
-    whether its clients may use the descriptor that is reserved for the operator."""
+    thread. lines: requests that wait for a thread, as `LARGE_LINE` says. unread: descriptors sent and not read.
+    is_operator: whether its clients may use the descriptor that is reserved for the operator."""
 
     def __init__(
         self,

@@ -18,9 +18,9 @@ import socket
 import struct
 import termios
 import threading
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from queue import SimpleQueue
 
 SO_PASSRIGHTS = 83
 """Of `SOL_SOCKET`; the `socket` module does not have it yet."""
@@ -63,59 +63,42 @@ class Closer:
     """Closes sockets that may hold descriptors, one after another, in a thread that starts with the first."""
 
     def __init__(self) -> None:
-        self._waiting: deque[socket.socket] = deque()
-        self._condition = threading.Condition()
+        self._waiting: SimpleQueue[socket.socket | None] = SimpleQueue()
+        self._given = self._closed = 0  # sockets: by the caller's thread, and by its own
         self._thread: threading.Thread | None = None
-        self._closing = 0
-        self._ended = False
 
     def close(self, sock: socket.socket) -> None:
         """Disconnect now; the thread closes the socket. Does not block."""
         with suppress(OSError):  # usually the client has disconnected
             sock.shutdown(socket.SHUT_RDWR)
-        with self._condition:
-            self._waiting.append(sock)
-            self._condition.notify()
+        self._given += 1
+        self._waiting.put(sock)
         self.look()
 
     def look(self) -> None:
         """Start the thread if the machine had none before."""
-        with self._condition:
-            if not self._waiting or self._thread is not None:
-                return
-            thread = threading.Thread(target=self._close_all, name="kv-door-close", daemon=True)
-            try:
-                thread.start()
-            except (RuntimeError, MemoryError):
-                return
+        if not self._given or self._thread is not None:
+            return
+        thread = threading.Thread(target=self._close_all, name="kv-door-close", daemon=True)
+        with suppress(RuntimeError, MemoryError):
+            thread.start()
             self._thread = thread
 
     def end(self) -> None:
         """Have the thread end once all are closed. Does not block."""
-        with self._condition:
-            self._ended = True
-            self._condition.notify()
+        self._waiting.put(None)
 
     def __len__(self) -> int:
         """Sockets that are not closed yet."""
-        with self._condition:
-            return len(self._waiting) + self._closing
+        return self._given - self._closed
 
     def _close_all(self) -> None:
-        while True:
-            with self._condition:
-                self._closing = 0
-                while not self._waiting:
-                    if self._ended:
-                        return
-                    self._condition.wait()
-                sock = self._waiting.popleft()
-                self._closing = 1
+        while (sock := self._waiting.get()) is not None:
             try:
                 sock.close()
             except OSError as error:
                 _log.debug("a connection was closed with an error", extra={"reason": error.strerror})
-            del sock
+            self._closed += 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------

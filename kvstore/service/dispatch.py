@@ -28,7 +28,7 @@ from kvstore.protocol.door import MAX_PRIORITY, TenantClient, check_participant
 from kvstore.protocol.messages import MAX_TICKET_SECONDS, LeaseReply, MatchReply
 from kvstore.protocol.requests import check_request
 from kvstore.protocol.words import printable
-from kvstore.service.accounting import Counting, Lasting, NamespaceInfo
+from kvstore.service.accounting import SET_ASIDE_PARTS, Counting, NamespaceInfo, set_aside
 from kvstore.service.descriptors import SlowExtents
 from kvstore.service.parked import Parking, Response, refusal
 from kvstore.service.sessions import COURIERS, MAX_LEASED_PLACES, ClientState, ReservationProgress, Sessions
@@ -90,7 +90,7 @@ class Handlers:
         self.told, self.prefixes = ToldRequests(clock), PrefixBook(clock)
         self.parking = Parking(store)
         self._slow = SlowExtents(clock.monotonic_seconds, clock.thread_seconds)
-        self._lasting = Lasting()
+        self._new_parts = 0  # of opened namespaces, since objects were set aside
         self._verbs: dict[type, Callable[[ClientState, Any], Response | m.Answer]] = {
             m.OpenNamespace: self._open_namespace,
             m.MatchPrefix: self._match,
@@ -221,7 +221,10 @@ class Handlers:
             _log.debug("namespace opened", extra={"connection": caller.number, **named})
         slices = tuple(len(part.layers) for part in namespace.layout.parts)
         caller.namespaces[number] = slices
-        self._lasting.opened(len(slices))
+        self._new_parts += len(slices)  # by one thread at a time, which opens all
+        if self._new_parts >= SET_ASIDE_PARTS:
+            self._new_parts = 0
+            set_aside()
         name = self._names.get(tenant, digest) if self._names is not None else ""
         self.counting.opened(number, tokens, NamespaceInfo(digest, tenant, printable(name) or model, codec, tokens))
         block_bytes = sum(map(frame_bytes, granted.grant.payload_bytes))

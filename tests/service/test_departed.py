@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.block.identity import Namespace
+from kvstore.block.identity import Namespace, TenantKeys
 from kvstore.client.framing import FramedSocket
 from kvstore.protocol import messages as m
 from kvstore.service import sessions as departed
 from kvstore.service.connections import DoorLimits
 from kvstore.service.dispatch import MAX_SHARES
-from kvstore.service.sessions import DisconnectedClients
+from kvstore.service.sessions import ClientState, DisconnectedClients, Session
 from programs import start_python
 from service.sidecar import Sidecar, wire_to
 from tiering.dram.extents import MappedExtent
 from tiering.tier import SLOT_BITS
 from waiting import wait_until
-from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
+from workbench import MODEL, OTHER_SECRET, SECRET, blank_pages, ids, random_pages, same_tokens, small_layout
 
 RARELY = DoorLimits(sweep_seconds=10.0)
 """The door sweeps so seldom that what a test counts is of its own sweeps."""
@@ -141,6 +141,13 @@ def mapped(wire: FramedSocket, extents: list[int]) -> list[MappedExtent]:
     ]
 
 
+def disconnected(among: DisconnectedClients, number: int, secret: bytes = SECRET) -> ClientState:
+    """One of a tenant's that had mapped an extent."""
+    caller = ClientState(number, Session(b"", TenantKeys.derive(secret), "e"), extents={7})
+    assert among.add(caller)
+    return caller
+
+
 class Slow:
     """The kernel, which does not answer before it may, but about the third connection."""
 
@@ -158,8 +165,7 @@ def test_two_threads_may_look_at_connections_of_one_tenant_at_a_time(is_same: bo
     """One of them asks, also where both look at the same connection; the other one knows nothing new."""
     kernel = Slow()
     departed = DisconnectedClients(kernel)
-    first, other, of_another_tenant = (departed.add(n, b"u" if n == 3 else b"t", None, [7]) for n in (1, 2, 3))
-    assert first is not None and other is not None and of_another_tenant is not None
+    first, other, of_another_tenant = (disconnected(departed, n, OTHER_SECRET if n == 3 else SECRET) for n in (1, 2, 3))
     seen: list[tuple[bool, int]] = []
     thread = threading.Thread(target=lambda: seen.append(departed.look(first)))
     thread.start()
@@ -192,7 +198,7 @@ def test_an_extent_that_was_let_go_of_is_not_asked_about_again(tmp_path: Path) -
         wait_until(lambda: len(sidecar.sessions.departed) == 1)
         wait_until(lambda: sidecar.sessions.departed.looks == 1)  # when it left
         assert [swept(sidecar) for _ in range(3)] == [1, 1, 1]
-        asked = next(iter(sidecar.sessions.departed._gone.values())).extents
+        asked = next(iter(sidecar.sessions.departed._gone.values())).mapped
         last = held[extents.index(asked[-1])]
         del held
         assert swept(sidecar) == len(extents)

@@ -14,10 +14,12 @@ from kvstore.service.connections import DoorLimits
 from kvstore.service.descriptors import ALLOWED_SECONDS, RARELY, SLOW_SECONDS, SlowExtents
 from kvstore.service.sessions import SWEEPS_A_SECOND, DisconnectedClients
 from service.sidecar import Sidecar, wire_to
+from service.test_departed import disconnected
 from tiering.dram.extents import MappedExtent
 from tiering.dram.unmap_wait import Unmapped
 from tiering.tier import extent_of
 from torture.peer import packed_namespace
+from workbench import OTHER_SECRET, SECRET
 
 
 class Time:
@@ -175,15 +177,15 @@ def sweep(departed: DisconnectedClients, mappings: Mappings) -> list[int]:
 def test_a_tenant_where_questions_are_slow_is_left_out_of_sweeps() -> None:
     mappings = Mappings({1: 0.003, 2: 0.003, 3: 0.0001})
     departed = DisconnectedClients(mappings)
-    for number, tenant in ((1, b"a"), (2, b"a"), (3, b"b")):
-        departed.add(number, tenant, None, [7])
+    for number, secret in ((1, SECRET), (2, SECRET), (3, OTHER_SECRET)):
+        disconnected(departed, number, secret)
     left_out = int(SWEEPS_A_SECOND * 0.003)
     assert sorted(sweep(departed, mappings)) == [1, 3], "its second connection is left out at once"
     for _ in range(left_out):
         assert sweep(departed, mappings) == [3]
     assert sorted(sweep(departed, mappings)) == [2, 3], "the other one has its turn"
-    gone = departed.add(4, b"a", None, [7])
-    assert gone is not None and departed.look(gone) == (True, 0)
-    nothing = departed.add(5, b"a", None, [])
-    assert nothing is not None and departed.look(nothing) == (False, 0), "it has nothing to be asked about"
+    assert departed.look(disconnected(departed, 4)) == (True, 0)
+    nothing = disconnected(departed, 5)
+    nothing.mapped = []
+    assert departed.look(nothing) == (False, 0), "it has nothing to be asked about"
     assert len(departed) == 5
