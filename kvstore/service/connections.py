@@ -1,5 +1,5 @@
 """Connections of the API sockets: what was read of each and not served, and answered and not sent; and the threads that
-some of their requests wait for (`DoorThreads`), or that none of them waits for (`DoorAwaits`).
+some of their requests wait for (`DoorThreads`).
 
 Each has a token bucket, filled at the configured rate; every request takes some out. Tenants are served least-served
 first, and of a tenant's connections the one with the fewest recent requests.
@@ -11,7 +11,7 @@ import math
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,8 +28,7 @@ from kvstore.protocol import messages as m
 from kvstore.service import descriptors
 from kvstore.service.accounting import Line, Lines, ServiceShare, Turns
 from kvstore.service.descriptors import TenantUnread, Unread
-from kvstore.service.dispatch import Handlers, version_in_common
-from kvstore.service.parked import Parked, ParkedLocate, Parking, Response
+from kvstore.service.dispatch import Handlers, Parked, Parking, Response, version_in_common
 from kvstore.service.sessions import ClientState
 from tiering.clock import Clock
 from tiering.counts.histogram import BOUNDS_MS, Histogram
@@ -44,8 +43,6 @@ LARGE_BYTES_PER_SECOND, LARGE_BURST_BYTES = 1 << 20, 32 << 20
 """The rate of such messages for one connection, and how much it may save up: thirty prompts of a million tokens in
 blocks of 64. They have their own bucket, since short messages behind them would otherwise wait until they are paid.
 Decoding one holds the interpreter for up to 3 ms: their rate bounds what other clients wait."""
-AWAITS_SECONDS = 0.00025
-"""How long the door's thread answers ended awaits before it takes messages again."""
 LATELY_SECONDS = 10.0
 """Requests of this age count for a third of present ones when connections of a tenant are ranked."""
 MAX_SWEEP_SECONDS = 10
@@ -545,102 +542,3 @@ class DoorThreads:
             asked.served = Response(m.Failed(fault, "a fault of the sidecar; it is in its log"))
         self.done.append(asked)
         wake(self._waker)
-
-
-class DoorAwaits:
-    """The awaits of all connections. Only the socket's thread calls it, except `_told`. The least-served tenant is
-    answered first, and pays as for a message."""
-
-    def __init__(self, handlers: Handlers, clock: Clock, waker: socket.socket) -> None:
-        """waker: as for `wake`."""
-        self._handlers, self._clock, self._waker = handlers, clock, waker
-        self.parked: dict[Parked, tuple[Connection, int]] = {}
-        self.over: deque[Parked] = deque()
-        """Ended ones that `ended` has not seen."""
-        self._lines: dict[Listener, deque[Parked]] = {}
-
-    def take(
-        self, connection: Connection, caller: ClientState, number: int, verb: m.Await | m.Cancel
-    ) -> Response | None:
-        """Park a connection's request; returns the answer if there is one already."""
-        if isinstance(verb, m.Cancel):
-            self._handlers.parking.cancel([connection.parked[one] for one in verb.numbers if one in connection.parked])
-            return Response(m.Done())
-        if number in connection.parked:
-            return self._refused(number)
-        one = self._handlers.park(caller, verb, self._told)
-        if isinstance(one, Response):
-            return one
-        return self._kept(connection, number, one)
-
-    def hold(self, connection: Connection, number: int, one: ParkedLocate) -> Response | None:
-        """The same for a request that was asked already, perhaps by another thread."""
-        one.tell = self._told  # from now on; the answer may have come already
-        if number in connection.parked or connection.closed:
-            self._handlers.parking.cancel([one])
-            return self._refused(number)
-        if one.answer is not None:
-            return Response(one.answer)
-        return self._kept(connection, number, one)
-
-    def _kept(self, connection: Connection, number: int, one: Parked) -> Response | None:
-        self.parked[one] = connection, number
-        connection.parked[number] = one
-        return None
-
-    @staticmethod
-    def _refused(number: int) -> Response:
-        text = f"request {number} waits already; number requests anew"
-        return Response(m.Failed(m.RequestFault.BAD_INPUT, text))
-
-    def gone(self, connection: Connection) -> None:
-        """End a closed connection's awaits."""
-        parked, connection.parked = list(connection.parked.values()), {}
-        for one in parked:
-            del self.parked[one]
-        self._handlers.parking.cancel(parked)
-
-    def rest_seconds(self, most: float) -> float:
-        """Seconds until one is due, at most `most`."""
-        if not self.parked:
-            return most
-        return max(0.0, min(most, self._handlers.parking.due_at - self._clock.monotonic_seconds()))
-
-    def ended(self) -> Iterator[tuple[Connection, int, Response]]:
-        """Answers to ended awaits, each with its connection and the number of its request, for `AWAITS_SECONDS` at
-        most."""
-        parking = self._handlers.parking
-        parking.tell_couriers()
-        if not self.parked:
-            self.over.clear()
-            self._lines.clear()
-            return
-        now = self._clock.monotonic_seconds()
-        if parking.due_at <= now:
-            parking.expire()
-        while self.over:
-            one = self.over.popleft()
-            if one in self.parked:
-                self._lines.setdefault(self.parked[one][0].listener, deque()).append(one)
-        while self._lines and self._clock.monotonic_seconds() - now < AWAITS_SECONDS:
-            listener = min(self._lines, key=lambda of: of.share.starts_at)
-            one = self._lines[listener].popleft()
-            if not self._lines[listener]:
-                del self._lines[listener]
-            connection, number = self.parked.pop(one, (None, 0))
-            if connection is not None:  # else the client disconnected meanwhile
-                del connection.parked[number]
-                listener.share.begin()
-                listener.share.pay(1)
-                yield connection, number, parking.awaited(one)
-
-    @property
-    def has_more(self) -> bool:
-        """Whether `ended` left some."""
-        return bool(self._lines)
-
-    def _told(self, one: Parked) -> None:
-        """Called by any thread, under the table's lock."""
-        self.over.append(one)
-        if len(self.over) == 1:
-            wake(self._waker)

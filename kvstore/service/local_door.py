@@ -35,7 +35,6 @@ from kvstore.service.accounting import DoorFigures, Refusal, Turns
 from kvstore.service.connections import (
     LARGE_BYTES,
     Connection,
-    DoorAwaits,
     DoorLimits,
     DoorThreads,
     Listener,
@@ -47,8 +46,7 @@ from kvstore.service.connections import (
     wake,
 )
 from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent, share_of
-from kvstore.service.dispatch import LONG, SLOW, Handlers
-from kvstore.service.parked import Parking, Response
+from kvstore.service.dispatch import LONG, SLOW, Handlers, Parked, ParkedLocate, Parking, Response
 from kvstore.service.sessions import ClientState
 from kvstore.status.tree import DoorStatus
 from tiering.counts.histogram import Histogram
@@ -65,6 +63,8 @@ _TOKEN_SECONDS = 0.001
 """How soon connections that wait for the rate are looked at again."""
 ADMIN_MODE = 0o600
 TURN_SECONDS = 0.001
+AWAITS_SECONDS = 0.00025
+"""How long ended awaits are answered before messages are taken again."""
 SLOW_COST = 10
 """What a request served by a thread of the pool counts for, in messages."""
 LOOK_COST = 1 / 8
@@ -100,7 +100,9 @@ class LocalDoor:
         self._swept_at = clock.monotonic_seconds()
         self._thread: threading.Thread | None = None
         self._end_pool = ThreadPoolExecutor(END_THREADS, "kv-door-end")  # frees what disconnected clients held
-        self._awaits = DoorAwaits(handlers, clock, self._waker)
+        self._parked: dict[Parked, tuple[Connection, int]] = {}  # requests that are answered later
+        self._over: deque[Parked] = deque()  # ended ones
+        self._over_lines: dict[Listener, deque[Parked]] = {}  # the same, by socket
         self._threads = DoorThreads(handlers, clock, limits, self._faults, self._log, self._waker)
         self._listeners: list[Listener] = []
         self._paused: list[Listener] = []  # without a descriptor for a new connection
@@ -204,7 +206,6 @@ class LocalDoor:
         ready: dict[Connection, None] = {}  # with a whole message, in order of arrival
         is_busy = False  # a client whose message was taken in the last round has more
         looked_at = self._clock.monotonic_seconds()
-        awaits = self._awaits
         while not (self._closing and self._is_over()):
             # Messages found at once arrived after the last look, and are taken to have come right after it; those that
             # end a wait have just come.
@@ -212,8 +213,9 @@ class LocalDoor:
             found = self._selector.select(0)
             if not found and not is_busy:
                 rest = _TOKEN_SECONDS if ready else self._rest_seconds()
-                if awaits.parked:
-                    rest = awaits.rest_seconds(rest)
+                if self._parked:
+                    due = self._handlers.parking.due_at - self._clock.monotonic_seconds()
+                    rest = max(0.0, min(rest, due))
                 found = self._selector.select(rest)
                 came_at = looked_at = self._clock.monotonic_seconds()
             self._is_watchful |= bool(found)
@@ -233,9 +235,9 @@ class LocalDoor:
             self._safely("clients cannot be told that memory was given back", self._sessions.notify)
             self._deliver()
             is_busy = self._take_turn(ready) if not self._closing else False
-            if awaits.parked or awaits.over or self._handlers.parking.has_couriers:
+            if self._parked or self._over or self._handlers.parking.has_couriers:
                 self._safely("awaits that are over cannot be answered", self._answer_awaits)
-                is_busy |= awaits.has_more
+                is_busy |= bool(self._over_lines)
             self._have_leases_ended()
             self._safely("it cannot be looked after who is there and who is gone", lambda: self._look_around(ready))
         self._end()
@@ -262,11 +264,6 @@ class LocalDoor:
 
     def _safely(self, what: str, work: Callable[[], object]) -> None:
         attempt(self._log, work, what, what)
-
-    def _answer_awaits(self) -> None:
-        for connection, number, served in self._awaits.ended():
-            self._answer(connection, number, served)
-            self._watch(connection)
 
     def _take_turn(self, ready: dict[Connection, None]) -> bool:
         """At most one message of each connection; tenants alternate, least-served first, whatever their number of
@@ -363,7 +360,7 @@ class LocalDoor:
             connection.pay(self._handlers.cost(connection.caller, verb))
         if isinstance(verb, m.Await | m.Cancel) and connection.caller is not None:
             self._waited(connection, self._clock.monotonic_seconds() - asked.since)
-            answer = self._awaits.take(connection, connection.caller, request.number, verb)
+            answer = self._park(connection, connection.caller, request.number, verb)
             if answer is not None:
                 self._answer(connection, request.number, answer)
             return
@@ -447,7 +444,7 @@ class LocalDoor:
 
     def _answer(self, connection: Connection, number: int, served: Response, *, asks: bool = False) -> None:
         if served.parked is not None:
-            answer = self._awaits.hold(connection, number, served.parked)
+            answer = self._hold(connection, number, served.parked)
             if answer is not None:
                 self._answer(connection, number, answer)
             return
@@ -522,6 +519,68 @@ class LocalDoor:
             self._disconnect(connection)
             return
         connection.interest = interest
+
+    # Answering later -------------------------------------------------------------------------------------------------
+
+    def _park(
+        self, connection: Connection, caller: ClientState, number: int, verb: m.Await | m.Cancel
+    ) -> Response | None:
+        """Returns the answer if there is one already."""
+        if isinstance(verb, m.Cancel):
+            self._handlers.parking.cancel([connection.parked[one] for one in verb.numbers if one in connection.parked])
+            return Response(m.Done())
+        if number in connection.parked:
+            return _waits_already(number)
+        one = self._handlers.park(caller, verb, self._told)
+        if isinstance(one, Response):
+            return one
+        self._parked[one], connection.parked[number] = (connection, number), one
+        return None
+
+    def _hold(self, connection: Connection, number: int, one: ParkedLocate) -> Response | None:
+        """The same for a request that was asked already, perhaps by another thread."""
+        one.tell = self._told  # from now on; the answer may have come already
+        if number in connection.parked or connection.closed:
+            self._handlers.parking.cancel([one])
+            return _waits_already(number)
+        if one.answer is not None:
+            return Response(one.answer)
+        self._parked[one], connection.parked[number] = (connection, number), one
+        return None
+
+    def _told(self, one: Parked) -> None:
+        """Called by any thread, under the table's lock."""
+        self._over.append(one)
+        if len(self._over) == 1:
+            wake(self._waker)
+
+    def _answer_awaits(self) -> None:
+        """For `AWAITS_SECONDS` at most. The least-served tenant is answered first, and pays as for a message."""
+        parking = self._handlers.parking
+        parking.tell_couriers()
+        if not self._parked:
+            self._over.clear()
+            self._over_lines.clear()
+            return
+        now = self._clock.monotonic_seconds()
+        if parking.due_at <= now:
+            parking.expire()
+        while self._over:
+            one = self._over.popleft()
+            if one in self._parked:
+                self._over_lines.setdefault(self._parked[one][0].listener, deque()).append(one)
+        while self._over_lines and self._clock.monotonic_seconds() - now < AWAITS_SECONDS:
+            listener = min(self._over_lines, key=lambda of: of.share.starts_at)
+            one = self._over_lines[listener].popleft()
+            if not self._over_lines[listener]:
+                del self._over_lines[listener]
+            connection, number = self._parked.pop(one, (None, 0))
+            if connection is not None:  # else the client disconnected meanwhile
+                del connection.parked[number]
+                listener.share.begin()
+                listener.share.pay(1)
+                self._answer(connection, number, parking.awaited(one))
+                self._watch(connection)
 
     # Letting in ------------------------------------------------------------------------------------------------------
 
@@ -669,7 +728,10 @@ class LocalDoor:
             self._rejected.remove(connection)
         if connection.caller is None:
             return
-        self._awaits.gone(connection)
+        parked, connection.parked = list(connection.parked.values()), {}
+        for one in parked:
+            del self._parked[one]
+        self._handlers.parking.cancel(parked)
         self._leaving.add(connection.caller)
         left = partial(self._gone, connection.caller)  # it may have held much
         if submitted(self._end_pool, left) is not None:  # the pool is closed, or has no thread for it
@@ -713,3 +775,8 @@ class LocalDoor:
         if self._spare is not None:
             self._spare.close()
         self._selector.close()
+
+
+def _waits_already(number: int) -> Response:
+    text = f"request {number} waits already; number requests anew"
+    return Response(m.Failed(m.RequestFault.BAD_INPUT, text))

@@ -50,10 +50,20 @@ from kvstore.config import (
 from kvstore.node import EmbeddedStore, StoreParts, memory_here, open_embedded
 from kvstore.service.accounting import set_aside
 from kvstore.service.admin import Admin, StatusReport
-from kvstore.service.dispatch import Handlers
-from kvstore.service.keeper import ALL, CHILD_END_SECONDS, DESCRIPTORS, EDGE, FORGET, KEEP, READY, TOLD, ChildProcess
+from kvstore.service.dispatch import Handlers, Parking
+from kvstore.service.keeper import (
+    ALL,
+    CHILD_END_SECONDS,
+    DESCRIPTORS,
+    EDGE,
+    FORGET,
+    KEEP,
+    READY,
+    TOLD,
+    ChildProcess,
+    log_line,
+)
 from kvstore.service.local_door import LocalDoor
-from kvstore.service.parked import Parking
 from kvstore.service.sessions import Sessions
 from kvstore.service.settings import Settings, read_token, settings_of, shares_of, socket_key
 from tiering.dram.extents import Extent
@@ -511,35 +521,21 @@ def _is_live(path: tuple[str, ...], now: Settings, given: Settings) -> bool:
 _KNOWN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
-class JsonLines(logging.Formatter):
-    """time (seconds since 1970), level, logger, message, and the call's `extra`."""
+class LogLines(logging.Formatter):
+    """As the supervisor's, with the call's `extra`. style: "json" or "text"; there an exception follows below."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        self._is_text = style == "text"
 
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, object] = {
-            "time": round(record.created, 3),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        line |= _extra(record)
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
-
-
-class TextLines(logging.Formatter):
-    """Time, level, logger, message, and the call's `extra` as name=value."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        """One line; an exception follows below."""
-        return super().formatMessage(record) + "".join(f" {key}={value}" for key, value in _extra(record).items())
-
-
-def _extra(record: logging.LogRecord) -> dict[str, object]:
-    return {key: value for key, value in record.__dict__.items() if key not in _KNOWN}
+        more = {key: value for key, value in record.__dict__.items() if key not in _KNOWN}
+        exception = self.formatException(record.exc_info) if record.exc_info else ""
+        if exception and not self._is_text:
+            more["exception"] = exception
+        level, message = record.levelname.lower(), record.getMessage()
+        line = log_line(self._is_text, record.created, level, record.name, message, more)
+        return f"{line}\n{exception}" if exception and self._is_text else line
 
 
 OURS = ("kvstore", "tiering", "kv_kernels", "engine_adapter")
@@ -550,7 +546,7 @@ developers."""
 def log_to_stderr(level: str, style: str) -> None:
     """Configure the whole process. style: "json" or "text"."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if style == "json" else TextLines())
+    handler.setFormatter(LogLines(style))
     logging.basicConfig(handlers=[handler], force=True)
     set_level(level)
 

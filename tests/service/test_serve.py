@@ -23,7 +23,7 @@ import kvstore
 from kvstore.block.account import HitTier, MissReason
 from kvstore.cli import ask
 from kvstore.client.handle import NamespaceHandle
-from kvstore.service.serve import TextLines
+from kvstore.service.serve import LogLines
 from programs import PATHS as PATHS
 from programs import ROOT as ROOT
 from programs import run_python, serving_program
@@ -226,7 +226,7 @@ def test_a_directory_that_another_sidecar_has_is_told_as_that_and_not_as_a_short
 
 def test_a_line_of_text_in_the_log_says_what_one_of_json_does() -> None:
     record = logging.makeLogRecord({"levelname": "INFO", "name": "a.b", "msg": "serving", "data": "./kv", "bytes": 5})
-    assert TextLines().format(record).endswith(" INFO a.b: serving data=./kv bytes=5")
+    assert LogLines("text").format(record).endswith(" INFO a.b: serving data=./kv bytes=5")
 
 
 @pytest.mark.slow
