@@ -91,22 +91,21 @@ class Listener:
         self,
         path: Path,
         sock: socket.socket,
-        tenant: TenantKeys | None,
+        host: TenantKeys | Callable[[m.Verb], Response] | Parking | None,
         users: Collection[int] | None,
         renew: Callable[[], TenantKeys] | None = None,
-        host: Callable[[m.Verb], Response] | Parking | None = None,
         turns: Turns | None = None,
     ) -> None:
-        """host: of a socket that belongs to no tenant: serves the operator's or the observers' requests, or greets
-        couriers. turns: at the socket's own thread, shared by all listeners."""
+        """host: the tenant's keys; or what serves the operator's or the observers' requests, or greets couriers. turns:
+        at the socket's own thread, shared by all listeners."""
+        self.tenant = host if isinstance(host, TenantKeys) else None
         self.couriers = host if isinstance(host, Parking) else None
-        self.admin = host if not isinstance(host, Parking) else None
+        self.admin = host if not isinstance(host, TenantKeys | Parking) else None
         self.is_operator = False
         self.most = ADMIN_CONNECTIONS if self.couriers is None else COURIER_CONNECTIONS
         self.large_rate = LARGE_BYTES_PER_SECOND if self.couriers is None else COURIER_BYTES_PER_SECOND
         self.path = path
         self.socket = sock
-        self.tenant = tenant
         self.users = users
         self.renew = renew
         self.share = ServiceShare(turns or Turns())

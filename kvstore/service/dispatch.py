@@ -23,7 +23,6 @@ from kvstore.block.account import MissReason
 from kvstore.block.display_names import DisplayNames
 from kvstore.block.errors import BadInput, StoreClosed, StoreError
 from kvstore.block.identity import TenantKeys, check_keys
-from kvstore.config import MAX_SECONDS
 from kvstore.core.reservations import SEALED_BLOCKS
 from kvstore.core.store import Store
 from kvstore.insight.curve import WhatIf
@@ -33,7 +32,7 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.door import MAX_PRIORITY, TenantClient, check_participant
 from kvstore.protocol.messages import MAX_TICKET_SECONDS, LeaseReply, MatchReply
 from kvstore.protocol.requests import check_request
-from kvstore.protocol.words import printable
+from kvstore.protocol.words import checked_seconds, printable
 from kvstore.service.accounting import SET_ASIDE_PARTS, Counting, NamespaceInfo, set_aside
 from kvstore.service.descriptors import SlowExtents
 from kvstore.service.sessions import COURIERS, MAX_LEASED_PLACES, ClientState, ReservationProgress, Sessions
@@ -535,7 +534,7 @@ class Handlers:
 
     def _persist(self, caller: ClientState, verb: m.Persist) -> m.Answer:
         _check_asked(caller, verb.namespace, verb.keys)
-        return self._store.handle(caller, msgspec.structs.replace(verb, seconds=checked_seconds(verb.seconds)))
+        return self._store.handle(caller, msgspec.structs.replace(verb, seconds=_within_bounds(verb.seconds)))
 
     # Memory and the rest -------------------------------------------------------------------------------------------
 
@@ -609,7 +608,7 @@ class Handlers:
 
     def _drop(self, caller: ClientState, verb: m.Drop) -> m.Answer:
         number, _ = _check_asked(caller, verb.namespace, ())
-        verb = msgspec.structs.replace(verb, seconds=checked_seconds(verb.seconds))
+        verb = msgspec.structs.replace(verb, seconds=_within_bounds(verb.seconds))
         with self.parking.forgetting(caller.keys.tenant, self._store.namespace_of(number).digest()) as left:
             dropped = self._store.handle(caller, verb)
         assert isinstance(dropped, m.Counted)
@@ -641,11 +640,8 @@ def version_in_common(hello: m.Hello) -> int | m.Failed:
     return m.Failed(m.RequestFault.VERSION, f"versions {hello.oldest} to {hello.newest}; {spoken}")
 
 
-def checked_seconds(seconds: float) -> float:
-    """How long a request may take. Raises `BadInput`."""
-    if not 0 <= seconds <= MAX_SECONDS:
-        raise BadInput(f"seconds={seconds}; give 0 to {MAX_SECONDS}")
-    return min(seconds, MAX_DEADLINE_MS / 1000)
+def _within_bounds(seconds: float) -> float:
+    return min(checked_seconds(seconds), MAX_DEADLINE_MS / 1000)
 
 
 def _as_fits_an_answer(verb: m.LeasePrefix, parts: int) -> tuple[m.LeasePrefix, str]:

@@ -22,7 +22,7 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -117,32 +117,19 @@ class LocalDoor:
     def listen(
         self,
         path: Path,
-        tenant: TenantKeys | None,
+        host: TenantKeys | Callable[[m.Verb], Response] | Parking | None,
         mode: int = 0o660,
         users: Collection[int] | None = None,
         renew: Callable[[], TenantKeys] | None = None,
-    ) -> None:
-        """Open a tenant's socket. users: user ids that may connect; None for every user who can open it. renew: makes
-        new keys, once `disconnect` has taken these away, or if there were none. Raises `OSError`."""
-        sock = listening_socket(path, mode)
-        self._listen(Listener(path, sock, tenant, users, renew, None, self._turns))
-
-    def listen_apart(
-        self,
-        path: Path,
-        host: Callable[[m.Verb], Response] | Parking,
-        mode: int = ADMIN_MODE,
-        users: Collection[int] | None = None,
         *,
         is_operator: bool = False,
     ) -> None:
-        """Open a socket of no tenant: the operator's or the observers', whose requests the host serves, or the
-        couriers', each of which names its tenant. Raises `OSError`."""
-        listener = Listener(path, listening_socket(path, mode), None, users, None, host, self._turns)
+        """Open a socket: a tenant's; the operator's or the observers', whose requests the host serves; or couriers',
+        each of whom names its tenant. users: user ids that may connect; None for every user who can open it. renew:
+        makes new keys of the tenant, once `disconnect` has taken these away, or if there were none. Raises `OSError`.
+        """
+        listener = Listener(path, listening_socket(path, mode), host, users, renew, self._turns)
         listener.is_operator = is_operator
-        self._listen(listener)
-
-    def _listen(self, listener: Listener) -> None:
         self._threads.add(listener)
         self._listeners.append(listener)
         self._selector.register(listener.socket, selectors.EVENT_READ, listener)
@@ -464,10 +451,11 @@ class LocalDoor:
             self._disconnect(connection)
 
     def _frame(self, connection: Connection, number: int, served: Response, asks: bool) -> memoryview:
-        caller = connection.caller
-        retired = self._sessions.gone(caller) if caller is not None else ()
-        if retired and not asks and caller is not None:
-            self._sessions.ring(caller)
+        retired: Sequence[int] = ()
+        if connection.caller is not None:
+            retired = self._sessions.gone(connection.caller)
+            if retired and not asks:
+                self._sessions.ring(connection.caller)
         return memoryview(m.pack(m.Reply(number, served.answer, list(retired))))
 
     def _flush(self, connection: Connection) -> None:

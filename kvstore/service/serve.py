@@ -49,7 +49,7 @@ from kvstore.config import (
 )
 from kvstore.node import EmbeddedStore, StoreParts, memory_here, open_embedded
 from kvstore.service.accounting import set_aside
-from kvstore.service.admin import Admin, StatusReport
+from kvstore.service.admin import Admin
 from kvstore.service.dispatch import Handlers, Parking
 from kvstore.service.keeper import (
     ALL,
@@ -63,7 +63,7 @@ from kvstore.service.keeper import (
     ChildProcess,
     log_line,
 )
-from kvstore.service.local_door import LocalDoor
+from kvstore.service.local_door import ADMIN_MODE, LocalDoor
 from kvstore.service.sessions import Sessions
 from kvstore.service.settings import Settings, read_token, settings_of, shares_of, socket_key
 from tiering.dram.extents import Extent
@@ -204,7 +204,7 @@ class Daemon:
         self.sockets: list[str] = []
         makes = outside.couriers
         desk = makes(store, handlers.sessions, handlers, settings.peers_door) if makes is not None else None
-        self.report = StatusReport(store, handlers, self.door, settings.store, why_not_policy)
+        self.report = Admin(store, handlers, self.door, settings.store, why_not_policy)
         try:
             for name, one in settings.sockets().items():
                 key, where, renew = socket_key(name), one.socket, partial(store.tenant_keys, name)
@@ -213,13 +213,12 @@ class Daemon:
                 self.door.listen(Path(where), tenant, int(settings.door.mode, 8), one.users, renew)
                 self.sockets.append(where)
             key, where = "admin.socket", settings.admin_socket
-            admin = Admin(self.report)
-            self.door.listen_apart(Path(where), admin.serve, is_operator=True)
+            self.door.listen(Path(where), self.report.serve, ADMIN_MODE, is_operator=True)
             key, where, observe = "observe.socket", settings.observe_socket, settings.observe
-            self.door.listen_apart(Path(where), admin.observe, int(observe.mode, 8), observe.users)
+            self.door.listen(Path(where), self.report.observe, int(observe.mode, 8), observe.users)
             if desk is not None:
                 key, where = "the couriers' socket", settings.courier_socket
-                self.door.listen_apart(Path(where), desk)
+                self.door.listen(Path(where), desk, ADMIN_MODE)
         except OSError as error:
             self.door.close(0)
             mend = {
@@ -403,16 +402,10 @@ def _try_limits(settings: Settings, dram: Size, nvme: Size | None) -> None:
         )
     slabs = disk.budget_bytes // disk.slab_bytes if disk is not None else 0
     wanted = 2 * -(-memory.budget_bytes // memory.extent_bytes) + slabs + OWN_DESCRIPTORS
-    had: list[int] = []
-    try:
-        while len(had) < wanted:
-            had.append(os.dup(sys.stderr.fileno()))
-    except OSError as error:
-        words = f"{len(had)} more files may be open, and dram and nvme of this size want {wanted}"
-        raise OSError(error.errno, words) from None
-    finally:
-        for one in had:
-            os.close(one)
+    had = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd")) + 1
+    if had < wanted:
+        words = f"{had} more files may be open, and dram and nvme of this size want {wanted}"
+        raise OSError(errno.EMFILE, words)
     mapped = memory.budget_bytes + OWN_ADDRESS_BYTES
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         try:

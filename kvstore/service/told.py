@@ -93,7 +93,7 @@ class ToldRequests:
         namespace. gone: how the first block that it missed was evicted."""
         now, lease = self._clock.wall_seconds(), verb if isinstance(verb, m.LeasePrefix) else None
         first = lease.first_block if lease is not None else 0
-        counts = seconds, len(verb.keys) - first, max(0, reply.blocks - first), _by_tier(reply.tiers)
+        counts = seconds, len(verb.keys) - first, max(0, reply.blocks - first), by_tier(reply.tiers)
         reasons = str(reply.reason or ""), printable(reply.detail)
         with self._lock:
             noted = self._noted(caller, verb.request)
@@ -220,7 +220,8 @@ class ToldRequests:
         return noted
 
 
-def _by_tier(runs: Sequence[tuple[HitTier, int]]) -> dict[str, int]:
+def by_tier(runs: Sequence[tuple[HitTier, int]]) -> dict[str, int]:
+    """Blocks of each tier, in runs."""
     tiers: dict[str, int] = {}
     for tier, blocks in runs:
         tiers[str(tier)] = tiers.get(str(tier), 0) + blocks
