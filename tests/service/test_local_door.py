@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import msgspec
 import pytest
 
 from asking import Asking, stand_in
-from kvstore.block.account import HitTier, MissReason
+from kvstore.block.account import MissReason
 from kvstore.block.errors import StoreClosed, Unreachable
 from kvstore.block.identity import Namespace
 from kvstore.block.layout import Layout
@@ -58,26 +57,6 @@ def is_at_rest(sidecar: Sidecar) -> bool:
 
 
 # The main job ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("parts", [{}, {"head_shards": 2}])
-def test_what_one_client_stores_another_one_reads(sidecar: Sidecar, parts: dict[str, int]) -> None:
-    with sidecar.client() as one, sidecar.client() as two:
-        layout = small_layout(**parts)
-        mine, theirs = (store.namespace(model=MODEL, layout=layout) for store in (one, two))
-        pages = random_pages(layout, 8)
-        result = mine.put(ids(512), pages)
-        assert (result.present, result.stored, result.reason) == (0, 8, None)
-        match = theirs.match(ids(512))
-        assert match.tiers == ((HitTier.DRAM, 8),) and match.account.asked == 512
-        blank = blank_pages(layout, 8)
-        with theirs.lease(match) as lease:
-            loaded = theirs.get(lease, blank)
-        assert loaded.tokens == 512 and loaded.reason is None
-        assert same_tokens(pages, blank, range(512))
-        assert theirs.put(ids(512), pages).present == 8
-        assert one.drop(mine) == 8 and theirs.match(ids(512)).blocks == 0
-        wait_until(lambda: is_at_rest(sidecar))
 
 
 @pytest.mark.parametrize("flawed", [0, 36, 50, 84, 99])  # 36 and 84: where what precedes was committed already
@@ -301,20 +280,6 @@ def test_memory_is_not_inherited_by_programs_that_a_client_starts(
     assert inheritable and not any(inheritable)
 
 
-def test_an_answer_that_comes_too_late_leaves_nothing(sidecar: Sidecar, handle: NamespaceHandle) -> None:
-    assert handle.put(ids(512), random_pages(handle.layout, 8)).stored == 8
-    keys, unknown = handle.match(ids(512)).keys, handle.match(ids(64, 9)).keys
-    limits = handle.door._limits
-    handle.door._limits = replace(limits, lease=0.0, fill=0.0)
-    for _ in range(20):
-        leased = Asking(handle.door).lease(handle.number, keys, 0, 0)
-        assert leased.reason in (None, MissReason.DEADLINE)
-        Asking(handle.door).release(leased.lease)  # now and then it was there in time
-        Asking(handle.door).abort(Asking(handle.door).reserve(handle.number, unknown, 0, 0, None).reservation)
-    handle.door._limits = limits
-    wait_until(lambda: bool(handle.match(ids(64)).blocks) and is_at_rest(sidecar))
-
-
 def test_whoever_is_turned_away_is_told_why(tmp_path: Path) -> None:
     """Also where the hello comes late; and they are turned away for good, however many they are."""
     with Sidecar(tmp_path, DoorLimits(connections=1)) as sidecar, sidecar.client() as store:
@@ -514,25 +479,6 @@ def test_messages_of_a_connection_are_served_in_their_order(tmp_path: Path) -> N
         assert counts == [20, 23, None, None, None, 24, 0]
         peer.close()
         wait_until(lambda: is_at_rest(sidecar))
-
-
-@pytest.mark.slow
-def test_a_long_message_counts_for_many(tmp_path: Path) -> None:
-    """Its connection waits for the rate; others do not wait for it."""
-    limits = DoorLimits(rate=20.0, burst=40)
-    with Sidecar(tmp_path, limits) as sidecar, sidecar.opened() as handle, socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(10)
-        sock.connect(str(sidecar.path))
-        long = m.pack(m.Request(2, m.ReleaseRequest("x" * (m.MAX_BODY_BYTES - 100))))
-        began = time.monotonic()
-        sock.sendall(HELLO + long + long + m.pack(m.Request(3, m.Ping())))
-        handle.match(ids(64))
-        others = time.monotonic() - began
-        read = b""
-        while m.pack(m.Reply(3, m.Done())) not in read:
-            read += sock.recv(1 << 16)
-        owed = (2 * (1 + LARGE_BYTES / COST_BYTES) + 1 - limits.burst) / limits.rate
-        assert time.monotonic() - began > owed > 1.0 > others
 
 
 LENGTHS = [0, 1, COST_BYTES, 17 << 10, LARGE_BYTES, LARGE_BYTES + 1, 531_279, m.MAX_BODY_BYTES, (1 << 32) - 1]

@@ -174,19 +174,6 @@ def test_bytes_that_descriptors_came_with_are_not_read(
     os.close(reading)
 
 
-@pytest.mark.parametrize("most", [1, 5, 6, 7, 100])
-def test_bytes_come_as_they_were_sent(pair: tuple[socket.socket, socket.socket], most: int) -> None:
-    ours, theirs = pair
-    for piece in (b"first", b"second", b"third"):
-        theirs.sendall(piece)
-    theirs.shutdown(socket.SHUT_WR)
-    read = b""
-    while piece := descriptors.receive(ours, most):
-        assert len(piece) <= most
-        read += piece
-    assert read == b"firstsecondthird"
-
-
 def test_descriptors_beside_an_out_of_band_byte_are_seen(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
     reading, writing = os.pipe()
@@ -198,23 +185,6 @@ def test_descriptors_beside_an_out_of_band_byte_are_seen(pair: tuple[socket.sock
     with pytest.raises(BlockingIOError):
         os.read(reading, 1)
     os.close(reading)
-
-
-def test_a_close_that_takes_long_is_waited_for_by_its_own_thread(
-    pair: tuple[socket.socket, socket.socket], lingering: Callable[[], Lingering]
-) -> None:
-    ours, theirs = pair
-    full = lingering()
-    full.send_last(theirs, b"x")
-    closer = Closer()
-    closer.close(ours)
-    theirs.settimeout(SOON_SECONDS)
-    with suppress(ConnectionResetError):  # hung up on at once
-        assert theirs.recv(1) == b""
-    assert len(closer) == 1
-    full.end()
-    wait_until(lambda: len(closer) == 0)
-    closer.end()
 
 
 def say_nothing(sidecar: Sidecar) -> socket.socket:

@@ -143,42 +143,6 @@ def test_a_sidecar_that_learns_what_to_keep_serves_right_bytes(tmp_path: Path) -
         wait_until(lambda: handle.match(prompts[59]).blocks == 10)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_a_client_outlives_its_sidecar(tmp_path: Path, end: signal.Signals) -> None:
-    flags = ["--nvme", "64MiB"]
-    layout = small_layout()
-    pages = random_pages(layout, 10)
-    with serving(tmp_path, *flags) as (process, said):
-        store = patient(kvstore.open(f"unix:{said['serving'][0]}"))
-        handle = store.namespace(model=MODEL, layout=layout)
-        assert handle.put(ids(640), pages, durability="disk").stored == 10
-        lease = handle.lease(handle.match(ids(640)))
-        if end == signal.SIGKILL:
-            crash(process, said)
-        process.send_signal(end)
-        process.communicate(timeout=20)
-    match = handle.match(ids(640))
-    assert match.blocks == 0 and match.reason is MissReason.UNREACHABLE and match.account.asked == 640
-    assert handle.get(lease, blank_pages(layout, 10)).reason in (None, MissReason.UNREACHABLE)
-    assert handle.lease(match).blocks == 0
-    assert handle.put(ids(640), pages).reason is MissReason.UNREACHABLE
-    with serving(tmp_path, *flags):
-        deadline = time.monotonic() + 20
-        while (match := handle.match(ids(640))).blocks < 10:
-            assert time.monotonic() < deadline and match.reason in (MissReason.UNREACHABLE, MissReason.WARMING), match
-            time.sleep(0.01)
-        blank = blank_pages(layout, 10)
-        with handle.lease(match, deadline_ms=5000) as fresh:
-            assert handle.get(fresh, blank).tokens == 640
-        assert same_tokens(pages, blank, range(640))
-        loaded = handle.get(lease, blank_pages(layout, 10))
-        assert loaded.tokens == 0 and loaded.reason is MissReason.UNREACHABLE, "it was leased from the one before"
-        lease.release()
-    store.close()
-    assert handle.match(ids(640)).reason is MissReason.DISABLED
-
-
 def test_nobody_waits_long_for_a_sidecar_that_is_not_there(tmp_path: Path) -> None:
     store = kvstore.open(f"unix:{tmp_path / 'none.sock'}")
     store._door._limits = type(store._door._limits)(open=0.2)
