@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 from kvstore.client.framing import FramedSocket
@@ -14,11 +13,9 @@ from kvstore.service.connections import DoorLimits
 from kvstore.service.descriptors import ALLOWED_SECONDS, RARELY, SLOW_SECONDS, SlowExtents
 from kvstore.service.sessions import SWEEPS_A_SECOND, DisconnectedClients
 from service.sidecar import Sidecar, wire_to
-from service.test_departed import disconnected
+from service.test_departed import disconnected, opened
 from tiering.dram.extents import MappedExtent
 from tiering.dram.unmap_wait import Unmapped
-from tiering.tier import extent_of
-from torture.peer import packed_namespace
 from workbench import OTHER_SECRET, SECRET
 
 
@@ -76,17 +73,6 @@ def test_slow_hand_overs_take_a_hundredth_of_the_time() -> None:
     assert time.now / RARELY <= spent <= time.now / RARELY + ALLOWED_SECONDS + 0.015
 
 
-@contextmanager
-def filled(sidecar: Sidecar, path: Path) -> Iterator[tuple[FramedSocket, list[int]]]:
-    """A client that has stored blocks in two extents: their numbers."""
-    wire = wire_to(path)
-    number = wire.call(m.OpenNamespace(packed_namespace(), [8192]), 60.0).answer.grant.number
-    keys = [bytes([one]) * 32 for one in range(1, 10)]
-    reply = wire.call(m.Reserve(number, keys, 0), 60.0).answer.reply
-    yield wire, sorted({extent_of(place) for place in reply.places[0]})
-    wire.close()
-
-
 def handed_over(wire: FramedSocket, extents: Sequence[int]) -> int | m.Failed:
     answered = wire.call(m.Extents(list(extents), False), 60.0)
     if isinstance(answered.answer, m.Failed):
@@ -100,25 +86,26 @@ def test_what_takes_long_to_hand_out_is_handed_out_seldom(tmp_path: Path) -> Non
     with Sidecar(tmp_path, dram="1MiB") as sidecar:
         others = tmp_path / "others.sock"
         sidecar.door.listen(others, sidecar.store.tenant_keys("other"))
-        with filled(sidecar, sidecar.path) as (wire, extents), filled(sidecar, others) as (other, theirs):
-            assert len(extents) > 1 and len(theirs) > 1
-            time = Time()
-            sidecar.handlers._slow = SlowExtents(time.seconds, time.thread_seconds)
-            assert handed_over(wire, extents) == len(extents)
-            time.price = 2 * ALLOWED_SECONDS
-            assert handed_over(wire, extents) == 1, "the others of this message are left out"
-            time.price = 0.0
-            refused = handed_over(wire, extents)
-            assert isinstance(refused, m.Failed) and refused.fault is m.RequestFault.BUSY
-            assert "locks on its memory" in refused.text and "try again" in refused.text and "\n" not in refused.text
-            assert handed_over(other, theirs) == len(theirs)
-            time.now += 2 * RARELY * ALLOWED_SECONDS
-            assert handed_over(wire, extents) == len(extents)
+        (wire, _, extents), (other, _, theirs) = (opened(path, 9) for path in (sidecar.path, others))
+        assert len(extents) > 1 and len(theirs) > 1
+        time = Time()
+        sidecar.handlers._slow = SlowExtents(time.seconds, time.thread_seconds)
+        assert handed_over(wire, extents) == len(extents)
+        time.price = 2 * ALLOWED_SECONDS
+        assert handed_over(wire, extents) == 1, "the others of this message are left out"
+        time.price = 0.0
+        refused = handed_over(wire, extents)
+        assert isinstance(refused, m.Failed) and refused.fault is m.RequestFault.BUSY
+        assert "locks on its memory" in refused.text and "try again" in refused.text and "\n" not in refused.text
+        assert handed_over(other, theirs) == len(theirs)
+        time.now += 2 * RARELY * ALLOWED_SECONDS
+        assert handed_over(wire, extents) == len(extents)
 
 
 def test_the_kernel_is_asked_without_the_lock_of_the_store(tmp_path: Path) -> None:
     """Whoever has the lock keeps all tenants waiting."""
-    with Sidecar(tmp_path, dram="1MiB") as sidecar, filled(sidecar, sidecar.path) as (wire, extents):
+    with Sidecar(tmp_path, dram="1MiB") as sidecar:
+        wire, _, extents = opened(sidecar.path, 9)
         answered = wire.call(m.Extents(extents, False), 60.0)
         (caller,) = sidecar.sessions._callers
         with ThreadPoolExecutor(1) as pool:
