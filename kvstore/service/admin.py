@@ -25,10 +25,10 @@ from kvstore.insight.prefixes import SpaceNames, Standing
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
 from kvstore.protocol.words import ID_DIGITS, checked_seconds, layout_in_words, pick, printable
+from kvstore.service.accounting import by_tier
 from kvstore.service.dispatch import Handlers, Response, refusal
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.settings import StoreSettings
-from kvstore.service.told import by_tier
 from kvstore.status.declared import picked
 from kvstore.status.tree import (
     SLOT_STATES,

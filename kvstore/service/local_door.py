@@ -21,20 +21,23 @@ import selectors
 import socket
 import struct
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from enum import StrEnum
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from kvstore.block.identity import TenantKeys
 from kvstore.protocol import messages as m
-from kvstore.service.accounting import DoorFigures, Refusal, Turns
+from kvstore.service.accounting import Turns
 from kvstore.service.connections import (
     LARGE_BYTES,
+    MOST_UNCLOSED,
     Connection,
+    DescriptorsSent,
     DoorLimits,
     DoorThreads,
     Listener,
@@ -42,10 +45,10 @@ from kvstore.service.connections import (
     attempt,
     close_all,
     read_request,
+    share_of,
     submitted,
     wake,
 )
-from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent, share_of
 from kvstore.service.dispatch import LONG, SLOW, Handlers, Parked, ParkedLocate, Parking, Response
 from kvstore.service.sessions import ClientState
 from kvstore.status.tree import DoorStatus
@@ -73,7 +76,20 @@ END_THREADS = 3
 IDLE_LOOK_SECONDS = 0.5
 """Interval of an idle thread's checks, so that engines have the processor to themselves."""
 
+WAITS_KEPT = 4096
+"""How many of the last requests' queueing times are kept."""
+
 _log = logging.getLogger(__name__)
+
+
+class Refusal(StrEnum):
+    """Why a connection was rejected. `DEPARTED`: too many of its tenant's disconnected clients may still have memory
+    mapped."""
+
+    USER = "user"
+    FULL = "full"
+    DEPARTED = "departed"
+    CLOSING = "closing"
 
 
 class LocalDoor:
@@ -86,7 +102,10 @@ class LocalDoor:
         self._limits = limits
         self._log = RateLimitedLog(_log, clock)
         self._faults = faults
-        self._figures = DoorFigures()
+        self._refused = dict.fromkeys(Refusal, 0)  # this and the next ones are read by any thread
+        self._served, self._malformed = Counter[str](), 0
+        self._waits: deque[float] = deque(maxlen=WAITS_KEPT)
+        self._wait_counts = Histogram()
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
@@ -144,7 +163,12 @@ class LocalDoor:
 
     def usage(self) -> DoorStatus:
         """Connections now, and counts since the start."""
-        return self._figures.status(*self._there())
+        there = [one for one in list(self._connections) if one.refusal is None and one.listener.couriers is None]
+        admin = sum(one.admin is not None for one in there)
+        waits, refused = sorted(self._waits), {str(why): count for why, count in self._refused.items()}
+        p50, p99 = [round(1000 * waits[len(waits) * one // 100], 3) for one in (50, 99)] if waits else (None, None)
+        counts = sum(refused.values()), self._malformed, dict(self._served)
+        return DoorStatus(len(there) - admin, admin, *counts, p50, p99, refused, self._wait_counts.now())
 
     def change_limits(self, limits: DoorLimits) -> None:
         """Change rates only, from the next message on."""
@@ -342,7 +366,7 @@ class LocalDoor:
             connection.ending = True
             return
         verb = request.verb
-        self._figures.served[m.name_of(verb)] += 1
+        self._served[m.name_of(verb)] += 1
         if connection.caller is not None:
             connection.pay(self._handlers.cost(connection.caller, verb))
         if isinstance(verb, m.Await | m.Cancel) and connection.caller is not None:
@@ -395,7 +419,7 @@ class LocalDoor:
         self._answer(connection, number, Response(refusal))
 
     def _refuse(self, connection: Connection, text: str) -> None:
-        self._figures.malformed += 1
+        self._malformed += 1
         self._answer(connection, m.NO_NUMBER, Response(m.failed(m.RequestFault.MALFORMED, text)))
         connection.ending = True
 
@@ -426,7 +450,8 @@ class LocalDoor:
         self._answer(connection, request.number, served)
 
     def _waited(self, connection: Connection, seconds: float) -> None:
-        self._figures.waited(seconds)
+        self._waits.append(seconds)
+        self._wait_counts.add(seconds)
         connection.waited.add(1000 * seconds)
 
     def _answer(self, connection: Connection, number: int, served: Response, *, asks: bool = False) -> None:
@@ -583,11 +608,6 @@ class LocalDoor:
             return listener.most
         return max(1, self._limits.connections // sum(one.is_tenants for one in self._listeners))
 
-    def _there(self) -> tuple[int, int]:
-        there = [one for one in list(self._connections) if one.refusal is None and one.listener.couriers is None]
-        admin = sum(one.admin is not None for one in there)
-        return len(there) - admin, admin
-
     def _pause(self, listener: Listener) -> None:
         if listener not in self._paused:
             self._selector.unregister(listener.socket)
@@ -636,7 +656,7 @@ class LocalDoor:
         connection.refusal = refusal
         self._connections.add(connection)
         if refusal is not None:
-            self._figures.refused[why] += 1
+            self._refused[why] += 1
             self._rejected.append(connection)
             if len(self._rejected) > TURNED_AWAY:
                 self._disconnect(self._rejected[0])

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.protocol import messages as m
-from kvstore.service import descriptors
-from kvstore.service.descriptors import MOST_UNCLOSED, SO_PASSRIGHTS, Closer, DescriptorsSent
+from kvstore.service import connections as door
+from kvstore.service.connections import MOST_UNCLOSED, SO_PASSRIGHTS, Closer, DescriptorsSent
 from service.sidecar import Sidecar
 from torture.peer import Peer, come_in
 from waiting import SOON_SECONDS, wait_until
@@ -89,14 +89,14 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
-        assert descriptors.may_hold_descriptors(ours)
+        assert door.may_hold_descriptors(ours)
         yield ours, theirs
 
 
 @pytest.fixture
 def older_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every socket may hold descriptors, as before Linux 6.16."""
-    monkeypatch.setattr(descriptors, "refuse_descriptors", lambda _: None)
+    monkeypatch.setattr(door, "refuse_descriptors", lambda _: None)
 
 
 @contextmanager
@@ -150,7 +150,7 @@ def read_until_sent(sock: socket.socket) -> bytes:
     read = b""
     with pytest.raises(DescriptorsSent):
         while True:
-            read += descriptors.receive(sock, 6)
+            read += door.receive(sock, 6)
     return read
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvstore.client.framing import FramedSocket
 from kvstore.protocol import messages as m
 from kvstore.service.connections import DoorLimits
-from kvstore.service.descriptors import ALLOWED_SECONDS, RARELY, SLOW_SECONDS, SlowExtents
+from kvstore.service.dispatch import ALLOWED_SECONDS, RARELY, SLOW_SECONDS, SlowExtents
 from kvstore.service.sessions import SWEEPS_A_SECOND, DisconnectedClients
 from service.sidecar import Sidecar, wire_to
 from service.test_departed import disconnected, opened

@@ -19,7 +19,7 @@ from kvstore.config import Limits
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from kvstore.protocol.told import MAX_TOLD_REQUESTS, MAX_TOLD_WORDS, RequestTold, SavingsTold
-from kvstore.service.told import MOST_LEASES, MOST_REQUESTS
+from kvstore.service.accounting import MOST_LEASES, MOST_REQUESTS
 from service.sidecar import Sidecar, asked, number_of
 from service.test_operate import refused, run, told
 from tiering.nvme.lmdb_index import LmdbMaker

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.protocol import messages as m
-from kvstore.service import descriptors as unread
-from kvstore.service.connections import Connection
-from kvstore.service.descriptors import MOST_OF_CONNECTION, TenantUnread, Unread, share_of
+from kvstore.service import connections as door
+from kvstore.service.connections import MOST_OF_CONNECTION, Connection, TenantUnread, Unread, share_of
 from service.sidecar import Sidecar
 from tiering.faults import SENT, FaultKind
 from torture.peer import Peer, come_in
@@ -120,7 +119,7 @@ def test_shares_are_of_what_the_kernel_allows() -> None:
 @pytest.fixture
 def sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sidecar]:
     """With two tenants, each of which may have as many unread as a share is."""
-    monkeypatch.setattr(unread, "MOST_OF_ALL", 2 * SHARE)
+    monkeypatch.setattr(door, "MOST_OF_ALL", 2 * SHARE)
     assert share_of(2) == SHARE
     with Sidecar(tmp_path, dram="1MiB") as one:
         one.door.listen(tmp_path / "other.sock", one.store.tenant_keys("other"))
