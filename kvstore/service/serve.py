@@ -89,8 +89,8 @@ EDGE_LOOK_SECONDS = 0.25
 _PR_SET_PDEATHSIG = 1
 
 PROBE_BYTES = 4096
-OWN_DESCRIPTORS, OWN_THREADS, OWN_ADDRESS_BYTES = 64, 24, 256 << 20
-"""Of a sidecar besides its tiers, with a few clients: sockets and pipes, threads that serve, and what these map."""
+OWN_DESCRIPTORS, OWN_ADDRESS_BYTES = 64, 256 << 20
+"""Of a sidecar besides its tiers, with a few clients: sockets and pipes, and what its threads map."""
 MEND = {
     FaultKind.NO_MEMORY: "give it less dram, or raise the limits of memory and address space (ulimit -v, cgroup)",
     FaultKind.NO_THREADS: "raise the limits of processes and address space (ulimit -u, ulimit -v, pids.max, TasksMax)",
@@ -413,18 +413,6 @@ def _try_limits(settings: Settings, dram: Size, nvme: Size | None) -> None:
         except OSError as error:
             words = f"{format_size(mapped)} more of address space cannot be had, which dram of this size wants"
             raise OSError(error.errno, words) from None
-    over, threads = threading.Event(), [threading.Thread(target=lambda: over.wait()) for _ in range(OWN_THREADS)]
-    try:
-        for at, thread in enumerate(threads):
-            try:
-                thread.start()
-            except RuntimeError as error:
-                threads = threads[:at]
-                raise RuntimeError(f"{error}: {at} more may run, and {OWN_THREADS} are wanted") from None
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
 
 
 def _try_shared_memory() -> None:
