@@ -198,7 +198,7 @@ class Daemon:
         cannot be made."""
         self.store = store
         self.settings = settings
-        self._insight_ends, self._keys_end = threading.Event(), threading.Event()
+        self._ends = threading.Event()
         handlers = self._handlers = Handlers(store.core, outside.first_number, outside.new_token, store.names)
         self.door = LocalDoor(handlers, settings.door, store.faults)
         self.sockets: list[str] = []
@@ -250,7 +250,7 @@ class Daemon:
         _log.info("serving", extra={**sockets, "data": self.settings.store.data, **budgets})
 
     def _start_insight(self, process_seconds: Callable[[], float]) -> None:
-        ends, whatif, thread_seconds = self._insight_ends, self._handlers.whatif, self.store.core.clock.thread_seconds
+        ends, whatif, thread_seconds = self._ends, self._handlers.whatif, self.store.core.clock.thread_seconds
         estimate = partial(whatif.run, ends, lambda: (thread_seconds(), process_seconds()))
         try:
             threading.Thread(target=estimate, name="kv-whatif", daemon=True).start()
@@ -260,7 +260,7 @@ class Daemon:
             _log.warning("no estimates of what other sizes would find, or of which prefixes are hot: %s", error)
 
     def _follow_keys(self) -> None:
-        while not self._keys_end.wait(KEYS_LOOK_SECONDS):
+        while not self._ends.wait(KEYS_LOOK_SECONDS):
             try:
                 self.store.rotation.step()
             except (StoreError, TierError, OSError, MemoryError, RuntimeError) as error:  # the next look may succeed
@@ -281,8 +281,7 @@ class Daemon:
     def drain(self, drained: Callable[[], None]) -> None:
         """End the service. drained: called once no client is served, when memory may be handed on."""
         self.report.is_stopping = True
-        self._insight_ends.set()
-        self._keys_end.set()
+        self._ends.set()
         _log.info("draining")
         self.door.close(self.settings.limits.close_seconds)
         drained()

@@ -6,7 +6,6 @@ import os
 import select
 import signal
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -268,20 +267,6 @@ def test_an_answer_without_its_bell_is_no_bell(sidecar: Sidecar) -> None:
 
 
 # A client's own life --------------------------------------------------------------------------------------------------
-
-
-def test_one_thread_listens_however_often_it_is_asked(sidecar: Sidecar) -> None:
-    def listening() -> int:
-        return sum(thread.name == "kv-bell" for thread in threading.enumerate())
-
-    wait_until(lambda: listening() == 0)
-    with sidecar.client() as store:
-        opened(store, MODEL)
-        wait_until(lambda: listening() == 1)
-        for _ in range(5):
-            store._door.look_after()
-        assert listening() == 1
-    wait_until(lambda: listening() == 0)
 
 
 def test_what_a_client_mapped_is_let_go_of_when_the_sidecar_hangs_up(sidecar: Sidecar) -> None:

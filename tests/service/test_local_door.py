@@ -24,7 +24,6 @@ from kvstore.block.identity import Namespace
 from kvstore.block.layout import Layout
 from kvstore.client.handle import EARLY_BLOCKS, LAST_BLOCKS, NamespaceHandle, PutResult
 from kvstore.protocol import messages as m
-from kvstore.protocol.door import ReservationLost
 from kvstore.service import dispatch as handlers
 from kvstore.service import local_door
 from kvstore.service.connections import (
@@ -34,13 +33,13 @@ from kvstore.service.connections import (
     LARGE_BYTES_PER_SECOND,
     LARGE_LINE,
     LATELY_SECONDS,
-    Connection,
     DoorLimits,
     Listener,
 )
 from kvstore.service.local_door import TURNED_AWAY
 from kvstore.service.sessions import ClientState
-from service.sidecar import Sidecar, number_of, wire_to
+from service.sidecar import Sidecar, wire_to
+from service.test_turns import made
 from tiering.dram.extents import MappedExtent
 from tiering.frame import HEADER_BYTES, KEY_BYTES
 from tiering.nvme.lmdb_index import LmdbMaker
@@ -86,20 +85,6 @@ def test_what_is_leased_can_not_be_written(handle: NamespaceHandle) -> None:
         (span,) = handle.door.memory(lease.reply.lease, lease.reply.places[0])
         with pytest.raises(TypeError, match="read-only"):
             span.view[0] = 1
-
-
-def test_room_for_one_block_costs_others_no_more_than_an_extent(tmp_path: Path) -> None:
-    """The client maps all that is given back, until it is told: it asks by itself."""
-    with Sidecar(tmp_path, dram="1MiB", extent="64KiB") as sidecar, sidecar.client() as store:
-        full, other = (store.namespace(model=name, layout=small_layout()) for name in ("a", "b"))
-        assert full.put(ids(200 * 64), random_pages(full.layout, 200)).stored
-        blocks = full.match(ids(200 * 64)).blocks
-        one_block = random_pages(other.layout, 1)
-        wait_until(lambda: other.put(ids(64), one_block).reason is not MissReason.DEADLINE)
-        assert other.match(ids(64)).blocks == 1
-        assert blocks - 5 <= full.match(ids(200 * 64)).blocks < blocks
-        counters = sidecar.store.usage().counters
-        assert counters["reclaimed_extents"] == 1
 
 
 # Those who are gone ---------------------------------------------------------------------------------------------------
@@ -228,40 +213,6 @@ def test_keys_that_are_no_chain_store_nothing_and_harm_nothing(sidecar: Sidecar,
         sidecar.store.check()
     assert handle.put(ids(192), random_pages(handle.layout, 3)).stored == 1
     wait_until(lambda: is_at_rest(sidecar))
-
-
-def test_numbers_of_an_earlier_run_name_nothing(tmp_path: Path) -> None:
-    layout = small_layout()
-    with Sidecar(tmp_path, numbers_key=bytes(16)) as sidecar:
-        store = sidecar.client()
-        handle = store.namespace(model=MODEL, layout=layout)
-        handle.put(ids(64), random_pages(layout, 1))
-        lease = handle.lease(handle.match(ids(64)))
-        reservation = Asking(handle.door).reserve(handle.number, handle.match(ids(128)).keys, 0, 0, None)
-        assert reservation.reservation
-        number = number_of(lease)
-    with Sidecar(tmp_path, numbers_key=bytes(16)) as sidecar, sidecar.client() as other:  # the very same numbers
-        theirs = other.namespace(model=MODEL, layout=layout)
-        theirs.put(ids(64, 9), random_pages(layout, 1, seed=9))
-        held = theirs.lease(theirs.match(ids(64, 9)))
-        progress = Asking(theirs.door).reserve(theirs.number, theirs.match(ids(128, 9)).keys, 0, 0, None)
-        assert (number_of(held), progress.reservation) == (number, reservation.reservation)
-        wait_until(lambda: handle.match(ids(64)).reason is not MissReason.UNREACHABLE)
-        with pytest.raises(StoreClosed):
-            handle.door.memory(reservation.reservation, reservation.places[0], writable=True)
-        with pytest.raises(ReservationLost):
-            Asking(handle.door).commit(reservation.reservation, 0, 0, [[b"x" * 16] * 2])
-        Asking(handle.door).abort(reservation.reservation)
-        Asking(handle.door).report(lease.reply.lease, 0, 0)
-        lease.release()
-        handle.match(ids(64))
-        usage = sidecar.store.usage()
-        assert (usage.leases, usage.reservations) == (1, 1) and not usage.counters.get("reported_frames")
-        blank = blank_pages(layout, 1)
-        assert theirs.get(held, blank).tokens == 64 and same_tokens(random_pages(layout, 1, seed=9), blank, range(64))
-        held.release()
-        Asking(theirs.door).abort(progress.reservation)
-        store.close()
 
 
 def test_memory_is_not_inherited_by_programs_that_a_client_starts(
@@ -484,19 +435,12 @@ def test_messages_of_a_connection_are_served_in_their_order(tmp_path: Path) -> N
 LENGTHS = [0, 1, COST_BYTES, 17 << 10, LARGE_BYTES, LARGE_BYTES + 1, 531_279, m.MAX_BODY_BYTES, (1 << 32) - 1]
 
 
-def at_the_door(length: int, sockets: tuple[socket.socket, socket.socket]) -> Connection:
-    """A connection with a message of that length."""
-    one = Connection(sockets[0], Listener(Path("door"), sockets[1], None, None), 0.0, DoorLimits())
-    one.read += length.to_bytes(m.LENGTH_BYTES, "little")
-    return one
-
-
 @pytest.mark.parametrize("length", LENGTHS)
 def test_what_a_message_counts_for_grows_with_its_length_and_no_faster(length: int) -> None:
     """A large one in a bucket of its own; who is served first is decided by all of it."""
     limits, counted = DoorLimits(), min(length, m.MAX_BODY_BYTES)
-    with socket.socketpair()[0] as ours, socket.socketpair()[0] as theirs:
-        one = at_the_door(length, (ours, theirs))
+    with socket.socketpair()[0] as listening:
+        one = made(Listener(Path("door"), listening, None, None), 0.0, length)
         assert one.may_ask(limits, 0.0)
         assert limits.burst - one.tokens == 1 + min(counted, LARGE_BYTES) / COST_BYTES
         assert LARGE_BURST_BYTES - one.large_bytes == (counted if counted > LARGE_BYTES else 0)
@@ -506,8 +450,8 @@ def test_what_a_message_counts_for_grows_with_its_length_and_no_faster(length: i
 
 def test_large_messages_have_a_rate_of_their_own() -> None:
     limits = DoorLimits()
-    with socket.socketpair()[0] as ours, socket.socketpair()[0] as theirs:
-        one = at_the_door(m.MAX_BODY_BYTES, (ours, theirs))
+    with socket.socketpair()[0] as listening:
+        one = made(Listener(Path("door"), listening, None, None), 0.0, m.MAX_BODY_BYTES)
         taken = 0
         while one.may_ask(limits, 0.0):
             taken += 1
