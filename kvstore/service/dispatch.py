@@ -34,7 +34,14 @@ from kvstore.protocol.messages import MAX_TICKET_SECONDS, LeaseReply, MatchReply
 from kvstore.protocol.requests import check_request
 from kvstore.protocol.words import checked_seconds, printable
 from kvstore.service.accounting import SET_ASIDE_PARTS, Counting, NamespaceInfo, ToldRequests, set_aside
-from kvstore.service.sessions import COURIERS, MAX_LEASED_PLACES, ClientState, ReservationProgress, Sessions
+from kvstore.service.sessions import (
+    COURIERS,
+    MAX_LEASED_PLACES,
+    ClientState,
+    ReservationProgress,
+    Sessions,
+    SlowTenants,
+)
 from kvstore.status.tree import ElsewhereStatus
 from tiering.counts.awaits import AwaitEnd, ParkedAwait
 from tiering.counts.tally import Eviction
@@ -57,6 +64,10 @@ MAX_RESERVATIONS = 64
 """Of one connection at a time."""
 MAX_SHARES = 16
 """Of one extent with one connection, while it is mapped: the kernel walks all of them when asked about mappings."""
+RARELY, ALLOWED_SECONDS = 100, 0.02
+"""To hand out a tenant's extents takes no more than a hundredth of the time where that is slow, beyond an allowance: a
+virtual machine counts what its host took from it as a thread's own time, so that now and then it looks slow where the
+tenant placed no lock."""
 MAX_DEADLINE_MS = 60_000.0
 MAX_SKIPPED = 1 << 30
 """Blocks of a chain."""
@@ -209,7 +220,10 @@ class Handlers:
         self.whatif = WhatIf(clock, int.from_bytes(new_token(SALT_BYTES)))
         self.told, self.prefixes = ToldRequests(clock), PrefixBook(clock)
         self.parking = Parking(store)
-        self._slow = SlowExtents(clock.monotonic_seconds, clock.thread_seconds)
+        # The door's thread hands extents out, for all tenants. Only its processor's time counts, so that a busy machine
+        # makes no tenant wait.
+        self._slow = SlowTenants(clock.monotonic_seconds, RARELY, ALLOWED_SECONDS)
+        self._thread_seconds = clock.thread_seconds
         self._new_parts = 0  # of opened namespaces, since objects were set aside
         self._verbs: dict[type, Callable[[ClientState, Any], Response | m.Answer]] = {
             m.OpenNamespace: self._open_namespace,
@@ -546,12 +560,12 @@ class Handlers:
         fills = {one.namespace for one in list(caller.reservations.values())} if verb.writable else None
         try:
             for number in dict.fromkeys(verb.numbers):
-                began_at = self._slow.thread_seconds()
+                began_at = self._thread_seconds()
                 shared = self._share(caller, number, fills)
                 if shared is not None:
                     extents.append(m.ExtentEntry(number, shared.size_bytes, shared.frame_bytes))
                     descriptors.append(shared.descriptor)
-                if self._slow.waits_after(tenant, began_at):
+                if self._slow.took(tenant, self._thread_seconds() - began_at):
                     break
         except BaseException:
             for one in descriptors:
@@ -670,46 +684,3 @@ def _check_asked(
         check_request(request)
     check_keys(keys)
     return number, caller.namespaces[number]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tenants whose memory is slow to hand out. Handing out an extent locks a byte of it, for which the kernel walks all
-# locks on the file, and a client may place as many as it likes. The socket thread does that for all tenants. So slow
-# hand-overs of a tenant take no more than a hundredth of the thread's time, beyond an allowance: a virtual machine
-# counts what its host took from it as a thread's own time, so that now and then a hand-over of a tenant that placed no
-# lock looks slow. Only the thread's CPU time counts, so a busy machine makes no tenant wait.
-
-
-SLOW_SECONDS = 0.001
-RARELY = 100
-ALLOWED_SECONDS = 0.02
-"""Of slow hand-overs, before a tenant waits; refilled by a hundredth of the time that passes."""
-
-
-class SlowExtents:
-    """Not thread-safe."""
-
-    def __init__(
-        self, now: Callable[[], float] = lambda: 0.0, thread_seconds: Callable[[], float] = lambda: 0.0
-    ) -> None:
-        """now: seconds that never go back. thread_seconds: processor time of the calling thread."""
-        self._now = now
-        self.thread_seconds = thread_seconds
-        self._settled_at: dict[bytes, float] = {}  # by tenant: when its slow hand-overs will be a hundredth of the time
-
-    def waits(self, tenant: bytes) -> bool:
-        """Whether a tenant gets no extent for now."""
-        settled_at = self._settled_at.get(tenant)
-        if settled_at is None:
-            return False
-        left = settled_at - self._now()
-        if left <= 0:
-            del self._settled_at[tenant]
-        return left > RARELY * ALLOWED_SECONDS
-
-    def waits_after(self, tenant: bytes, since: float) -> bool:
-        """Count what a hand-over took since then, by `thread_seconds`; returns whether the tenant now waits."""
-        took = self.thread_seconds() - since
-        if took > SLOW_SECONDS:
-            self._settled_at[tenant] = max(self._now(), self._settled_at.get(tenant, 0.0)) + RARELY * took
-        return self.waits(tenant)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from math import ceil, inf
+from math import inf
 
 from kvstore.block.identity import NUMBER_KEY_BYTES, Numbers, TenantKeys
 from kvstore.core.reservations import ABORTED_PLACES
@@ -448,18 +448,42 @@ class Sessions:
 # Closed connections whose memory may still be mapped. What such a connection held is not reused until the kernel
 # reports for every extent shared with it that no mapping is left. An unmapped extent is not asked about again, since
 # nothing is shared with a closed connection. So each look costs one query while a mapping stays, and `LOOKS` bounds the
-# cost of a sweep, however many connections there are: the next sweep goes on where the last ended. A client can make
-# queries about its memory slow, by placing many locks on it. A tenant with a slow one skips so many sweeps that its
-# queries take a fiftieth of a processor: only its own memory waits for that. Not thread-safe, except `look`, which asks
-# the kernel and is to be called without a lock.
+# cost of a sweep, however many connections there are: the next sweep goes on where the last ended. A tenant with a slow
+# query skips so many sweeps that its queries take a fiftieth of a processor: only its own memory waits for that. Not
+# thread-safe, except `look`, which asks the kernel and is to be called without a lock.
 
 
 LOOKS = 64
 """Kernel queries per sweep."""
+SELDOM = 50
+"""A tenant's slow queries take this part of the time."""
 SLOW_SECONDS = 0.001
-"""Time for the queries about one connection per sweep."""
-SWEEPS_A_SECOND = 1000
-"""A tenant skips so many sweeps for each second that its queries took: sweeps are usually 50 ms apart."""
+
+
+class SlowTenants:
+    """Tenants whose memory the kernel is slow to answer for: it walks all locks on it, of which a client may place as
+    many as it likes. What takes long for a tenant is done so seldom that it takes a fixed part of the time."""
+
+    def __init__(self, now: Callable[[], float], seldom: float, allowed_seconds: float = 0.0) -> None:
+        """now: seconds that never go back. seldom: the time for each second that is taken. allowed_seconds: before a
+        tenant waits; refilled by that part of the time that passes."""
+        self._now, self._seldom, self._allowed = now, seldom, seldom * allowed_seconds
+        self._settled_at: dict[bytes, float] = {}  # by tenant: when what it took will be that part of the time
+
+    def waits(self, tenant: bytes) -> bool:
+        settled_at = self._settled_at.get(tenant)
+        if settled_at is None:
+            return False
+        left = settled_at - self._now()
+        if left <= 0:
+            self._settled_at.pop(tenant, None)
+        return left > self._allowed
+
+    def took(self, tenant: bytes, seconds: float) -> bool:
+        """Count what something took; returns whether the tenant now waits."""
+        if seconds > SLOW_SECONDS:
+            self._settled_at[tenant] = max(self._now(), self._settled_at.get(tenant, 0.0)) + self._seldom * seconds
+        return self.waits(tenant)
 
 
 class DisconnectedClients:
@@ -469,7 +493,7 @@ class DisconnectedClients:
         self._store = store
         self._gone: OrderedDict[int, ClientState] = OrderedDict()  # by number, in the order of their turns
         self._of: Counter[bytes] = Counter()
-        self._left_out: dict[bytes, int] = {}  # by tenant: sweeps that it skips
+        self._slow = SlowTenants(store.clock.monotonic_seconds, SELDOM)
         self._looked_at: dict[bytes, object] = {}  # by tenant: the look that some thread is at
         self._asked: list[int] = []  # connections asked about since the last sweep began
         self.looks = 0
@@ -497,16 +521,14 @@ class DisconnectedClients:
         for number in asked:
             if number in self._gone:
                 self._gone.move_to_end(number)
-        left_out = set(self._left_out)
-        self._left_out = {tenant: sweeps - 1 for tenant, sweeps in self._left_out.items() if sweeps > 1}
-        return list(islice((gone for gone in self._gone.values() if gone.whose not in left_out), LOOKS))
+        return list(islice((gone for gone in self._gone.values() if not self._slow.waits(gone.whose)), LOOKS))
 
     def look(self, gone: ClientState, most: int = LOOKS) -> tuple[bool, int]:
         """Whether it may still have memory mapped, and the queries made: at most `most`, and none while its tenant
         skips sweeps or another thread asks about one of its connections: many threads asking at once would take the
         socket thread's processor."""
         extents = gone.mapped  # another thread's findings meanwhile are as valid
-        if not extents or gone.whose in self._left_out:
+        if not extents or self._slow.waits(gone.whose):
             return bool(extents), 0
         look = object()
         if self._looked_at.setdefault(gone.whose, look) is not look:
@@ -518,8 +540,7 @@ class DisconnectedClients:
         gone.mapped = extents[unmapped:]
         self.looks += asked
         self._asked.append(gone.number)
-        if seconds > SLOW_SECONDS:
-            self._left_out[gone.whose] = ceil(SWEEPS_A_SECOND * seconds)
+        self._slow.took(gone.whose, seconds)
         return bool(gone.mapped), asked
 
     def count_of(self, tenant: bytes) -> int:

@@ -21,7 +21,7 @@ from programs import start_python
 from service.sidecar import Sidecar, wire_to
 from tiering.dram.extents import MappedExtent
 from tiering.tier import SLOT_BITS
-from waiting import wait_until
+from waiting import FakeClock, wait_until
 from workbench import MODEL, OTHER_SECRET, SECRET, blank_pages, ids, random_pages, same_tokens, small_layout
 
 RARELY = DoorLimits(sweep_seconds=10.0)
@@ -152,6 +152,7 @@ class Slow:
     """The kernel, which does not answer before it may, but about the third connection."""
 
     def __init__(self) -> None:
+        self.clock = FakeClock()
         self.asked, self.may_answer = threading.Semaphore(0), threading.Event()
 
     def unmapped(self, extents: Sequence[int], holder: int) -> tuple[int, int, float]:
