@@ -401,10 +401,16 @@ def _try_limits(settings: Settings, dram: Size, nvme: Size | None) -> None:
         )
     slabs = disk.budget_bytes // disk.slab_bytes if disk is not None else 0
     wanted = 2 * -(-memory.budget_bytes // memory.extent_bytes) + slabs + OWN_DESCRIPTORS
-    had = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd")) + 1
-    if had < wanted:
-        words = f"{had} more files may be open, and dram and nvme of this size want {wanted}"
-        raise OSError(errno.EMFILE, words)
+    had: list[int] = []
+    try:
+        while len(had) < wanted:
+            had.append(os.dup(sys.stderr.fileno()))
+    except OSError as error:
+        words = f"{len(had)} more files may be open, and dram and nvme of this size want {wanted}"
+        raise OSError(error.errno, words) from None
+    finally:
+        for one in had:
+            os.close(one)
     mapped = memory.budget_bytes + OWN_ADDRESS_BYTES
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         try:
