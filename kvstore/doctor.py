@@ -51,7 +51,7 @@ from kvstore.keys.pool_keys import PoolKeys, SecretDirectory
 from kvstore.keys.store_keys import refuse_new_keys
 from kvstore.node import memory_here
 from kvstore.protocol import messages as m
-from kvstore.service.daemon import DRAM_SHARE, NVME_SHARE
+from kvstore.service.serve import DRAM_SHARE, NVME_SHARE
 from kvstore.service.settings import Settings, socket_key
 from kvstore.status.tree import SidecarStatus
 from tiering.clock import SystemClock

@@ -87,7 +87,7 @@ ROOMS_IMPORT_ONLY = {
     # Looks at what a sidecar and an engine are given, and imports no engine.
     "kvstore.doctor": (
         "kvstore.block kvstore.protocol kvstore.status kvstore.client kvstore.config kvstore.keys kvstore.node "
-        "kvstore.service.daemon kvstore.service.settings kvstore.insight.models kvstore.insight.served "
+        "kvstore.service.serve kvstore.service.settings kvstore.insight.models kvstore.insight.served "
         "engine_adapter.paged.settings tiering"
     ),
     # A part of the edge, or of the transfer agent.

@@ -53,7 +53,6 @@ PURE_FILES = frozenset(
     remote/test_remote_breaker.py
     remote/test_writes.py
     service/test_breaker.py
-    service/test_lasting.py
     service/test_rate_limited.py
     test_house.py
     test_mutants.py

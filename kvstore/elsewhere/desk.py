@@ -38,8 +38,7 @@ from kvstore.protocol.courier import ReadableBlock
 from kvstore.protocol.hand_off_ticket import HandOff, hand_off_in
 from kvstore.protocol.messages import ReserveReply
 from kvstore.protocol.words import printable
-from kvstore.service.dispatch import Handlers
-from kvstore.service.parked import LeftElsewhere, Parked, ParkedLocate, Parking, Response
+from kvstore.service.dispatch import Handlers, LeftElsewhere, Parked, ParkedLocate, Parking, Response
 from kvstore.service.sessions import COURIERS, ClientState, Sessions
 from kvstore.status.declared import picked
 from kvstore.status.tree import ElsewhereStatus, SourceStatus

@@ -13,7 +13,6 @@ import asyncio
 import re
 import socket
 import ssl
-from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -319,7 +318,6 @@ class _Exchanges:
 
     def _scope(self, head: h11.Request) -> Message:
         method, target, headers = head.method.decode("latin-1"), head.target, list(head.headers)
-        counts = Counter(name for name, _ in headers)
         named = dict(headers)
         self._is_head = method == "HEAD"
         is_old, has_chunks = head.http_version == b"1.0", b"transfer-encoding" in named
@@ -341,7 +339,7 @@ class _Exchanges:
             named[b"host"], target = authority, slash + rest or b"/"
         if not target.startswith(b"/") and not (target == b"*" and method == "OPTIONS"):
             raise HttpRefused(400, "the target is no path")
-        if counts[b"host"] > 1 or _AUTHORITY.fullmatch(named.get(b"host", b"")) is None:
+        if _AUTHORITY.fullmatch(named.get(b"host", b"")) is None:
             raise HttpRefused(400, "the header Host is to be the name that was asked for, once")
         if named.get(b"expect", b"100-continue").lower() != b"100-continue":
             raise HttpRefused(417, "only 100-continue can be expected")

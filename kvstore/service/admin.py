@@ -1,5 +1,5 @@
 """The verbs of the admin socket: the sidecar's status, and orders to evict blocks; and those of the observers' socket,
-which change nothing. StatusReport makes the status.
+which change nothing.
 
 An operator opens the admin socket, an observer (the console) the other one. Both see all tenants by name, their counts
 and the text that their engines gave, never a key, a token or a byte of KV. Clients' text is made printable before it
@@ -25,10 +25,9 @@ from kvstore.insight.prefixes import SpaceNames, Standing
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
 from kvstore.protocol.words import ID_DIGITS, checked_seconds, layout_in_words, pick, printable
-from kvstore.service.connections import AdminCaller
-from kvstore.service.dispatch import Handlers, version_in_common
+from kvstore.service.accounting import by_tier
+from kvstore.service.dispatch import Handlers, Response, refusal
 from kvstore.service.local_door import LocalDoor
-from kvstore.service.parked import Response, refusal
 from kvstore.service.settings import StoreSettings
 from kvstore.status.declared import picked
 from kvstore.status.tree import (
@@ -65,9 +64,9 @@ KINDS_OF_MOVES = {
 }
 
 
-class StatusReport:
-    """What a sidecar reports of itself: whether it is well, what its operator should see to, and its figures.
-    Thread-safe."""
+class Admin:
+    """What a sidecar reports of itself: whether it is well, what its operator should see to, and its figures; and what
+    it does for an operator (`serve`) and an observer (`observe`). Thread-safe."""
 
     def __init__(
         self,
@@ -86,6 +85,20 @@ class StatusReport:
         self.is_stopping = False
         self.lacks: dict[str, str] = {}
         """What the edge and the transfer agent lack, or why they ended, as the supervisor reports."""
+        self._clock = store.core.clock
+        self._naming, self._named_at = threading.Lock(), -FRESH_SECONDS
+        self._named: dict[int, SpaceNames] = {}
+        self._observing = threading.Lock()
+        self._observed: dict[bool, tuple[float, Response]] = {}  # by whether it has numbers only: when, and which
+        self._verbs: dict[type, Callable[[Any], m.Answer]] = {
+            m.Stat: self._stat,
+            m.DropAny: self._drop,
+            m.Purge: self._purge,
+            m.Record: self._record,
+            m.Why: self._why,
+            m.Prefixes: self._hottest,
+            m.Ping: lambda verb: m.Done(),
+        }
 
     # Whether it is well --------------------------------------------------------------------------------------------
 
@@ -260,36 +273,10 @@ class StatusReport:
             for waits in [[waited[number] for number in list(one.connections) if number in waited]]
         ]
 
-
-class Admin:
-    """`AdminVerbs` over a store and its door. Thread-safe."""
-
-    is_operator = True
-
-    def __init__(self, report: StatusReport) -> None:
-        """report: what `kvstore stat` shows."""
-        self.facts, self._report = report.facts, report
-        self._store, self._handlers = report.store, report.handlers
-        self.clock = self._store.core.clock
-        self._naming, self._named_at = threading.Lock(), -FRESH_SECONDS
-        self._named: dict[int, SpaceNames] = {}
-        self._verbs: dict[type, Callable[[Any], m.Answer]] = {
-            m.Stat: self._stat,
-            m.DropAny: self._drop,
-            m.Purge: self._purge,
-            m.Record: self._record,
-            m.Why: self._why,
-            m.Prefixes: self._hottest,
-            m.Ping: lambda verb: m.Done(),
-        }
-
-    def greet(self, hello: m.Hello) -> tuple[AdminCaller | None, m.Answer]:
-        version = version_in_common(hello)
-        if isinstance(version, m.Failed):
-            return None, version
-        return AdminCaller(), m.Welcome(version, self._handlers.run, b"")
+    # Its verbs ------------------------------------------------------------------------------------------------------
 
     def serve(self, verb: m.Verb) -> Response:
+        """Never raises for what a client can cause."""
         handler = self._verbs.get(type(verb))
         if handler is None:
             text = "not a verb of the admin socket; ask at a tenant's socket"
@@ -299,39 +286,57 @@ class Admin:
         except (TierError, StoreError) as error:
             return refusal(error)
 
+    def observe(self, verb: m.Verb) -> Response:
+        """The operator's answers, and no verb that changes anything. `Stat` is at most `FRESH_SECONDS` old."""
+        if isinstance(verb, m.Stat):
+            return self._observed_stat(verb)
+        if isinstance(verb, m.Why | m.Prefixes | m.Ping):
+            return self.serve(verb)
+        text = f"the observers' socket serves stat, why, prefixes and ping, and not {m.name_of(verb)}"
+        return Response(m.Failed(m.RequestFault.BAD_INPUT, f"{text}; ask at the admin socket"))
+
+    def _observed_stat(self, verb: m.Stat) -> Response:
+        with self._observing:  # other observers wait and get the same
+            now = self._clock.monotonic_seconds()
+            at, told = self._observed.get(verb.numbers_only, (-FRESH_SECONDS, Response(m.Done())))
+            if now - at >= FRESH_SECONDS or not isinstance(told.answer, m.StatReply):
+                told = self.serve(verb)
+                self._observed[verb.numbers_only] = now, told
+            return told
+
     def _stat(self, verb: m.Stat) -> m.StatReply:
-        return m.StatReply(self._report.numbers() if verb.numbers_only else self.facts())
+        return m.StatReply(self.numbers() if verb.numbers_only else self.facts())
 
     # Giving up -----------------------------------------------------------------------------------------------------
 
     def _drop(self, verb: m.DropAny) -> m.Counted:
-        space = chosen_space(self._report.spaces(), verb.id, verb.tenant)
-        with self._handlers.parking.forgetting(space.tenant, space.digest) as left:
-            blocks = self._store.core.drop(space.number, checked_seconds(verb.seconds))
+        space = chosen_space(self.spaces(), verb.id, verb.tenant)
+        with self.handlers.parking.forgetting(space.tenant, space.digest) as left:
+            blocks = self.store.core.drop(space.number, checked_seconds(verb.seconds))
         return left.counted(blocks)
 
     def _purge(self, verb: m.Purge) -> m.Counted:
-        seconds, tenant = checked_seconds(verb.seconds), self._store.keys.known(verb.tenant).tenant
-        with self._handlers.parking.forgetting(tenant) as left:
-            keys, blocks = self._store.purge(verb.tenant, seconds)
-        self._report.door.disconnect(keys.tenant)
-        self._handlers.told.forget(keys.tenant, verb.tenant)
-        self._handlers.prefixes.forget(keys.tenant)
+        seconds, tenant = checked_seconds(verb.seconds), self.store.keys.known(verb.tenant).tenant
+        with self.handlers.parking.forgetting(tenant) as left:
+            keys, blocks = self.store.purge(verb.tenant, seconds)
+        self.door.disconnect(keys.tenant)
+        self.handlers.told.forget(keys.tenant, verb.tenant)
+        self.handlers.prefixes.forget(keys.tenant)
         return left.counted(blocks)
 
     # Recording -----------------------------------------------------------------------------------------------------
 
     def _record(self, verb: m.Record) -> m.Recorded:
-        recording = self._handlers.recording
+        recording = self.handlers.recording
         if verb.ends:
             recording.end(verb.recording)
             return m.Recorded(verb.recording, 0)
         if verb.recording:
             requests, lost = recording.take(verb.recording)
             return m.Recorded(verb.recording, 0, [(one.seconds, one.ids) for one in requests], lost)
-        spaces = [one for name, one in self._report.spaces() if verb.tenant in ("", name)]
+        spaces = [one for name, one in self.spaces() if verb.tenant in ("", name)]
         if verb.id:
-            spaces = [chosen_space(self._report.spaces(), verb.id, verb.tenant)]
+            spaces = [chosen_space(self.spaces(), verb.id, verb.tenant)]
         sizes = {one.namespace.layout.block_tokens for one in spaces}
         if len(sizes) != 1:
             there = ", ".join(str(size) for size in sorted(sizes))
@@ -343,7 +348,7 @@ class Admin:
         return m.Recorded(recording.begin(frozenset(one.number for one in spaces)), sizes.pop())
 
     def _nothing_to_record(self, tenant: str) -> str:
-        others = ", ".join(sorted({printable(name) for name, _ in self._report.spaces()}))
+        others = ", ".join(sorted({printable(name) for name, _ in self.spaces()}))
         if not others:
             return "no engine has opened a namespace yet, so there is nothing to record; begin when one has"
         return f"--tenant {printable(tenant)} has no namespace; tenants that have one: {others}"
@@ -351,73 +356,38 @@ class Admin:
     # Requests ------------------------------------------------------------------------------------------------------
 
     def _why(self, verb: m.Why) -> m.WhyReply:
-        return self._handlers.told.why(verb.request, self._shown(verb.tenant), self._model)
+        return self.handlers.told.why(verb.request, self._shown(verb.tenant), self._model)
 
     def _shown(self, wanted: str) -> dict[bytes, str]:
         """Tenants and their names; only those shown as `wanted`, if that is given."""
-        names = self._store.tenant_names()
+        names = self.store.tenant_names()
         return {tenant: name for tenant, name in names.items() if wanted in ("", printable(name))}
 
     def _hottest(self, verb: m.Prefixes) -> m.PrefixesReply:
         with self._naming:  # callers share the result: the store walks over all namespaces for it
-            now = self.clock.monotonic_seconds()
+            now = self._clock.monotonic_seconds()
             if now - self._named_at >= FRESH_SECONDS:
                 self._named_at = now
                 self._named = {
-                    one.number: SpaceNames(one.digest.hex()[:ID_DIGITS], printable(self._called(one)))
-                    for _, one in self._report.spaces()
+                    one.number: SpaceNames(
+                        one.digest.hex()[:ID_DIGITS],
+                        printable(self.name(one.tenant, one.digest) or one.namespace.model),
+                    )
+                    for _, one in self.spaces()
                 }
         tenants, of_all = self._shown(verb.tenant), not verb.tenant
-        return m.PrefixesReply(self._handlers.prefixes.figures(tenants, self._named, self._standing, of_all=of_all))
-
-    def _called(self, usage: NamespaceUsage) -> str:
-        return self._report.name(usage.tenant, usage.digest) or usage.namespace.model
+        return m.PrefixesReply(self.handlers.prefixes.figures(tenants, self._named, self._standing, of_all=of_all))
 
     def _standing(self, number: int, keys: Sequence[bytes]) -> Standing:
-        core, tiers = self._store.core, dict[str, int]()
+        core = self.store.core
         found = core.match(number, keys)
-        for tier, blocks in found.tiers:
-            tiers[str(tier)] = tiers.get(str(tier), 0) + blocks
         until = core.kept_until(number, keys)
-        return Standing(found.blocks, tiers, until if until > core.clock.wall_seconds() else None)
+        return Standing(found.blocks, by_tier(found.tiers), until if until > core.clock.wall_seconds() else None)
 
     def _model(self, number: int) -> str:
-        namespace = self._store.core.namespace_of(number)
-        tenant = next((one.tenant for one in self._store.core.namespaces() if one.number == number), b"")
-        return self._report.name(tenant, namespace.digest()) or namespace.model
-
-
-class Observer:
-    """`AdminVerbs` of the observers' socket: the operator's answers, and no verb that changes anything. Thread-safe."""
-
-    is_operator = False
-
-    def __init__(self, admin: Admin) -> None:
-        """admin: gives the answers."""
-        self._admin = admin
-        self._lock = threading.Lock()
-        self._told: dict[bool, tuple[float, Response]] = {}  # by whether it has numbers only: when, and which
-
-    def greet(self, hello: m.Hello) -> tuple[AdminCaller | None, m.Answer]:
-        return self._admin.greet(hello)
-
-    def serve(self, verb: m.Verb) -> Response:
-        """Serves `Stat`, at most `FRESH_SECONDS` old, `Why`, `Prefixes`, and `Ping`."""
-        if isinstance(verb, m.Stat):
-            return self._stat(verb)
-        if isinstance(verb, m.Why | m.Prefixes | m.Ping):
-            return self._admin.serve(verb)
-        text = f"the observers' socket serves stat, why, prefixes and ping, and not {m.name_of(verb)}"
-        return Response(m.Failed(m.RequestFault.BAD_INPUT, f"{text}; ask at the admin socket"))
-
-    def _stat(self, verb: m.Stat) -> Response:
-        with self._lock:  # other observers wait and get the same
-            now = self._admin.clock.monotonic_seconds()
-            at, told = self._told.get(verb.numbers_only, (-FRESH_SECONDS, Response(m.Done())))
-            if now - at >= FRESH_SECONDS or not isinstance(told.answer, m.StatReply):
-                told = self._admin.serve(verb)
-                self._told[verb.numbers_only] = now, told
-            return told
+        namespace = self.store.core.namespace_of(number)
+        tenant = next((one.tenant for one in self.store.core.namespaces() if one.number == number), b"")
+        return self.name(tenant, namespace.digest()) or namespace.model
 
 
 def chosen_space(spaces: Sequence[tuple[str, NamespaceUsage]], id: str, tenant: str) -> NamespaceUsage:

@@ -1,5 +1,5 @@
 """Connections of the API sockets: what was read of each and not served, and answered and not sent; and the threads that
-some of their requests wait for (`DoorThreads`), or that none of them waits for (`DoorAwaits`).
+some of their requests wait for (`DoorThreads`).
 
 Each has a token bucket, filled at the configured rate; every request takes some out. Tenants are served least-served
 first, and of a tenant's connections the one with the fewest recent requests.
@@ -7,16 +7,24 @@ first, and of a tenant's connections the one with the fewest recent requests.
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import math
 import os
+import resource
 import socket
+import struct
+import termios
+import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Protocol
+from queue import SimpleQueue
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -24,16 +32,14 @@ from kvstore.block.errors import StoreError
 from kvstore.block.identity import TenantKeys
 from kvstore.config import LIVE, Count, Seconds, SettingsSection
 from kvstore.protocol import messages as m
-from kvstore.service import descriptors
 from kvstore.service.accounting import Line, Lines, ServiceShare, Turns
-from kvstore.service.descriptors import TenantUnread, Unread
-from kvstore.service.dispatch import Handlers
-from kvstore.service.parked import Parked, ParkedLocate, Parking, Response
+from kvstore.service.dispatch import Handlers, Parked, Parking, Response, version_in_common
 from kvstore.service.sessions import ClientState
 from tiering.clock import Clock
 from tiering.counts.histogram import BOUNDS_MS, Histogram
 from tiering.faults import DOOR_THREADS, FaultReports, RateLimitedLog, kind_of
 
+_log = logging.getLogger(__name__)
 _READ_BYTES = 256 << 10
 COST_BYTES = 2 << 10
 """So many bytes of a message count as one more message."""
@@ -43,8 +49,6 @@ LARGE_BYTES_PER_SECOND, LARGE_BURST_BYTES = 1 << 20, 32 << 20
 """The rate of such messages for one connection, and how much it may save up: thirty prompts of a million tokens in
 blocks of 64. They have their own bucket, since short messages behind them would otherwise wait until they are paid.
 Decoding one holds the interpreter for up to 3 ms: their rate bounds what other clients wait."""
-AWAITS_SECONDS = 0.00025
-"""How long the door's thread answers ended awaits before it takes messages again."""
 LATELY_SECONDS = 10.0
 """Requests of this age count for a third of present ones when connections of a tenant are ranked."""
 MAX_SWEEP_SECONDS = 10
@@ -76,65 +80,50 @@ class DoorLimits(SettingsSection, frozen=True):
 
 ADMIN_CONNECTIONS, COURIER_CONNECTIONS = 8, 256
 ADMIN_THREADS = 4
+"""Of each socket that belongs to no tenant."""
+LARGE_LINE = 2
+"""Which of a listener's lines is of large messages; 0 and 1 are of requests that may block, and that may take long."""
 COURIER_BYTES_PER_SECOND = 64 << 20
 """The rate for one courier, whose large messages are headers that are used undecoded."""
 
 
-class AdminCaller:
-    """A connection of the admin or observers' socket; it holds nothing."""
-
-
-class AdminVerbs(Protocol):
-    """The verbs of a socket that belongs to no tenant; see `kvstore.service.admin`."""
-
-    is_operator: bool
-    """Whether its clients may use the descriptor that is reserved for the operator."""
-
-    def greet(self, hello: m.Hello) -> tuple[AdminCaller | None, m.Answer]:
-        """Answer a connection's first message."""
-        ...
-
-    def serve(self, verb: m.Verb) -> Response:
-        """Serve a request. Never raises for what a client can cause."""
-        ...
-
-
 class Listener:
     """A tenant's socket, the couriers', or one without tenant. tenant: None without keys; `renew` makes them.
-    closer: closes connections that may hold descriptors. share, large_share: service that its connections got
-    from the socket's own thread, and from the one for large messages. lines: requests that wait for a thread of the
-    pool, and of the pool for long ones. unread: descriptors sent and not read. pool: its own threads, if it belongs to
-    no tenant, and has no lines."""
+    closer: closes connections that may hold descriptors. share: service that its connections got from the socket's own
+    thread. lines: requests that wait for a thread, as `LARGE_LINE` says. unread: descriptors sent and not read.
+    is_operator: whether its clients may use the descriptor that is reserved for the operator."""
 
     def __init__(
         self,
         path: Path,
         sock: socket.socket,
-        tenant: TenantKeys | None,
+        host: TenantKeys | Callable[[m.Verb], Response] | Parking | None,
         users: Collection[int] | None,
         renew: Callable[[], TenantKeys] | None = None,
-        host: AdminVerbs | Parking | None = None,
-        turns: tuple[Turns, Turns] | None = None,
+        turns: Turns | None = None,
     ) -> None:
-        """host: greets the clients of a socket that belongs to no tenant: the operator's, the observers', or couriers'.
-        turns: at the two threads, shared by all listeners."""
+        """host: the tenant's keys; or what serves the operator's or the observers' requests, or greets couriers. turns:
+        at the socket's own thread, shared by all listeners."""
+        self.tenant = host if isinstance(host, TenantKeys) else None
         self.couriers = host if isinstance(host, Parking) else None
-        self.admin = host if not isinstance(host, Parking) else None
+        self.admin = host if not isinstance(host, TenantKeys | Parking) else None
+        self.is_operator = False
         self.most = ADMIN_CONNECTIONS if self.couriers is None else COURIER_CONNECTIONS
         self.large_rate = LARGE_BYTES_PER_SECOND if self.couriers is None else COURIER_BYTES_PER_SECOND
         self.path = path
         self.socket = sock
-        self.tenant = tenant
         self.users = users
         self.renew = renew
-        self.is_operator = self.admin is not None and self.admin.is_operator
-        self.pool = ThreadPoolExecutor(ADMIN_THREADS, "kv-door-admin") if host is not None else None
-        self.share, self.large_share = map(ServiceShare, turns or (Turns(), Turns()))
+        self.share = ServiceShare(turns or Turns())
         self.lines: tuple[Line[QueuedRequest], ...] = ()
         self._full_at = self._large_full_at = -math.inf
         self.unread = TenantUnread()
-        self.closer = descriptors.Closer()
-        descriptors.refuse_descriptors(sock)
+        self.closer = Closer()
+        refuse_descriptors(sock)
+
+    @property
+    def is_tenants(self) -> bool:
+        return self.admin is None and self.couriers is None
 
     def tenant_keys(self) -> TenantKeys | m.Failed:
         """The tenant's keys, or why it is not served."""
@@ -146,10 +135,11 @@ class Listener:
                 return m.failed(m.RequestFault.CLOSED, str(error))
         return self.tenant
 
-    def greeted(self, hello: m.Hello, handlers: Handlers) -> tuple[ClientState | AdminCaller | None, m.Answer]:
-        """Answer a hello: who the client is, or why it is refused."""
+    def greeted(self, hello: m.Hello, handlers: Handlers) -> tuple[ClientState | None, m.Answer]:
+        """Answer a hello: who the client is, unless it is an operator or an observer; or why it is refused."""
         if self.admin is not None:
-            return self.admin.greet(hello)
+            version = version_in_common(hello)
+            return None, version if isinstance(version, m.Failed) else m.Welcome(version, handlers.run, b"")
         if self.couriers is not None:
             return self.couriers.greet(hello)
         tenant = self.tenant_keys()
@@ -173,8 +163,8 @@ class Listener:
 @dataclass(eq=False, slots=True)
 class QueuedRequest:
     """A message from arrival to answer. body: until decoded. since: the earliest that it may have arrived. is_long: it
-    may run for many seconds. line: its tenant's, for the threads that it needs; begun_at: when the thread for large
-    messages took it. served: None before; waited: seconds until it was begun."""
+    may run for many seconds. line: its tenant's, for the threads that it needs; begun_at: when one took it. served:
+    None before; waited: seconds until it was begun."""
 
     connection: Connection
     body: bytes | None
@@ -195,7 +185,8 @@ class Connection:
         self.socket = sock
         self.listener = listener
         self.admin = listener.admin
-        self.caller: ClientState | AdminCaller | None = None
+        self.caller: ClientState | None = None
+        self.is_greeted = False
         self.read = bytearray()
         self.unsent: deque[tuple[memoryview, list[int]]] = deque()
         self.unsent_bytes = 0
@@ -217,13 +208,13 @@ class Connection:
         self.closed = False
         self.interest = 0
         self.is_refused = False  # the kernel refuses to send descriptors at the moment
-        self._may_hold_descriptors = descriptors.may_hold_descriptors(sock)
+        self._may_hold_descriptors = may_hold_descriptors(sock)
         self.unread = Unread(sock, listener.closer if self._may_hold_descriptors else None)
 
     @property
     def tenant(self) -> bytes:
         """Its client's tenant; empty before hello."""
-        return self.caller.keys.tenant if isinstance(self.caller, ClientState) else b""
+        return self.caller.keys.tenant if self.caller is not None else b""
 
     def next_length(self) -> int:
         """The length of the next message's body; 0 if it is not known yet."""
@@ -248,7 +239,7 @@ class Connection:
     def receive(self, now: float) -> None:
         """Read what has arrived. Raises `OSError`, also at the end of the stream, and `DescriptorsSent`."""
         if self._may_hold_descriptors:
-            piece = descriptors.receive(self.socket, _READ_BYTES)
+            piece = receive(self.socket, _READ_BYTES)
         else:
             piece = self.socket.recv(_READ_BYTES)
         if not piece:
@@ -278,7 +269,7 @@ class Connection:
             except BlockingIOError:
                 return
             if held:
-                self.unread.sent(len(held), clock.monotonic_seconds())
+                self.unread.sent(len(held))
                 close_all(held)
             elif self.unread.sent_count:
                 self.unread.sent_behind()
@@ -294,7 +285,7 @@ class Connection:
 
         A long message costs in proportion to its length; if the bucket has too little, the connection is in debt.
         """
-        if self.large is not None or (self.caller is None and self.in_flight):  # or its hello waits for keys
+        if self.large is not None or (not self.is_greeted and self.in_flight):  # or its hello waits for keys
             return False
         if self.in_flight >= limits.in_flight or self.in_flight_bytes >= limits.in_flight_bytes:
             return False
@@ -325,10 +316,6 @@ class Connection:
         self._lately_at = now
         return self._lately
 
-    def large_rank(self, now: float) -> tuple[float, float]:
-        """Rank of its next large message."""
-        return self.listener.large_share.starts_at, self.asked_lately(now)
-
     def _fill(self, limits: DoorLimits, now: float) -> None:
         seconds, self.filled_at = now - self.filled_at, now
         self.tokens = min(limits.burst, self.tokens + seconds * limits.rate)
@@ -346,14 +333,14 @@ class Connection:
 
     def serve(self, handlers: Handlers, verb: m.Verb) -> Response:
         """Serve a request of its client."""
-        caller = self.caller
         if isinstance(verb, m.Hello):
             self.caller, answer = self.listener.greeted(verb, handlers)
+            self.is_greeted = isinstance(answer, m.Welcome)
             return Response(answer)
         if self.admin is not None:
-            return self.admin.serve(verb)
-        assert isinstance(caller, ClientState)
-        return handlers.serve(caller, verb)
+            return self.admin(verb)
+        assert self.caller is not None
+        return handlers.serve(self.caller, verb)
 
     def attempt(self, log: RateLimitedLog, what: str, work: Callable[[], object]) -> bool:
         """Do what concerns this connection alone; False for a fault, which is logged, one line a client."""
@@ -371,6 +358,27 @@ def attempt(log: RateLimitedLog, work: Callable[[], object], kind: str, message:
     return True
 
 
+def submitted(pool: ThreadPoolExecutor, work: Callable[[], object]) -> Exception | None:
+    """Have a thread of the pool do it; returns why none does. If the machine has no new thread, the pool may have
+    queued it for an old one all the same: either that thread or the caller takes it, not both."""
+    unbegun = [work]
+
+    def begin() -> None:
+        try:
+            begun = unbegun.pop()
+        except IndexError:
+            return
+        begun()
+
+    try:
+        pool.submit(begin)
+    except (RuntimeError, MemoryError) as error:
+        with suppress(IndexError):
+            unbegun.pop()
+            return error
+    return None
+
+
 def wake(waker: socket.socket) -> None:
     """Wake the door's thread, which reads from the other end. waker: does not block."""
     with suppress(BlockingIOError):  # the thread has not read the last ones
@@ -381,7 +389,7 @@ def read_request(asked: QueuedRequest) -> None:
     """Decode a body. Raises `ValueError`."""
     assert asked.body is not None
     request = m.unpack_request(asked.body)
-    if (asked.connection.caller is None) is not isinstance(request.verb, m.Hello):
+    if asked.connection.is_greeted is isinstance(request.verb, m.Hello):
         raise ValueError("a connection begins with one hello")
     asked.request, asked.body = request, None
 
@@ -412,30 +420,32 @@ class DoorThreads:
         self.done: deque[QueuedRequest] = deque()
         """Gets requests that were served, or decoded; then the door's thread is woken."""
         self._handlers, self._clock, self._faults, self._log, self._waker = handlers, clock, faults, log, waker
-        self._large_pool = ThreadPoolExecutor(1, "kv-door-large")
         self._pool: Lines[QueuedRequest] = Lines(limits.threads, "kv-door")
         self._long_pool: Lines[QueuedRequest] = Lines(limits.long_threads, "kv-door-long")
-        self._large: list[QueuedRequest] = []  # waiting for the thread
-        self._large_now: QueuedRequest | None = None
+        self._large_pool: Lines[QueuedRequest] = Lines(
+            1, "kv-door-large", lambda one: one.connection.asked_lately(clock.monotonic_seconds())
+        )
+        self._pools = [self._pool, self._long_pool, self._large_pool]
 
     def add(self, listener: Listener) -> None:
-        """A tenant's socket: its requests wait in lines of its own."""
-        listener.lines = self._pool.new_line(), self._long_pool.new_line()
+        """Its requests wait in lines of its own; a socket that belongs to no tenant has threads of its own, too."""
+        if listener.is_tenants:
+            lines = self._pool.new_line(), self._long_pool.new_line()
+        else:
+            self._pools.append(Lines(ADMIN_THREADS, "kv-door-admin"))
+            lines = (self._pools[-1].new_line(),) * 2
+        listener.lines = *lines, self._large_pool.new_line()
 
-    def start(self, others: Iterable[ThreadPoolExecutor]) -> None:
-        """Start a thread of each pool, and of the others: if the machine has no more threads later, every client is
+    def start(self, other: ThreadPoolExecutor) -> None:
+        """Start a thread of each pool, and of the other one: if the machine has no more threads later, every client is
         still served."""
-        for pool in (self._pool.executor, self._large_pool, self._long_pool.executor, *others):
+        for pool in (*(one.executor for one in self._pools), other):
             pool.submit(lambda: None)
 
     def close(self) -> None:
         """Begin nothing more."""
-        for pool in (self._pool.executor, self._large_pool):
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    def close_long(self) -> None:
-        """Nor what may take long, once all connections are closed."""
-        self._long_pool.executor.shutdown(wait=False, cancel_futures=True)
+        for one in self._pools:
+            one.executor.shutdown(wait=False, cancel_futures=True)
 
     # Requests --------------------------------------------------------------------------------------------------------
 
@@ -444,13 +454,12 @@ class DoorThreads:
         connection = asked.connection
         connection.in_flight += 1
         connection.in_flight_bytes += asked.length
+        asked.line = connection.listener.lines[LARGE_LINE if is_large else asked.is_long]
         if is_large:
             connection.large = asked
-            self._large.append(asked)
-            self._begin_large()
-            return
-        asked.line = connection.listener.lines[asked.is_long] if connection.listener.lines else None
-        connection.waiting.append(asked)
+            asked.line.waiting.append(asked)
+        else:
+            connection.waiting.append(asked)
         self.begin(connection)
 
     def ended(self, asked: QueuedRequest) -> None:
@@ -458,31 +467,23 @@ class DoorThreads:
         connection = asked.connection
         connection.in_flight -= 1
         connection.in_flight_bytes -= asked.length
-        if asked.line is not None:
-            asked.line.end()
+        assert asked.line is not None
+        asked.line.end(self._clock.monotonic_seconds() - asked.begun_at)
         if connection.large is asked:
-            connection.large = self._large_now = None
-            connection.listener.large_share.pay(self._clock.monotonic_seconds() - asked.begun_at)
+            connection.large = None
         elif asked.is_long:
             connection.long_running -= 1
         else:
             connection.running -= 1
 
-    def begin_next(self, connection: Connection) -> None:
-        """Begin what an ended request of a connection kept waiting."""
-        self._begin_large()
-        self.begin(connection)
-        self._begin_pooled()
-
     def leave_out(self, connection: Connection) -> None:
         """Drop the requests of a closed connection that have not begun."""
-        if connection.large in self._large:
-            self._large.remove(connection.large)
         for line in connection.listener.lines:
             line.leave_out(lambda one: one.connection is connection)
 
     def begin(self, connection: Connection) -> None:
-        """Begin a connection's next deferred messages, within its limit, and none while its answers are unread."""
+        """Begin a connection's next deferred messages, within its limit, and none while its answers are unread; and
+        whatever free threads can take."""
         while connection.waiting and not connection.closed:
             asked = connection.waiting[0]
             if not asked.is_long and connection.running >= self.limits.running:
@@ -494,63 +495,29 @@ class DoorThreads:
                 connection.long_running += 1
             else:
                 connection.running += 1
-            if asked.line is not None:
-                asked.line.waiting.append(asked)
-            elif connection.listener.pool is not None:
-                self._serve_in(connection.listener.pool, asked)
-        self._begin_pooled()
+            assert asked.line is not None
+            asked.line.waiting.append(asked)
+        # Here and not in the executors' queues, where each would wait behind a flooding client's.
+        for pool in self._pools:
+            while (one := pool.begin()) is not None:
+                self._begin_in(pool.executor, one)
 
-    def _begin_large(self) -> None:
-        """Begin the next large message, least-served tenant first, which the executor's own queue would not do."""
-        while self._large_now is None and self._large:
-            now = self._clock.monotonic_seconds()
-            asked = min(self._large, key=lambda one: one.connection.large_rank(now))
-            asked.connection.listener.large_share.begin()
-            asked.begun_at = now
-            self._large.remove(asked)
-            self._large_now = asked
-            if asked.request is not None:
-                self._serve_in(self._large_pool, asked)
-            elif not self._submitted(self._large_pool, self._read, asked):
-                self._read(asked)
-
-    def _begin_pooled(self) -> None:
-        """Here and not in the executor's queue, where each would wait behind a flooding client's."""
-        for pool in (self._pool, self._long_pool):
-            while (asked := pool.begin()) is not None:
-                self._serve_in(pool.executor, asked)
-
-    def _submitted(self, pool: ThreadPoolExecutor, work: Callable[[QueuedRequest], None], asked: QueuedRequest) -> bool:
-        """Whether a thread of the pool does it. If the machine has no new thread, the pool may have queued it for an
-        old one all the same: either that thread or this method takes it, not both."""
-        unbegun = [asked]
-
-        def begin() -> None:
-            try:
-                one = unbegun.pop()
-            except IndexError:
-                return
-            work(one)
-
-        try:
-            pool.submit(begin)
+    def _begin_in(self, pool: ThreadPoolExecutor, asked: QueuedRequest) -> None:
+        asked.begun_at = self._clock.monotonic_seconds()
+        work = self._serve if asked.request is not None else self._read
+        error = submitted(pool, partial(work, asked))
+        if error is None:
             if DOOR_THREADS in self._faults.failing:
                 self._faults.worked(DOOR_THREADS)
-        except (RuntimeError, MemoryError) as error:
-            if not self.is_closing:
-                self._faults.failed(DOOR_THREADS, kind_of(error), "a request has no thread")
-            try:
-                unbegun.pop()
-            except IndexError:
-                return True
-            return False
-        return True
-
-    def _serve_in(self, pool: ThreadPoolExecutor, asked: QueuedRequest) -> None:
-        if not self._submitted(pool, self._serve, asked):
-            asked.served = Response(m.Failed(m.RequestFault.BUSY, "no thread is free"))
-            self.done.append(asked)
-            wake(self._waker)
+            return
+        if not self.is_closing:
+            self._faults.failed(DOOR_THREADS, kind_of(error), "a request has no thread")
+        if asked.request is None:
+            self._read(asked)
+            return
+        asked.served = Response(m.Failed(m.RequestFault.BUSY, "no thread is free"))
+        self.done.append(asked)
+        wake(self._waker)
 
     # In a thread of a pool -------------------------------------------------------------------------------------------
 
@@ -582,100 +549,226 @@ class DoorThreads:
         wake(self._waker)
 
 
-class DoorAwaits:
-    """The awaits of all connections. Only the socket's thread calls it, except `_told`. The least-served tenant is
-    answered first, and pays as for a message."""
+# ---------------------------------------------------------------------------------------------------------------------
+# Descriptors that clients send to the sidecar: it wants none, and closing one must not delay other clients.
+#
+# The kernel drops an unreceived descriptor in the thread that reads the bytes it came with, or that closes the socket
+# it lies unread in, a listening one included. If the sender has closed its own copy, that closes the file, which takes
+# as long as the sender likes: a TCP socket lingers. The socket thread serves every client and must never drop one.
+#
+# Linux 6.16 and later refuse them to the sender (SO_PASSRIGHTS); connections inherit that from the listening socket. On
+# older kernels each piece is peeked at before it is read (`receive`), a client that sends descriptors is disconnected,
+# and a thread of its tenant closes the connection (`Closer`): a slow close delays that tenant alone.
 
-    def __init__(self, handlers: Handlers, clock: Clock, waker: socket.socket) -> None:
-        """waker: as for `wake`."""
-        self._handlers, self._clock, self._waker = handlers, clock, waker
-        self.parked: dict[Parked, tuple[Connection, int]] = {}
-        self.over: deque[Parked] = deque()
-        """Ended ones that `ended` has not seen."""
-        self._lines: dict[Listener, deque[Parked]] = {}
 
-    def take(
-        self, connection: Connection, caller: ClientState, number: int, verb: m.Await | m.Cancel
-    ) -> Response | None:
-        """Park a connection's request; returns the answer if there is one already."""
-        if isinstance(verb, m.Cancel):
-            self._handlers.parking.cancel([connection.parked[one] for one in verb.numbers if one in connection.parked])
-            return Response(m.Done())
-        if number in connection.parked:
-            return self._refused(number)
-        one = self._handlers.park(caller, verb, self._told)
-        if isinstance(one, Response):
-            return one
-        return self._kept(connection, number, one)
+SO_PASSRIGHTS = 83
+"""Of `SOL_SOCKET`; the `socket` module does not have it yet."""
+MOST_UNCLOSED = 32
+"""With so many sockets of a tenant still being closed, its next connections are not accepted."""
 
-    def hold(self, connection: Connection, number: int, one: ParkedLocate) -> Response | None:
-        """The same for a request that was asked already, perhaps by another thread."""
-        one.tell = self._told  # from now on; the answer may have come already
-        if number in connection.parked or connection.closed:
-            self._handlers.parking.cancel([one])
-            return self._refused(number)
-        if one.answer is not None:
-            return Response(one.answer)
-        return self._kept(connection, number, one)
 
-    def _kept(self, connection: Connection, number: int, one: Parked) -> Response | None:
-        self.parked[one] = connection, number
-        connection.parked[number] = one
-        return None
+class DescriptorsSent(OSError):
+    """A client sent descriptors; the bytes they came with were not used."""
 
-    @staticmethod
-    def _refused(number: int) -> Response:
-        text = f"request {number} waits already; number requests anew"
-        return Response(m.Failed(m.RequestFault.BAD_INPUT, text))
 
-    def gone(self, connection: Connection) -> None:
-        """End a closed connection's awaits."""
-        parked, connection.parked = list(connection.parked.values()), {}
-        for one in parked:
-            del self.parked[one]
-        self._handlers.parking.cancel(parked)
+def refuse_descriptors(listening: socket.socket) -> None:
+    """Have the kernel refuse descriptors from clients that connect from now on, if it can."""
+    with suppress(OSError):
+        listening.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
 
-    def rest_seconds(self, most: float) -> float:
-        """Seconds until one is due, at most `most`."""
-        if not self.parked:
-            return most
-        return max(0.0, min(most, self._handlers.parking.due_at - self._clock.monotonic_seconds()))
 
-    def ended(self) -> Iterator[tuple[Connection, int, Response]]:
-        """Answers to ended awaits, each with its connection and the number of its request, for `AWAITS_SECONDS` at
-        most."""
-        parking = self._handlers.parking
-        parking.tell_couriers()
-        if not self.parked:
-            self.over.clear()
-            self._lines.clear()
+def may_hold_descriptors(sock: socket.socket) -> bool:
+    """Whether an accepted socket may hold any, and so needs `receive` and `Closer`. Sets SO_OOBINLINE then: the kernel
+    would otherwise drop out-of-band bytes, with their descriptors."""
+    with suppress(OSError):
+        if not sock.getsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS):
+            return False
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
+    return True
+
+
+def receive(sock: socket.socket, most: int) -> bytes:
+    """As `recv`, for a socket that may hold descriptors. A peek without room for descriptors tells whether any came
+    with the bytes; if none did, exactly these bytes are read. Raises `DescriptorsSent`, `OSError`."""
+    piece, _, flags, _ = sock.recvmsg(most, 0, socket.MSG_PEEK)
+    if flags & socket.MSG_CTRUNC:
+        raise DescriptorsSent
+    return sock.recv(len(piece)) if piece else piece
+
+
+class Closer:
+    """Closes sockets that may hold descriptors, one after another, in a thread that starts with the first."""
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[socket.socket | None] = SimpleQueue()
+        self._given = self._closed = 0  # sockets: by the caller's thread, and by its own
+        self._thread: threading.Thread | None = None
+
+    def close(self, sock: socket.socket) -> None:
+        """Disconnect now; the thread closes the socket. Does not block."""
+        with suppress(OSError):  # usually the client has disconnected
+            sock.shutdown(socket.SHUT_RDWR)
+        self._given += 1
+        self._waiting.put(sock)
+        self.look()
+
+    def look(self) -> None:
+        """Start the thread if the machine had none before."""
+        if not self._given or self._thread is not None:
             return
-        now = self._clock.monotonic_seconds()
-        if parking.due_at <= now:
-            parking.expire()
-        while self.over:
-            one = self.over.popleft()
-            if one in self.parked:
-                self._lines.setdefault(self.parked[one][0].listener, deque()).append(one)
-        while self._lines and self._clock.monotonic_seconds() - now < AWAITS_SECONDS:
-            listener = min(self._lines, key=lambda of: of.share.starts_at)
-            one = self._lines[listener].popleft()
-            if not self._lines[listener]:
-                del self._lines[listener]
-            connection, number = self.parked.pop(one, (None, 0))
-            if connection is not None:  # else the client disconnected meanwhile
-                del connection.parked[number]
-                listener.share.begin()
-                listener.share.pay(1)
-                yield connection, number, parking.awaited(one)
+        thread = threading.Thread(target=self._close_all, name="kv-door-close", daemon=True)
+        with suppress(RuntimeError, MemoryError):
+            thread.start()
+            self._thread = thread
+
+    def end(self) -> None:
+        """Have the thread end once all are closed. Does not block."""
+        self._waiting.put(None)
+
+    def __len__(self) -> int:
+        """Sockets that are not closed yet."""
+        return self._given - self._closed
+
+    def _close_all(self) -> None:
+        while (sock := self._waiting.get()) is not None:
+            try:
+                sock.close()
+            except OSError as error:
+                _log.debug("a connection was closed with an error", extra={"reason": error.strerror})
+            self._closed += 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Descriptors that the sidecar sent and its clients have not read: each tenant may have a share of the maximum. The
+# kernel bounds how many descriptors a user has in flight, by RLIMIT_NOFILE, unless the sender may exceed it
+# (CAP_SYS_RESOURCE). A client that reads none of its own would use them up for all others, whose answers the kernel
+# then refuses to send. The kernel tells how many bytes a client has not read (TIOCOUTQ): if that is no more than were
+# sent behind descriptors, these have been read. Hanging up frees none of them: they are in flight for as long as the
+# other side keeps its end open. So a connection that ends with some unread is only shut down, and counts for its tenant
+# until the kernel reports that none is left.
+
+
+MOST_OF_CONNECTION = 64
+"""With so many unread descriptors, a connection is not read from."""
+MOST_OF_ALL = 8192
+"""In equal shares for the tenants, and at most half of RLIMIT_NOFILE; a share is never less than the number above."""
+_COUNT = struct.Struct("i")
+
+
+def share_of(tenants: int) -> int:
+    """How many descriptors each of so many tenants may have in flight before it is sent no more."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_OF_ALL if soft == resource.RLIM_INFINITY else min(MOST_OF_ALL, soft // 2)
+    return max(MOST_OF_CONNECTION, most // max(1, tenants))
+
+
+class Unread:
+    """Of one connection."""
+
+    __slots__ = ("_behind", "_closer", "_queued", "_socket", "_unread_bytes", "is_ended", "sent_count")
+
+    def __init__(self, sock: socket.socket, closer: Closer | None) -> None:
+        """closer: closes the socket, if it may hold descriptors."""
+        self._socket = sock
+        self._closer = closer
+        self._queued = self.sent_count = 0
+        self._behind = 0  # unread bytes that were sent behind the last of them
+        self._unread_bytes = 0  # as of the last look
+        self.is_ended = False
+
+    def queued(self, count: int) -> None:
+        """These wait to be sent, and stay open until then."""
+        self._queued += count
+
+    def sent(self, count: int) -> None:
+        """These were sent."""
+        self._queued -= count
+        self.sent_count += count
+        self._behind = 0
+
+    def sent_behind(self) -> None:
+        """Other bytes were sent since `count` was called."""
+        if self.sent_count:
+            self._behind += max(0, self._look() - self._unread_bytes)
+
+    def count(self) -> int:
+        """The most that may be unread now, those that wait to be sent included."""
+        if self.sent_count:
+            self._unread_bytes = self._look()
+            if self._unread_bytes <= self._behind:
+                self.sent_count = 0
+        return self._queued + self.sent_count
+
+    def _look(self) -> int:
+        return _COUNT.unpack(fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(_COUNT.size)))[0]  # type: ignore[no-any-return]
+
+    def is_full(self) -> bool:
+        """Whether the client must read before it may ask for anything."""
+        return self.sent_count >= MOST_OF_CONNECTION and self.count() >= MOST_OF_CONNECTION
+
+    def end(self) -> bool:
+        """Hang up; waiting descriptors are not sent. Returns whether the socket was closed: if none is unread."""
+        self._queued = 0
+        self.is_ended = True
+        if not self.count():
+            self.close()
+            return True
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:  # usually the client has disconnected
+            pass
+        return False
+
+    def close(self) -> None:
+        """Close it whatever is unread."""
+        if self._closer is not None:
+            self._closer.close(self._socket)
+        else:
+            with suppress(OSError):
+                self._socket.close()
+
+
+class TenantUnread:
+    """Of all connections of a tenant, ended ones included."""
+
+    def __init__(self) -> None:
+        self._holding: set[Unread] = set()
+
+    def add(self, one: Unread) -> None:
+        """Add a connection that is about to be sent some."""
+        self._holding.add(one)
+
+    def ended(self, one: Unread) -> None:
+        """End a connection that may have some unread."""
+        if one.end():
+            self._holding.discard(one)
+        else:
+            self._holding.add(one)
+
+    def __len__(self) -> int:
+        """Connections that the kernel is asked about."""
+        return len(self._holding)
 
     @property
-    def has_more(self) -> bool:
-        """Whether `ended` left some."""
-        return bool(self._lines)
+    def ended_count(self) -> int:
+        """Ended connections whose sockets stay open, since some are unread."""
+        return sum(one.is_ended for one in self._holding)
 
-    def _told(self, one: Parked) -> None:
-        """Called by any thread, under the table's lock."""
-        self.over.append(one)
-        if len(self.over) == 1:
-            wake(self._waker)
+    def count(self) -> int:
+        """The most that may be unread now. Closes ended connections that have none left."""
+        total = 0
+        for one in list(self._holding):
+            count = one.count()
+            total += count
+            if not count:
+                self._holding.discard(one)
+                if one.is_ended:
+                    one.close()
+        return total
+
+    def close(self) -> None:
+        """Close the ended ones, even with some unread."""
+        for one in self._holding:
+            if one.is_ended:
+                one.close()
+        self._holding.clear()

@@ -2,22 +2,27 @@
 
 Arguments come from other processes: each is checked here before the store sees it, since the store asserts what its own
 callers can be trusted with. A number that belongs to another client is treated as one that does not exist.
+
+Some requests are answered later, by the event that ends them: waits for blocks that other clients store, and questions
+to couriers. They are parked in the store's table and at the couriers' desk (`Parking`), without a thread, and outside
+the limits of requests in flight.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from kvstore.block.account import MissReason
 from kvstore.block.display_names import DisplayNames
-from kvstore.block.errors import BadInput, StoreError
+from kvstore.block.errors import BadInput, StoreClosed, StoreError
 from kvstore.block.identity import TenantKeys, check_keys
-from kvstore.config import MAX_SECONDS
 from kvstore.core.reservations import SEALED_BLOCKS
 from kvstore.core.store import Store
 from kvstore.insight.curve import WhatIf
@@ -27,13 +32,18 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.door import MAX_PRIORITY, TenantClient, check_participant
 from kvstore.protocol.messages import MAX_TICKET_SECONDS, LeaseReply, MatchReply
 from kvstore.protocol.requests import check_request
-from kvstore.protocol.words import printable
-from kvstore.service.accounting import Counting, Lasting, NamespaceInfo
-from kvstore.service.descriptors import SlowExtents
-from kvstore.service.parked import Parking, Response, refusal
-from kvstore.service.sessions import COURIERS, MAX_LEASED_PLACES, ClientState, ReservationProgress, Sessions
-from kvstore.service.told import ToldRequests
-from tiering.counts.awaits import ParkedAwait
+from kvstore.protocol.words import checked_seconds, printable
+from kvstore.service.accounting import SET_ASIDE_PARTS, Counting, NamespaceInfo, ToldRequests, set_aside
+from kvstore.service.sessions import (
+    COURIERS,
+    MAX_LEASED_PLACES,
+    ClientState,
+    ReservationProgress,
+    Sessions,
+    SlowTenants,
+)
+from kvstore.status.tree import ElsewhereStatus
+from tiering.counts.awaits import AwaitEnd, ParkedAwait
 from tiering.counts.tally import Eviction
 from tiering.dram.unmap_wait import SharedExtent
 from tiering.errors import BlockMissing, TierError, TierUnavailable
@@ -54,6 +64,10 @@ MAX_RESERVATIONS = 64
 """Of one connection at a time."""
 MAX_SHARES = 16
 """Of one extent with one connection, while it is mapped: the kernel walks all of them when asked about mappings."""
+RARELY, ALLOWED_SECONDS = 100, 0.02
+"""To hand out a tenant's extents takes no more than a hundredth of the time where that is slow, beyond an allowance: a
+virtual machine counts what its host took from it as a thread's own time, so that now and then it looks slow where the
+tenant placed no lock."""
 MAX_DEADLINE_MS = 60_000.0
 MAX_SKIPPED = 1 << 30
 """Blocks of a chain."""
@@ -70,6 +84,123 @@ _log = logging.getLogger(__name__)
 
 
 UNKNOWN = m.Failed(m.RequestFault.UNSUPPORTED, "this sidecar does not know that verb: it is of an earlier version")
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """An answer, and descriptors to be sent with it and closed."""
+
+    answer: m.Answer
+    descriptors: Sequence[int] = ()
+    parked: ParkedLocate | None = None
+    """Set in place of an answer that comes later."""
+
+
+def refusal(error: TierError | StoreError) -> Response:
+    """The answer to a request that ended with this error."""
+    if isinstance(error, StoreClosed):
+        return Response(m.Failed(m.RequestFault.CLOSED, "the sidecar is going down"))
+    fault = m.RequestFault.BAD_INPUT if isinstance(error, BadInput) else m.RequestFault.BUSY
+    return Response(m.failed(fault, str(error)))
+
+
+@dataclass(eq=False, slots=True)
+class ParkedLocate:
+    """A `Locate` sent on to a courier. answer: None until it is over; then `tell` is called."""
+
+    answer: m.Located | None = None
+    tell: Callable[[ParkedLocate], object] = lambda one: None
+
+
+@dataclass(eq=False, slots=True)
+class LeftElsewhere:
+    """What others may still hold of what was dropped here. line: for people, empty if it is nothing. not_reached: as in
+    `Counted`."""
+
+    line: str = ""
+    not_reached: list[tuple[str, str]] = field(default_factory=list)
+
+    def counted(self, blocks: int) -> m.Counted:
+        """The answer to a drop or a purge of so many blocks here."""
+        return m.Counted(blocks, self.line, self.not_reached)
+
+
+Parked = ParkedAwait | ParkedLocate
+
+
+class Parking:
+    """Requests that wait without a thread, in the store's table. Without couriers, nothing is fetched from elsewhere;
+    `kvstore.elsewhere` has the parking of a sidecar with couriers. Thread-safe."""
+
+    has_couriers = False
+    """Whether couriers are configured: then `tell_couriers` is to be called."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.verbs: Mapping[type, Callable[[ClientState, Any], Response | m.Answer]] = {}
+        """Couriers' verbs; they raise what the handlers here do."""
+
+    def awaited(self, one: Parked) -> Response:
+        """The answer to a request that is over."""
+        assert isinstance(one, ParkedAwait)
+        return Response(self._store.awaited(one))
+
+    def cancel(self, ones: Sequence[Parked]) -> None:
+        self._store.awaits.end([one for one in ones if isinstance(one, ParkedAwait)], AwaitEnd.CANCELLED)
+
+    def end_all(self) -> None:
+        self._store.awaits.end_all(AwaitEnd.GONE)
+
+    @property
+    def due_at(self) -> float:
+        """When to call `expire` next, in monotonic seconds; inf if nothing is parked."""
+        return self._store.awaits.due_at
+
+    def expire(self) -> None:
+        """End those that have expired."""
+        self._store.awaits.expire()
+
+    def left(self, caller: ClientState) -> None:
+        """A connection closed."""
+
+    def park(
+        self, caller: ClientState, number: int, verb: m.Await, tell: Callable[[ParkedAwait], object]
+    ) -> ParkedAwait | Response:
+        """As `Handlers.park`; number: of the namespace. Raises `BadInput`."""
+        return self._store.park(number, verb.keys, verb.seconds, tell)
+
+    # With couriers ---------------------------------------------------------------------------------------------------
+
+    def greet(self, hello: m.Hello) -> tuple[ClientState | None, m.Answer]:
+        """A courier's hello: its client state from now on, or why it is refused."""
+        raise AssertionError("there is no socket for couriers")
+
+    def is_served(self, tenant: bytes) -> bool:
+        """Whether a tenant has a courier for `locate` to ask."""
+        return False
+
+    def locate(self, caller: ClientState, verb: m.Locate) -> Response | m.Answer:
+        """Ask a courier. Raises `BadInput`."""
+        return m.Located(0, self._store.readable(caller.named[verb.namespace], verb.keys))
+
+    def tell_couriers(self) -> None:
+        """Tell couriers which fetches were cancelled. Called often, by one thread."""
+
+    def leased(self, lease: int) -> None:
+        """An engine was granted this lease."""
+
+    def forgetting(self, tenant: bytes, digest: bytes = b"") -> AbstractContextManager[LeftElsewhere]:
+        """A context in which a namespace, or all of a tenant's, are dropped: for a purge couriers are asked before, for
+        a drop after. It yields what others may still hold, complete when it ends."""
+        return nullcontext(LeftElsewhere())
+
+    def reasons(self) -> list[str]:
+        """Why less is served than is stored elsewhere, a line each."""
+        return []
+
+    def status(self) -> ElsewhereStatus | None:
+        """What couriers do; None without any."""
+        return None
 
 
 class Handlers:
@@ -89,8 +220,11 @@ class Handlers:
         self.whatif = WhatIf(clock, int.from_bytes(new_token(SALT_BYTES)))
         self.told, self.prefixes = ToldRequests(clock), PrefixBook(clock)
         self.parking = Parking(store)
-        self._slow = SlowExtents(clock.monotonic_seconds, clock.thread_seconds)
-        self._lasting = Lasting()
+        # The door's thread hands extents out, for all tenants. Only its processor's time counts, so that a busy machine
+        # makes no tenant wait.
+        self._slow = SlowTenants(clock.monotonic_seconds, RARELY, ALLOWED_SECONDS)
+        self._thread_seconds = clock.thread_seconds
+        self._new_parts = 0  # of opened namespaces, since objects were set aside
         self._verbs: dict[type, Callable[[ClientState, Any], Response | m.Answer]] = {
             m.OpenNamespace: self._open_namespace,
             m.MatchPrefix: self._match,
@@ -221,7 +355,10 @@ class Handlers:
             _log.debug("namespace opened", extra={"connection": caller.number, **named})
         slices = tuple(len(part.layers) for part in namespace.layout.parts)
         caller.namespaces[number] = slices
-        self._lasting.opened(len(slices))
+        self._new_parts += len(slices)  # by one thread at a time, which opens all
+        if self._new_parts >= SET_ASIDE_PARTS:
+            self._new_parts = 0
+            set_aside()
         name = self._names.get(tenant, digest) if self._names is not None else ""
         self.counting.opened(number, tokens, NamespaceInfo(digest, tenant, printable(name) or model, codec, tokens))
         block_bytes = sum(map(frame_bytes, granted.grant.payload_bytes))
@@ -409,7 +546,7 @@ class Handlers:
 
     def _persist(self, caller: ClientState, verb: m.Persist) -> m.Answer:
         _check_asked(caller, verb.namespace, verb.keys)
-        return self._store.handle(caller, msgspec.structs.replace(verb, seconds=checked_seconds(verb.seconds)))
+        return self._store.handle(caller, msgspec.structs.replace(verb, seconds=_within_bounds(verb.seconds)))
 
     # Memory and the rest -------------------------------------------------------------------------------------------
 
@@ -423,12 +560,12 @@ class Handlers:
         fills = {one.namespace for one in list(caller.reservations.values())} if verb.writable else None
         try:
             for number in dict.fromkeys(verb.numbers):
-                began_at = self._slow.thread_seconds()
+                began_at = self._thread_seconds()
                 shared = self._share(caller, number, fills)
                 if shared is not None:
                     extents.append(m.ExtentEntry(number, shared.size_bytes, shared.frame_bytes))
                     descriptors.append(shared.descriptor)
-                if self._slow.waits_after(tenant, began_at):
+                if self._slow.took(tenant, self._thread_seconds() - began_at):
                     break
         except BaseException:
             for one in descriptors:
@@ -483,7 +620,7 @@ class Handlers:
 
     def _drop(self, caller: ClientState, verb: m.Drop) -> m.Answer:
         number, _ = _check_asked(caller, verb.namespace, ())
-        verb = msgspec.structs.replace(verb, seconds=checked_seconds(verb.seconds))
+        verb = msgspec.structs.replace(verb, seconds=_within_bounds(verb.seconds))
         with self.parking.forgetting(caller.keys.tenant, self._store.namespace_of(number).digest()) as left:
             dropped = self._store.handle(caller, verb)
         assert isinstance(dropped, m.Counted)
@@ -515,11 +652,8 @@ def version_in_common(hello: m.Hello) -> int | m.Failed:
     return m.Failed(m.RequestFault.VERSION, f"versions {hello.oldest} to {hello.newest}; {spoken}")
 
 
-def checked_seconds(seconds: float) -> float:
-    """How long a request may take. Raises `BadInput`."""
-    if not 0 <= seconds <= MAX_SECONDS:
-        raise BadInput(f"seconds={seconds}; give 0 to {MAX_SECONDS}")
-    return min(seconds, MAX_DEADLINE_MS / 1000)
+def _within_bounds(seconds: float) -> float:
+    return min(checked_seconds(seconds), MAX_DEADLINE_MS / 1000)
 
 
 def _as_fits_an_answer(verb: m.LeasePrefix, parts: int) -> tuple[m.LeasePrefix, str]:

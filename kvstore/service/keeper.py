@@ -495,16 +495,19 @@ class Keeper:
             return False
 
     def _say(self, level: str, message: str, logger: str = "kvstore.keeper", /, **more: object) -> None:
-        now = time.time()
-        if self._text:
-            line = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))} {level.upper()} {logger}: {message}"
-            line += "".join(f" {name}={value}" for name, value in more.items())
-        else:
-            line = json.dumps({"time": round(now, 3), "level": level, "logger": logger, "message": message} | more)
         try:
-            print(line, file=sys.stderr, flush=True)
+            print(log_line(self._text, time.time(), level, logger, message, more), file=sys.stderr, flush=True)
         except (OSError, ValueError):  # standard error has no reader; the supervisor goes on holding the memory
             pass
+
+
+def log_line(is_text: bool, at: float, level: str, logger: str, message: str, more: dict[str, object]) -> str:
+    """Also the sidecar's: one JSON object, or text with figures as name=value. at: seconds since 1970."""
+    if is_text:
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at))},{int(at % 1 * 1000):03} {level.upper()}"
+        return f"{line} {logger}: {message}" + "".join(f" {name}={value}" for name, value in more.items())
+    told: dict[str, object] = {"time": round(at, 3), "level": level, "logger": logger, "message": message}
+    return json.dumps(told | more, default=str)
 
 
 def pause_before_start(crashes: int, failures: int) -> float:

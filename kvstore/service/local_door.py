@@ -21,22 +21,23 @@ import selectors
 import socket
 import struct
 import threading
-from collections import deque
-from collections.abc import Callable, Collection
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from enum import StrEnum
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from kvstore.block.identity import TenantKeys
 from kvstore.protocol import messages as m
-from kvstore.service.accounting import DoorFigures, Refusal, Turns
+from kvstore.service.accounting import Turns
 from kvstore.service.connections import (
     LARGE_BYTES,
-    AdminVerbs,
+    MOST_UNCLOSED,
     Connection,
-    DoorAwaits,
+    DescriptorsSent,
     DoorLimits,
     DoorThreads,
     Listener,
@@ -44,11 +45,11 @@ from kvstore.service.connections import (
     attempt,
     close_all,
     read_request,
+    share_of,
+    submitted,
     wake,
 )
-from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent, share_of
-from kvstore.service.dispatch import LONG, SLOW, Handlers
-from kvstore.service.parked import Parking, Response
+from kvstore.service.dispatch import LONG, SLOW, Handlers, Parked, ParkedLocate, Parking, Response
 from kvstore.service.sessions import ClientState
 from kvstore.status.tree import DoorStatus
 from tiering.counts.histogram import Histogram
@@ -60,22 +61,35 @@ ACCEPT_COST = 5
 """Cost of a new connection to its tenant, in messages."""
 TURNED_AWAY = 32
 """Rejected connections that are still being sent the reason; the oldest make room."""
-UNREAD_SECONDS = 1.0
-"""When the kernel sends no more descriptors, a client with some unread for longer may be disconnected."""
 SHOW_OUT_SECONDS = 10.0
 _TOKEN_SECONDS = 0.001
 """How soon connections that wait for the rate are looked at again."""
 ADMIN_MODE = 0o600
 TURN_SECONDS = 0.001
+AWAITS_SECONDS = 0.00025
+"""How long ended awaits are answered before messages are taken again."""
 SLOW_COST = 10
 """What a request served by a thread of the pool counts for, in messages."""
 LOOK_COST = 1 / 8
 """Cost of each connection that the kernel is asked about."""
-END_THREADS = 2
+END_THREADS = 3
 IDLE_LOOK_SECONDS = 0.5
 """Interval of an idle thread's checks, so that engines have the processor to themselves."""
 
+WAITS_KEPT = 4096
+"""How many of the last requests' queueing times are kept."""
+
 _log = logging.getLogger(__name__)
+
+
+class Refusal(StrEnum):
+    """Why a connection was rejected. `DEPARTED`: too many of its tenant's disconnected clients may still have memory
+    mapped."""
+
+    USER = "user"
+    FULL = "full"
+    DEPARTED = "departed"
+    CLOSING = "closing"
 
 
 class LocalDoor:
@@ -88,23 +102,26 @@ class LocalDoor:
         self._limits = limits
         self._log = RateLimitedLog(_log, clock)
         self._faults = faults
-        self._figures = DoorFigures()
+        self._refused = dict.fromkeys(Refusal, 0)  # this and the next ones are read by any thread
+        self._served, self._malformed = Counter[str](), 0
+        self._waits: deque[float] = deque(maxlen=WAITS_KEPT)
+        self._wait_counts = Histogram()
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._turns = Turns(), Turns()
+        self._turns = Turns()
         self._is_watchful = True  # whether a client came, or needs attention, since the last look
-        self._is_ending = False  # a thread of the pool unpins ended leases
-        self._is_sweeping = False
+        self._under_way: set[str] = set()  # what `_do_behind` has a thread at
         self._closing = False
         self._closes_at = 0.0
         self._swept_at = clock.monotonic_seconds()
         self._thread: threading.Thread | None = None
         self._end_pool = ThreadPoolExecutor(END_THREADS, "kv-door-end")  # frees what disconnected clients held
-        self._sweep_pool = ThreadPoolExecutor(1, "kv-door-sweep")
-        self._awaits = DoorAwaits(handlers, clock, self._waker)
+        self._parked: dict[Parked, tuple[Connection, int]] = {}  # requests that are answered later
+        self._over: deque[Parked] = deque()  # ended ones
+        self._over_lines: dict[Listener, deque[Parked]] = {}  # the same, by socket
         self._threads = DoorThreads(handlers, clock, limits, self._faults, self._log, self._waker)
         self._listeners: list[Listener] = []
         self._paused: list[Listener] = []  # without a descriptor for a new connection
@@ -119,26 +136,20 @@ class LocalDoor:
     def listen(
         self,
         path: Path,
-        tenant: TenantKeys | None,
+        host: TenantKeys | Callable[[m.Verb], Response] | Parking | None,
         mode: int = 0o660,
         users: Collection[int] | None = None,
         renew: Callable[[], TenantKeys] | None = None,
+        *,
+        is_operator: bool = False,
     ) -> None:
-        """Open a tenant's socket. users: user ids that may connect; None for every user who can open it. renew: makes
-        new keys, once `disconnect` has taken these away, or if there were none. Raises `OSError`."""
-        sock = listening_socket(path, mode)
-        self._listen(Listener(path, sock, tenant, users, renew, None, self._turns))
-
-    def listen_apart(
-        self, path: Path, host: AdminVerbs | Parking, mode: int = ADMIN_MODE, users: Collection[int] | None = None
-    ) -> None:
-        """Open a socket of no tenant: the operator's, the observers', or the couriers', each of which names its tenant.
-        Raises `OSError`."""
-        self._listen(Listener(path, listening_socket(path, mode), None, users, None, host, self._turns))
-
-    def _listen(self, listener: Listener) -> None:
-        if listener.pool is None:
-            self._threads.add(listener)
+        """Open a socket: a tenant's; the operator's or the observers', whose requests the host serves; or couriers',
+        each of whom names its tenant. users: user ids that may connect; None for every user who can open it. renew:
+        makes new keys of the tenant, once `disconnect` has taken these away, or if there were none. Raises `OSError`.
+        """
+        listener = Listener(path, listening_socket(path, mode), host, users, renew, self._turns)
+        listener.is_operator = is_operator
+        self._threads.add(listener)
         self._listeners.append(listener)
         self._selector.register(listener.socket, selectors.EVENT_READ, listener)
 
@@ -152,7 +163,12 @@ class LocalDoor:
 
     def usage(self) -> DoorStatus:
         """Connections now, and counts since the start."""
-        return self._figures.status(*self._there())
+        there = [one for one in list(self._connections) if one.refusal is None and one.listener.couriers is None]
+        admin = sum(one.admin is not None for one in there)
+        waits, refused = sorted(self._waits), {str(why): count for why, count in self._refused.items()}
+        p50, p99 = [round(1000 * waits[len(waits) * one // 100], 3) for one in (50, 99)] if waits else (None, None)
+        counts = sum(refused.values()), self._malformed, dict(self._served)
+        return DoorStatus(len(there) - admin, admin, *counts, p50, p99, refused, self._wait_counts.now())
 
     def change_limits(self, limits: DoorLimits) -> None:
         """Change rates only, from the next message on."""
@@ -161,13 +177,13 @@ class LocalDoor:
     def waited(self) -> dict[int, Histogram]:
         """By connection number, how long each open connection's requests waited to be begun."""
         there = [one for one in list(self._connections) if one.refusal is None]
-        return {one.caller.number: one.waited for one in there if isinstance(one.caller, ClientState)}
+        return {one.caller.number: one.waited for one in there if one.caller is not None}
 
     def start(self, failed: Callable[[], None] = lambda: None) -> None:
         """failed: called, after logging, when an internal fault ends the service."""
         self._failed = failed
         self._sessions.watch_memory(lambda: wake(self._waker))
-        self._threads.start([self._end_pool, self._sweep_pool, *self._own_pools()])
+        self._threads.start(self._end_pool)
         thread = threading.Thread(target=self._serve, name="kv-local-door", daemon=True)
         thread.start()
         self._thread = thread
@@ -201,7 +217,6 @@ class LocalDoor:
         ready: dict[Connection, None] = {}  # with a whole message, in order of arrival
         is_busy = False  # a client whose message was taken in the last round has more
         looked_at = self._clock.monotonic_seconds()
-        awaits = self._awaits
         while not (self._closing and self._is_over()):
             # Messages found at once arrived after the last look, and are taken to have come right after it; those that
             # end a wait have just come.
@@ -209,8 +224,9 @@ class LocalDoor:
             found = self._selector.select(0)
             if not found and not is_busy:
                 rest = _TOKEN_SECONDS if ready else self._rest_seconds()
-                if awaits.parked:
-                    rest = awaits.rest_seconds(rest)
+                if self._parked:
+                    due = self._handlers.parking.due_at - self._clock.monotonic_seconds()
+                    rest = max(0.0, min(rest, due))
                 found = self._selector.select(rest)
                 came_at = looked_at = self._clock.monotonic_seconds()
             self._is_watchful |= bool(found)
@@ -230,38 +246,35 @@ class LocalDoor:
             self._safely("clients cannot be told that memory was given back", self._sessions.notify)
             self._deliver()
             is_busy = self._take_turn(ready) if not self._closing else False
-            if awaits.parked or awaits.over or self._handlers.parking.has_couriers:
+            if self._parked or self._over or self._handlers.parking.has_couriers:
                 self._safely("awaits that are over cannot be answered", self._answer_awaits)
-                is_busy |= awaits.has_more
+                is_busy |= bool(self._over_lines)
             self._have_leases_ended()
             self._safely("it cannot be looked after who is there and who is gone", lambda: self._look_around(ready))
         self._end()
 
     def _have_leases_ended(self) -> None:
         """Have a separate thread unpin the blocks of ended leases in pieces. Without it, each sweep does a piece."""
-        if self._is_ending or self._closing or not self._store.is_ending:
-            return
-        self._is_ending = True
-        try:
-            self._end_pool.submit(self._end_leases)
-        except RuntimeError:  # no further thread: the one started first does it
-            pass
-        except MemoryError:
-            self._is_ending = False
+        if not self._closing and self._store.is_ending:
+            self._do_behind("what leases that are over pinned cannot be given back", self._store.finish_ending)
 
-    def _end_leases(self) -> None:
-        try:
-            self._safely("what leases that are over pinned cannot be given back", self._store.finish_ending)
-        finally:
-            self._is_ending = False
+    def _do_behind(self, what: str, work: Callable[[], object]) -> None:
+        """Have another thread do it, unless one is at it. If the machine has none, a later call may."""
+        if what in self._under_way:
+            return
+        self._under_way.add(what)
+
+        def run() -> None:
+            try:
+                self._safely(what, work)
+            finally:
+                self._under_way.discard(what)
+
+        if submitted(self._end_pool, run) is not None:
+            self._under_way.discard(what)
 
     def _safely(self, what: str, work: Callable[[], object]) -> None:
         attempt(self._log, work, what, what)
-
-    def _answer_awaits(self) -> None:
-        for connection, number, served in self._awaits.ended():
-            self._answer(connection, number, served)
-            self._watch(connection)
 
     def _take_turn(self, ready: dict[Connection, None]) -> bool:
         """At most one message of each connection; tenants alternate, least-served first, whatever their number of
@@ -333,7 +346,7 @@ class LocalDoor:
             body = connection.take_body()
             asked = QueuedRequest(connection, body, len(body), connection.ready_at)
             is_large = asked.length > LARGE_BYTES
-            if is_large and connection.caller is None:
+            if is_large and not connection.is_greeted:
                 raise ValueError(f"a hello of {asked.length} bytes; at most {LARGE_BYTES}")
             if not is_large:
                 read_request(asked)
@@ -353,12 +366,12 @@ class LocalDoor:
             connection.ending = True
             return
         verb = request.verb
-        self._figures.served[m.name_of(verb)] += 1
-        if isinstance(connection.caller, ClientState):
+        self._served[m.name_of(verb)] += 1
+        if connection.caller is not None:
             connection.pay(self._handlers.cost(connection.caller, verb))
-        if isinstance(verb, m.Await | m.Cancel) and isinstance(connection.caller, ClientState):
+        if isinstance(verb, m.Await | m.Cancel) and connection.caller is not None:
             self._waited(connection, self._clock.monotonic_seconds() - asked.since)
-            answer = self._awaits.take(connection, connection.caller, request.number, verb)
+            answer = self._park(connection, connection.caller, request.number, verb)
             if answer is not None:
                 self._answer(connection, request.number, answer)
             return
@@ -388,13 +401,13 @@ class LocalDoor:
         if asked.length <= LARGE_BYTES and not is_heavy:
             if not is_slow:
                 served = connection.serve(self._handlers, verb)
-            elif isinstance(verb, m.LeasePrefix) and isinstance(connection.caller, ClientState):
+            elif isinstance(verb, m.LeasePrefix) and connection.caller is not None:
                 served = self._handlers.serve_at_once(connection.caller, verb)
         if served is None:
             self._threads.defer(asked, is_large=not is_slow)
             return
         self._waited(connection, begun_at - asked.since)
-        connection.ending = connection.caller is None
+        connection.ending = not connection.is_greeted
         self._answer(connection, request.number, served, asks=isinstance(verb, m.Ping))
 
     def _most_unread(self) -> int:
@@ -406,7 +419,7 @@ class LocalDoor:
         self._answer(connection, number, Response(refusal))
 
     def _refuse(self, connection: Connection, text: str) -> None:
-        self._figures.malformed += 1
+        self._malformed += 1
         self._answer(connection, m.NO_NUMBER, Response(m.failed(m.RequestFault.MALFORMED, text)))
         connection.ending = True
 
@@ -416,7 +429,7 @@ class LocalDoor:
             connection = asked.connection
             self._threads.ended(asked)
             self._or_disconnect(connection, "an answer could not be given", partial(self._deliver_one, asked))
-            self._threads.begin_next(connection)
+            self._threads.begin(connection)
             self._watch(connection)
 
     def _deliver_one(self, asked: QueuedRequest) -> None:
@@ -431,18 +444,19 @@ class LocalDoor:
             return
         self._waited(connection, asked.waited)
         if isinstance(request.verb, m.Hello):
-            connection.ending = connection.caller is None
-            if connection.closed and isinstance(connection.caller, ClientState):
+            connection.ending = not connection.is_greeted
+            if connection.closed and connection.caller is not None:
                 self._sessions.left(connection.caller)  # the client was gone before its hello was answered
         self._answer(connection, request.number, served)
 
     def _waited(self, connection: Connection, seconds: float) -> None:
-        self._figures.waited(seconds)
+        self._waits.append(seconds)
+        self._wait_counts.add(seconds)
         connection.waited.add(1000 * seconds)
 
     def _answer(self, connection: Connection, number: int, served: Response, *, asks: bool = False) -> None:
         if served.parked is not None:
-            answer = self._awaits.hold(connection, number, served.parked)
+            answer = self._hold(connection, number, served.parked)
             if answer is not None:
                 self._answer(connection, number, answer)
             return
@@ -462,10 +476,11 @@ class LocalDoor:
             self._disconnect(connection)
 
     def _frame(self, connection: Connection, number: int, served: Response, asks: bool) -> memoryview:
-        caller = connection.caller
-        retired = self._sessions.gone(caller) if isinstance(caller, ClientState) else ()
-        if retired and not asks and isinstance(caller, ClientState):
-            self._sessions.ring(caller)
+        retired: Sequence[int] = ()
+        if connection.caller is not None:
+            retired = self._sessions.gone(connection.caller)
+            if retired and not asks:
+                self._sessions.ring(connection.caller)
         return memoryview(m.pack(m.Reply(number, served.answer, list(retired))))
 
     def _flush(self, connection: Connection) -> None:
@@ -481,7 +496,6 @@ class LocalDoor:
                 raise
             connection.is_refused = True
             self._faults.failed(SENT, kind_of(error), "too many are under way that no client has read")
-            self._hang_up_on_the_worst(connection)
             return
         if has_descriptors and not connection.unsent and SENT in self._faults.failing:
             self._faults.worked(SENT)
@@ -519,6 +533,68 @@ class LocalDoor:
             return
         connection.interest = interest
 
+    # Answering later -------------------------------------------------------------------------------------------------
+
+    def _park(
+        self, connection: Connection, caller: ClientState, number: int, verb: m.Await | m.Cancel
+    ) -> Response | None:
+        """Returns the answer if there is one already."""
+        if isinstance(verb, m.Cancel):
+            self._handlers.parking.cancel([connection.parked[one] for one in verb.numbers if one in connection.parked])
+            return Response(m.Done())
+        if number in connection.parked:
+            return _waits_already(number)
+        one = self._handlers.park(caller, verb, self._told)
+        if isinstance(one, Response):
+            return one
+        self._parked[one], connection.parked[number] = (connection, number), one
+        return None
+
+    def _hold(self, connection: Connection, number: int, one: ParkedLocate) -> Response | None:
+        """The same for a request that was asked already, perhaps by another thread."""
+        one.tell = self._told  # from now on; the answer may have come already
+        if number in connection.parked or connection.closed:
+            self._handlers.parking.cancel([one])
+            return _waits_already(number)
+        if one.answer is not None:
+            return Response(one.answer)
+        self._parked[one], connection.parked[number] = (connection, number), one
+        return None
+
+    def _told(self, one: Parked) -> None:
+        """Called by any thread, under the table's lock."""
+        self._over.append(one)
+        if len(self._over) == 1:
+            wake(self._waker)
+
+    def _answer_awaits(self) -> None:
+        """For `AWAITS_SECONDS` at most. The least-served tenant is answered first, and pays as for a message."""
+        parking = self._handlers.parking
+        parking.tell_couriers()
+        if not self._parked:
+            self._over.clear()
+            self._over_lines.clear()
+            return
+        now = self._clock.monotonic_seconds()
+        if parking.due_at <= now:
+            parking.expire()
+        while self._over:
+            one = self._over.popleft()
+            if one in self._parked:
+                self._over_lines.setdefault(self._parked[one][0].listener, deque()).append(one)
+        while self._over_lines and self._clock.monotonic_seconds() - now < AWAITS_SECONDS:
+            listener = min(self._over_lines, key=lambda of: of.share.starts_at)
+            one = self._over_lines[listener].popleft()
+            if not self._over_lines[listener]:
+                del self._over_lines[listener]
+            connection, number = self._parked.pop(one, (None, 0))
+            if connection is not None:  # else the client disconnected meanwhile
+                del connection.parked[number]
+                listener.share.begin()
+                listener.share.pay(1)
+                self._answer(connection, number, parking.awaited(one))
+                self._watch(connection)
+
     # Letting in ------------------------------------------------------------------------------------------------------
 
     def _let_in(self, listener: Listener) -> None:
@@ -527,18 +603,10 @@ class LocalDoor:
         if not attempt(self._log, partial(self._accept, listener), *line):
             self._pause(listener)
 
-    def _own_pools(self) -> list[ThreadPoolExecutor]:
-        return [one.pool for one in self._listeners if one.pool is not None]
-
     def _most(self, listener: Listener) -> int:
-        if listener.pool is not None:
+        if not listener.is_tenants:
             return listener.most
-        return max(1, self._limits.connections // sum(one.pool is None for one in self._listeners))
-
-    def _there(self) -> tuple[int, int]:
-        there = [one for one in list(self._connections) if one.refusal is None and one.listener.couriers is None]
-        admin = sum(one.admin is not None for one in there)
-        return len(there) - admin, admin
+        return max(1, self._limits.connections // sum(one.is_tenants for one in self._listeners))
 
     def _pause(self, listener: Listener) -> None:
         if listener not in self._paused:
@@ -568,7 +636,7 @@ class LocalDoor:
             # nothing, those with no request under way.
             there = self._like(listener)
             idle = [one for one in there if listener.admin is not None and not one.in_flight and not one.unsent]
-            silent = [one for one in there if one.caller is None] or idle
+            silent = [one for one in there if not one.is_greeted] or idle
             if silent:
                 self._disconnect(min(silent, key=lambda one: one.heard_at))
         refusal, why = None, Refusal.FULL
@@ -588,7 +656,7 @@ class LocalDoor:
         connection.refusal = refusal
         self._connections.add(connection)
         if refusal is not None:
-            self._figures.refused[why] += 1
+            self._refused[why] += 1
             self._rejected.append(connection)
             if len(self._rejected) > TURNED_AWAY:
                 self._disconnect(self._rejected[0])
@@ -635,13 +703,14 @@ class LocalDoor:
         if self._spare is None:
             with suppress(OSError):
                 self._spare = self._woken.dup()
-        self._sweep()
+        # In a separate thread: kernel queries can take long.
+        self._do_behind("what those who are gone left behind cannot be given back", self._sessions.sweep)
         is_watchful = self._sessions.is_waited_for
         for one in list(self._connections):
             if one.is_refused:
                 self._try_again(one)
             waits_for_him = (
-                one.caller is None
+                not one.is_greeted
                 or (one.unsent and not one.is_refused)
                 or (one.read and one not in ready and not one.in_flight)
             )
@@ -651,24 +720,6 @@ class LocalDoor:
             elif one.has_message() and not one.ending:
                 ready.setdefault(one)
         self._is_watchful = is_watchful
-
-    def _sweep(self) -> None:
-        """In a separate thread, one sweep at a time: kernel queries can take long."""
-        if self._is_sweeping:
-            return
-        self._is_sweeping = True
-        what = "what those who are gone left behind cannot be given back"
-
-        def sweep() -> None:
-            try:
-                self._safely(what, self._sessions.sweep)
-            finally:
-                self._is_sweeping = False
-
-        try:
-            self._sweep_pool.submit(sweep)
-        except (RuntimeError, MemoryError):  # the machine has no thread for it
-            sweep()
 
     # Disconnecting ---------------------------------------------------------------------------------------------------
 
@@ -683,24 +734,16 @@ class LocalDoor:
         self._threads.leave_out(connection)
         if connection.refusal is not None:
             self._rejected.remove(connection)
-        if not isinstance(connection.caller, ClientState):
+        if connection.caller is None:
             return
-        self._awaits.gone(connection)
+        parked, connection.parked = list(connection.parked.values()), {}
+        for one in parked:
+            del self._parked[one]
+        self._handlers.parking.cancel(parked)
         self._leaving.add(connection.caller)
-        try:  # it may have held much
-            self._end_pool.submit(self._gone, connection.caller)
-        except (RuntimeError, MemoryError):  # the pool is closed, or has no thread for it
-            self._gone(connection.caller)
-
-    def _hang_up_on_the_worst(self, beside: Connection) -> None:
-        since = self._clock.monotonic_seconds() - UNREAD_SECONDS
-        counts = {one: one.unread.count_since(since) for one in self._connections}
-        worst = max(counts, key=lambda one: counts[one], default=beside)
-        if worst is beside or not counts[worst]:
-            return
-        path = worst.listener.path
-        self._log.warn(f"unread {path}", "a client of %s did not read %d descriptors for long", path, counts[worst])
-        self._disconnect(worst)
+        left = partial(self._gone, connection.caller)  # it may have held much
+        if submitted(self._end_pool, left) is not None:  # the pool is closed, or has no thread for it
+            left()
 
     def _disconnect_tenant(self, tenant: bytes, done: threading.Event) -> None:
         for listener in self._listeners:
@@ -730,11 +773,9 @@ class LocalDoor:
         while self._to_show_out:
             self._to_show_out.popleft()[1].set()
         self._threads.close()
-        for pool in (self._sweep_pool, self._end_pool, *self._own_pools()):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._end_pool.shutdown(wait=False, cancel_futures=True)
         for connection in list(self._connections):
             self._disconnect(connection)
-        self._threads.close_long()
         self._sessions.end_notifying()
         for listener in self._listeners:
             listener.unread.close()
@@ -742,3 +783,8 @@ class LocalDoor:
         if self._spare is not None:
             self._spare.close()
         self._selector.close()
+
+
+def _waits_already(number: int) -> Response:
+    text = f"request {number} waits already; number requests anew"
+    return Response(m.Failed(m.RequestFault.BAD_INPUT, text))

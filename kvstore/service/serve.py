@@ -1,11 +1,16 @@
-"""Runs `kvstore serve`: logs, store, API sockets, signals, and the socket to the supervisor (*keeper*).
+"""Runs `kvstore serve`: logs, a store, an API socket for each tenant, signals, and an orderly end; and the socket to
+the supervisor (*keeper*).
 
-Randomness is handed in.
+    keys, directory, budgets > sockets > recovery from disk, in the background > serve > SIGTERM > drain
+
+Connections are accepted as soon as the directory is open. Draining answers the requests in flight, then flushes dirty
+blocks, each within `Limits.close_seconds`. Randomness is handed in.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import logging
 import os
@@ -18,6 +23,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, cast
@@ -26,7 +32,10 @@ import msgspec
 
 from kvstore.block.errors import BadInput, DirectoryInUse, OutOfResources, StoreError
 from kvstore.config import (
+    AUTO,
     DEFAULT_POLICY,
+    MIN_NVME_BYTES,
+    OFF,
     DramConfig,
     NvmeConfig,
     SettingsSection,
@@ -36,17 +45,34 @@ from kvstore.config import (
     format_size,
     kinds_of,
     marks,
+    parse_rate,
 )
 from kvstore.node import EmbeddedStore, StoreParts, memory_here, open_embedded
-from kvstore.service.daemon import CouriersMaker, Daemon, budgets
-from kvstore.service.keeper import ALL, CHILD_END_SECONDS, DESCRIPTORS, EDGE, FORGET, KEEP, READY, TOLD, ChildProcess
-from kvstore.service.settings import Settings, read_token, settings_of, shares_of
+from kvstore.service.accounting import set_aside
+from kvstore.service.admin import Admin
+from kvstore.service.dispatch import Handlers, Parking
+from kvstore.service.keeper import (
+    ALL,
+    CHILD_END_SECONDS,
+    DESCRIPTORS,
+    EDGE,
+    FORGET,
+    KEEP,
+    READY,
+    TOLD,
+    ChildProcess,
+    log_line,
+)
+from kvstore.service.local_door import ADMIN_MODE, LocalDoor
+from kvstore.service.sessions import Sessions
+from kvstore.service.settings import Settings, read_token, settings_of, shares_of, socket_key
 from tiering.dram.extents import Extent
 from tiering.dram.keeping import NAME_BYTES, KeptExtent
 from tiering.errors import TierError
 from tiering.faults import SHORTAGES, FaultKind, kind_of
+from tiering.files import make_directory
 from tiering.nvme.frame_index import IndexMaker
-from tiering.nvme.slab_files import private_pages
+from tiering.nvme.slab_files import disk_room, private_pages, slab_bytes
 from tiering.policies.policy import PolicyMaker
 
 _log = logging.getLogger(__name__)
@@ -63,14 +89,21 @@ EDGE_LOOK_SECONDS = 0.25
 _PR_SET_PDEATHSIG = 1
 
 PROBE_BYTES = 4096
-OWN_DESCRIPTORS, OWN_THREADS, OWN_ADDRESS_BYTES = 64, 24, 256 << 20
-"""Of a sidecar besides its tiers, with a few clients: sockets and pipes, threads that serve, and what these map."""
+OWN_DESCRIPTORS, OWN_ADDRESS_BYTES = 64, 256 << 20
+"""Of a sidecar besides its tiers, with a few clients: sockets and pipes, and what its threads map."""
 MEND = {
     FaultKind.NO_MEMORY: "give it less dram, or raise the limits of memory and address space (ulimit -v, cgroup)",
     FaultKind.NO_THREADS: "raise the limits of processes and address space (ulimit -u, ulimit -v, pids.max, TasksMax)",
     FaultKind.NO_DESCRIPTORS: "raise the limit of open files (ulimit -n, LimitNOFILE)",
     FaultKind.DISK_FULL: "make room on the disk of its directory",
 }
+
+DRAM_SHARE, NVME_SHARE = 0.5, 0.8
+KEYS_LOOK_SECONDS = 1.0
+"""Between two looks at the directory of keys."""
+
+CouriersMaker = Callable[[EmbeddedStore, Sessions, Handlers, str], Parking]
+"""The last argument: the address at which other nodes reach this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +158,7 @@ def _serve(settings: Settings, outside: Outside, started: Callable[[list[str]], 
         settings.store, dram=dram, nvme=nvme, slab=settings.store.slab if nvme is not None else None
     )
     with _open(settings, outside, policy, tiers) as store:
-        daemon = Daemon(store, settings, outside.first_number, outside.new_token, why_not, outside.couriers)
+        daemon = Daemon(store, settings, outside, why_not)
         keeper, edge = outside.keeper, None
         if settings.http.listen is not None and settings.http.token_file is None and len(settings.sockets()) > 1:
             _log.warning("/metrics is closed: several tenants are configured, and there is no http.token_file")
@@ -149,6 +182,131 @@ def _serve(settings: Settings, outside: Outside, started: Callable[[list[str]], 
             daemon.door.close(settings.limits.close_seconds)
             if edge is not None:
                 edge.close()
+
+
+class Daemon:
+    """Serves an open store, until `drain`."""
+
+    def __init__(
+        self,
+        store: EmbeddedStore,
+        settings: Settings,
+        outside: Outside,
+        why_not_policy: str = "",
+    ) -> None:
+        """why_not_policy: why the default policy runs in place of the one that was set. Raises `BadInput` if a socket
+        cannot be made."""
+        self.store = store
+        self.settings = settings
+        self._ends = threading.Event()
+        handlers = self._handlers = Handlers(store.core, outside.first_number, outside.new_token, store.names)
+        self.door = LocalDoor(handlers, settings.door, store.faults)
+        self.sockets: list[str] = []
+        makes = outside.couriers
+        desk = makes(store, handlers.sessions, handlers, settings.peers_door) if makes is not None else None
+        self.report = Admin(store, handlers, self.door, settings.store, why_not_policy)
+        try:
+            for name, one in settings.sockets().items():
+                key, where, renew = socket_key(name), one.socket, partial(store.tenant_keys, name)
+                is_served = store.keys.find(name) is not None  # else it was purged, while a pool still has its keys
+                tenant = renew() if is_served else None
+                self.door.listen(Path(where), tenant, int(settings.door.mode, 8), one.users, renew)
+                self.sockets.append(where)
+            key, where = "admin.socket", settings.admin_socket
+            self.door.listen(Path(where), self.report.serve, ADMIN_MODE, is_operator=True)
+            key, where, observe = "observe.socket", settings.observe_socket, settings.observe
+            self.door.listen(Path(where), self.report.observe, int(observe.mode, 8), observe.users)
+            if desk is not None:
+                key, where = "the couriers' socket", settings.courier_socket
+                self.door.listen(Path(where), desk, ADMIN_MODE)
+        except OSError as error:
+            self.door.close(0)
+            mend = {
+                errno.ENOENT: "make its directory first",
+                errno.EACCES: "let this user write to its directory",
+                errno.EEXIST: "move it away",
+            }
+            raise BadInput(
+                f"{key}={where} cannot be used: {error.strerror}; "
+                f"{mend.get(error.errno or 0, 'end who listens there')}, or give another path"
+            ) from None
+
+    def start(self, process_seconds: Callable[[], float], failed: Callable[[], None]) -> None:
+        """Accept connections. process_seconds: CPU time of this process. failed: called when an internal fault stops
+        the service."""
+        set_aside()  # the program itself
+        for warning in self.report.warnings():
+            _log.warning("%s", warning)
+        self.door.start(failed)
+        self._start_insight(process_seconds)
+        if self.settings.keys.directory is not None:
+            threading.Thread(target=self._follow_keys, name="kv-keys", daemon=True).start()
+        if self.settings.store.prefault:
+            self.store.core.prefault()
+        usage = self.store.usage()
+        nvme = usage.nvme.budget_bytes if usage.nvme is not None else 0
+        budgets = {"dram_bytes": usage.dram.budget_bytes, "nvme_bytes": nvme}
+        sockets = {"sockets": self.sockets, "admin_socket": self.settings.admin_socket}
+        _log.info("serving", extra={**sockets, "data": self.settings.store.data, **budgets})
+
+    def _start_insight(self, process_seconds: Callable[[], float]) -> None:
+        ends, whatif, thread_seconds = self._ends, self._handlers.whatif, self.store.core.clock.thread_seconds
+        estimate = partial(whatif.run, ends, lambda: (thread_seconds(), process_seconds()))
+        try:
+            threading.Thread(target=estimate, name="kv-whatif", daemon=True).start()
+            follow = partial(self._handlers.prefixes.run, ends)
+            threading.Thread(target=follow, name="kv-prefixes", daemon=True).start()
+        except RuntimeError as error:
+            _log.warning("no estimates of what other sizes would find, or of which prefixes are hot: %s", error)
+
+    def _follow_keys(self) -> None:
+        while not self._ends.wait(KEYS_LOOK_SECONDS):
+            try:
+                self.store.rotation.step()
+            except (StoreError, TierError, OSError, MemoryError, RuntimeError) as error:  # the next look may succeed
+                _log.warning("the directory of keys cannot be followed: %s", error or type(error).__name__)
+
+    def check_settings(self, settings: Settings) -> None:
+        """Raises `BadInput` if `change_settings` could not apply them."""
+        self.store.core.check_shares(shares_of(settings))
+
+    def change_settings(self, settings: Settings) -> None:
+        """Apply the settings from `settings.taken_over`."""
+        found = {self.store.keys.find(name): share for name, share in shares_of(settings).items()}
+        self.store.core.change_shares({one.tenant: share for one, share in found.items() if one})
+        self.store.core.change_scrub(parse_rate(settings.store.scrub, "store.scrub"))
+        self.door.change_limits(settings.door)
+        self.settings = settings
+
+    def drain(self, drained: Callable[[], None]) -> None:
+        """End the service. drained: called once no client is served, when memory may be handed on."""
+        self.report.is_stopping = True
+        self._ends.set()
+        _log.info("draining")
+        self.door.close(self.settings.limits.close_seconds)
+        drained()
+        self.store.close()
+        _log.info("stopped")
+
+
+def budgets(settings: Settings) -> tuple[Size, Size | None]:
+    """The budgets of DRAM and NVMe: as set, or from what the cgroup and the disk allow. Raises `BadInput`."""
+    dram, nvme = settings.store.dram, settings.store.nvme
+    if dram == AUTO:
+        dram = int(DRAM_SHARE * memory_here())
+    if nvme == OFF:
+        return dram, None
+    if nvme == AUTO:
+        directory = Path(settings.store.data)
+        try:
+            for one in (directory, directory / "nvme"):
+                make_directory(one)
+            nvme, held = int(NVME_SHARE * disk_room(directory / "nvme")), slab_bytes(directory / "nvme")
+            if held:  # whatever others left of the disk
+                nvme = max(nvme, held, MIN_NVME_BYTES)
+        except OSError as error:
+            raise BadInput(f"{directory} cannot be used: {error.strerror}; give another --data") from None
+    return dram, nvme
 
 
 class _OwnEdge:
@@ -260,18 +418,6 @@ def _try_limits(settings: Settings, dram: Size, nvme: Size | None) -> None:
         except OSError as error:
             words = f"{format_size(mapped)} more of address space cannot be had, which dram of this size wants"
             raise OSError(error.errno, words) from None
-    over, threads = threading.Event(), [threading.Thread(target=lambda: over.wait()) for _ in range(OWN_THREADS)]
-    try:
-        for at, thread in enumerate(threads):
-            try:
-                thread.start()
-            except RuntimeError as error:
-                threads = threads[:at]
-                raise RuntimeError(f"{error}: {at} more may run, and {OWN_THREADS} are wanted") from None
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
 
 
 def _try_shared_memory() -> None:
@@ -361,35 +507,21 @@ def _is_live(path: tuple[str, ...], now: Settings, given: Settings) -> bool:
 _KNOWN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
-class JsonLines(logging.Formatter):
-    """time (seconds since 1970), level, logger, message, and the call's `extra`."""
+class LogLines(logging.Formatter):
+    """As the supervisor's, with the call's `extra`. style: "json" or "text"; there an exception follows below."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        self._is_text = style == "text"
 
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, object] = {
-            "time": round(record.created, 3),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        line |= _extra(record)
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
-
-
-class TextLines(logging.Formatter):
-    """Time, level, logger, message, and the call's `extra` as name=value."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        """One line; an exception follows below."""
-        return super().formatMessage(record) + "".join(f" {key}={value}" for key, value in _extra(record).items())
-
-
-def _extra(record: logging.LogRecord) -> dict[str, object]:
-    return {key: value for key, value in record.__dict__.items() if key not in _KNOWN}
+        more = {key: value for key, value in record.__dict__.items() if key not in _KNOWN}
+        exception = self.formatException(record.exc_info) if record.exc_info else ""
+        if exception and not self._is_text:
+            more["exception"] = exception
+        level, message = record.levelname.lower(), record.getMessage()
+        line = log_line(self._is_text, record.created, level, record.name, message, more)
+        return f"{line}\n{exception}" if exception and self._is_text else line
 
 
 OURS = ("kvstore", "tiering", "kv_kernels", "engine_adapter")
@@ -400,7 +532,7 @@ developers."""
 def log_to_stderr(level: str, style: str) -> None:
     """Configure the whole process. style: "json" or "text"."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if style == "json" else TextLines())
+    handler.setFormatter(LogLines(style))
     logging.basicConfig(handlers=[handler], force=True)
     set_level(level)
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from math import ceil, inf
+from math import inf
 
 from kvstore.block.identity import NUMBER_KEY_BYTES, Numbers, TenantKeys
 from kvstore.core.reservations import ABORTED_PLACES
@@ -90,7 +90,8 @@ class ClientState:
     """One connection. number: by which the kernel knows its mappings. namespaces: those it opened, with the layer
     slices of their parts. named: the same by the client's own numbers. extents: shared with it. shares: how often each
     was. retired_seen: up to where it was told what to unmap. is_rung: whether it was notified since it last asked.
-    fingerprint: of the keys it hashes with, if not its tenant's."""
+    fingerprint: of the keys it hashes with, if not its tenant's. mapped: once it is closed, the extents that it may
+    still have mapped."""
 
     number: int
     session: Session
@@ -104,6 +105,7 @@ class ClientState:
     is_rung: bool = False
     fingerprint: bytes = b""
     is_courier: bool = False
+    mapped: list[int] = field(default_factory=list)
 
     @property
     def keys(self) -> TenantKeys:
@@ -112,6 +114,11 @@ class ClientState:
     @property
     def session_name(self) -> bytes:
         return self.session.name
+
+    @property
+    def whose(self) -> bytes:
+        """Its tenant; couriers count separately, so that they keep no engine out."""
+        return self.session.tenant.tenant + COURIERS * self.is_courier
 
     def parts_of(self, named: int) -> int:
         """Layer slices of a namespace, by the client's number; 1 if there is none."""
@@ -137,10 +144,7 @@ class Sessions:
 
     def open(self, tenant: TenantKeys, engine: str) -> ClientState:
         """Begin a session with its first connection."""
-        with self._lock:
-            session = Session(self._new_token(MIN_SESSION_BYTES), tenant, engine)
-            self._sessions[tenant.tenant, session.token] = session
-            return self._enter(session)
+        return self.join(tenant, self._new_token(MIN_SESSION_BYTES), engine)
 
     def join(self, tenant: TenantKeys, token: bytes, engine: str) -> ClientState:
         """Join the session with that token, or begin it if the tenant has none."""
@@ -148,13 +152,10 @@ class Sessions:
             session = self._sessions.get((tenant.tenant, token))
             if session is None:
                 session = self._sessions[tenant.tenant, token] = Session(token, tenant, engine)
-            return self._enter(session)
-
-    def _enter(self, session: Session) -> ClientState:
-        caller = ClientState(self._first_number + self._numbers(), session)
-        session.connections.add(caller.number)
-        self._callers[caller.number] = caller
-        return caller
+            caller = ClientState(self._first_number + self._numbers(), session)
+            session.connections.add(caller.number)
+            self._callers[caller.number] = caller
+            return caller
 
     def callers(self) -> list[ClientState]:
         with self._lock:
@@ -282,23 +283,21 @@ class Sessions:
                 return
             self._take_notify_pipe(caller)
             caller.session.connections.discard(caller.number)
-            gone = self._depart(caller)
+            is_new = self._depart(caller)
             leases, there = caller.session.leases.items(), self._callers.keys()
             expired = [lease for lease, held in leases if not held.holders & there]
             cancelled = list(caller.reservations)
         self.store.begin_ending((), expired)
         for reservation in cancelled:
             self.store.cancel(reservation)
-        if gone is not None:  # usually its process has ended, and nothing is mapped
-            self._look(gone, LOOKS)
+        if is_new:  # usually its process has ended, and nothing is mapped
+            self._look(caller, LOOKS)
 
-    def _depart(self, caller: ClientState) -> DisconnectedClient | None:
-        """Note that the connection closed; None if that is known. Under the lock."""
-        # Couriers count separately, so that they keep no engine out.
-        whose = caller.session.tenant.tenant + COURIERS * caller.is_courier
-        gone = self.departed.add(caller.number, whose, caller, caller.extents)
-        caller.session.departed += gone is not None
-        return gone
+    def _depart(self, caller: ClientState) -> bool:
+        """Note that the connection closed; returns whether that is new. Under the lock."""
+        is_new = self.departed.add(caller)
+        caller.session.departed += is_new
+        return is_new
 
     def sweep(self) -> int:
         """Free what disconnected clients held, once they map nothing; returns how many are left. Looks at some of them
@@ -312,13 +311,13 @@ class Sessions:
                 left -= self._look(gone, left)
         return len(self.departed)
 
-    def _look(self, gone: DisconnectedClient, most: int) -> int:
-        is_mapped, looks = self.departed.look(gone, most)
+    def _look(self, caller: ClientState, most: int) -> int:
+        is_mapped, looks = self.departed.look(caller, most)
         if is_mapped:
             return looks
-        caller, session = gone.caller, gone.caller.session
+        session = caller.session
         with self._lock:
-            if not self.departed.remove(gone):
+            if not self.departed.remove(caller):
                 return looks
             session.departed -= 1
             ended, expired = self._let_go(caller, list(session.leases))
@@ -449,28 +448,42 @@ class Sessions:
 # Closed connections whose memory may still be mapped. What such a connection held is not reused until the kernel
 # reports for every extent shared with it that no mapping is left. An unmapped extent is not asked about again, since
 # nothing is shared with a closed connection. So each look costs one query while a mapping stays, and `LOOKS` bounds the
-# cost of a sweep, however many connections there are: the next sweep goes on where the last ended. A client can make
-# queries about its memory slow, by placing many locks on it. A tenant with a slow one skips so many sweeps that its
-# queries take a fiftieth of a processor: only its own memory waits for that. Not thread-safe, except `look`, which asks
-# the kernel and is to be called without a lock.
+# cost of a sweep, however many connections there are: the next sweep goes on where the last ended. A tenant with a slow
+# query skips so many sweeps that its queries take a fiftieth of a processor: only its own memory waits for that. Not
+# thread-safe, except `look`, which asks the kernel and is to be called without a lock.
 
 
 LOOKS = 64
 """Kernel queries per sweep."""
+SELDOM = 50
+"""A tenant's slow queries take this part of the time."""
 SLOW_SECONDS = 0.001
-"""Time for the queries about one connection per sweep."""
-SWEEPS_A_SECOND = 1000
-"""A tenant skips so many sweeps for each second that its queries took: sweeps are usually 50 ms apart."""
 
 
-@dataclass(eq=False, slots=True)
-class DisconnectedClient:
-    """One connection. number: by which the kernel knows its mappings. extents: that it may still have mapped."""
+class SlowTenants:
+    """Tenants whose memory the kernel is slow to answer for: it walks all locks on it, of which a client may place as
+    many as it likes. What takes long for a tenant is done so seldom that it takes a fixed part of the time."""
 
-    number: int
-    tenant: bytes
-    caller: ClientState
-    extents: list[int]
+    def __init__(self, now: Callable[[], float], seldom: float, allowed_seconds: float = 0.0) -> None:
+        """now: seconds that never go back. seldom: the time for each second that is taken. allowed_seconds: before a
+        tenant waits; refilled by that part of the time that passes."""
+        self._now, self._seldom, self._allowed = now, seldom, seldom * allowed_seconds
+        self._settled_at: dict[bytes, float] = {}  # by tenant: when what it took will be that part of the time
+
+    def waits(self, tenant: bytes) -> bool:
+        settled_at = self._settled_at.get(tenant)
+        if settled_at is None:
+            return False
+        left = settled_at - self._now()
+        if left <= 0:
+            self._settled_at.pop(tenant, None)
+        return left > self._allowed
+
+    def took(self, tenant: bytes, seconds: float) -> bool:
+        """Count what something took; returns whether the tenant now waits."""
+        if seconds > SLOW_SECONDS:
+            self._settled_at[tenant] = max(self._now(), self._settled_at.get(tenant, 0.0)) + self._seldom * seconds
+        return self.waits(tenant)
 
 
 class DisconnectedClients:
@@ -478,69 +491,64 @@ class DisconnectedClients:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._gone: OrderedDict[int, DisconnectedClient] = OrderedDict()  # in the order of their turns
+        self._gone: OrderedDict[int, ClientState] = OrderedDict()  # by number, in the order of their turns
         self._of: Counter[bytes] = Counter()
-        self._left_out: dict[bytes, int] = {}  # by tenant: sweeps that it skips
+        self._slow = SlowTenants(store.clock.monotonic_seconds, SELDOM)
         self._looked_at: dict[bytes, object] = {}  # by tenant: the look that some thread is at
         self._asked: list[int] = []  # connections asked about since the last sweep began
         self.looks = 0
         """Kernel queries since the start."""
 
-    def add(self, number: int, tenant: bytes, caller: ClientState, extents: Iterable[int]) -> DisconnectedClient | None:
-        """Add a disconnected client; None if it is known."""
-        if number in self._gone:
-            return None
-        gone = self._gone[number] = DisconnectedClient(number, tenant, caller, list(extents))
-        self._of[tenant] += 1
-        return gone
-
-    def remove(self, gone: DisconnectedClient) -> bool:
-        """It maps nothing any more; returns whether it was here."""
-        if self._gone.get(gone.number) is not gone:
+    def add(self, gone: ClientState) -> bool:
+        """Add a disconnected client; returns whether it was not here yet."""
+        if gone.number in self._gone:
             return False
-        del self._gone[gone.number]
-        self._of[gone.tenant] -= 1
-        if not self._of[gone.tenant]:
-            del self._of[gone.tenant]
+        self._gone[gone.number], gone.mapped = gone, list(gone.extents)
+        self._of[gone.whose] += 1
         return True
 
-    def turns(self) -> list[DisconnectedClient]:
+    def remove(self, gone: ClientState) -> bool:
+        """It maps nothing any more; returns whether it was here."""
+        if self._gone.pop(gone.number, None) is None:
+            return False
+        self._of[gone.whose] -= 1
+        self._of += Counter()  # without tenants that have none
+        return True
+
+    def turns(self) -> list[ClientState]:
         """Those to look at in this sweep; those looked at since the last one go to the end."""
         asked, self._asked = self._asked, []
         for number in asked:
             if number in self._gone:
                 self._gone.move_to_end(number)
-        left_out = set(self._left_out)
-        self._left_out = {tenant: sweeps - 1 for tenant, sweeps in self._left_out.items() if sweeps > 1}
-        return list(islice((gone for gone in self._gone.values() if gone.tenant not in left_out), LOOKS))
+        return list(islice((gone for gone in self._gone.values() if not self._slow.waits(gone.whose)), LOOKS))
 
-    def look(self, gone: DisconnectedClient, most: int = LOOKS) -> tuple[bool, int]:
+    def look(self, gone: ClientState, most: int = LOOKS) -> tuple[bool, int]:
         """Whether it may still have memory mapped, and the queries made: at most `most`, and none while its tenant
         skips sweeps or another thread asks about one of its connections: many threads asking at once would take the
         socket thread's processor."""
-        extents = gone.extents  # another thread's findings meanwhile are as valid
-        if not extents or gone.tenant in self._left_out:
+        extents = gone.mapped  # another thread's findings meanwhile are as valid
+        if not extents or self._slow.waits(gone.whose):
             return bool(extents), 0
         look = object()
-        if self._looked_at.setdefault(gone.tenant, look) is not look:
+        if self._looked_at.setdefault(gone.whose, look) is not look:
             return True, 0
         try:
             unmapped, asked, seconds = self._store.unmapped(extents[:most], gone.number)
         finally:
-            del self._looked_at[gone.tenant]
-        gone.extents = extents[unmapped:]
+            del self._looked_at[gone.whose]
+        gone.mapped = extents[unmapped:]
         self.looks += asked
         self._asked.append(gone.number)
-        if seconds > SLOW_SECONDS:
-            self._left_out[gone.tenant] = ceil(SWEEPS_A_SECOND * seconds)
-        return bool(gone.extents), asked
+        self._slow.took(gone.whose, seconds)
+        return bool(gone.mapped), asked
 
     def count_of(self, tenant: bytes) -> int:
         """How many a tenant has; its couriers count under its id followed by `COURIERS`."""
         return self._of[tenant]
 
     def callers(self) -> list[ClientState]:
-        return [gone.caller for gone in self._gone.values()]
+        return list(self._gone.values())
 
     def __len__(self) -> int:
         return len(self._gone)

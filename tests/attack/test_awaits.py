@@ -128,7 +128,7 @@ def test_answers_that_a_client_reads_late_all_come(sidecar: Sidecar) -> None:
         parked = waits.park(MOST_PARKED, 20, keys[0])
         wait_until(lambda: sidecar.core.awaits.counts().parked == MOST_PARKED)
         puts.store(keys, 1)
-        wait_until(lambda: not sidecar.door._awaits.parked)
+        wait_until(lambda: not sidecar.door._parked)
         assert any(one.unsent for one in sidecar.door._connections)
         answers = waits.answers(MOST_PARKED)
         assert set(answers) == set(parked) and set(answers.values()) == {m.Awaited(1, AwaitEnd.READABLE)}
@@ -215,9 +215,7 @@ def test_clients_that_come_park_and_go_leave_nothing(sidecar: Sidecar, seed: int
     for thread in threads:
         thread.join(60)
     awaits = sidecar.core.awaits
-    wait_until(
-        lambda: not sidecar.door._awaits.parked and not awaits.counts().parked and not len(sidecar.sessions.departed)
-    )
+    wait_until(lambda: not sidecar.door._parked and not awaits.counts().parked and not len(sidecar.sessions.departed))
     with sidecar.client() as store:
         handle = store.namespace(model=MODEL, layout=small_layout())
         assert handle.put(ids(64), plausible_pages(small_layout(), 1)).stored == 1

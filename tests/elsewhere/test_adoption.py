@@ -55,7 +55,7 @@ def test_what_a_peer_sealed_is_read_here_under_a_header_of_our_own(sidecar: Side
         assert 77 not in leased.reply.generations, "nothing foreign is kept but digests"
         again = engine.ask(m.MatchPrefix(number, keys))
         assert isinstance(again, m.Matched) and again.reply.tiers == ((HitTier.DRAM, 3),)
-        counts = sidecar.report.facts().looked.granted
+        counts = sidecar.admin.facts().looked.granted
         assert counts[HitTier.REMOTE] == 2 * counts[HitTier.PEER] > 0
     assert not refused(sidecar)
 

@@ -17,7 +17,7 @@ from kvstore.config import DramConfig, Limits
 from kvstore.core.store import Store
 from kvstore.elsewhere.desk import GIVES_WAY_AT_ONCE, KEPT_SECONDS, SHARE_OF_DRAM, FetchedBlocks
 from kvstore.node import build_store
-from kvstore.service.parked import Parking
+from kvstore.service.dispatch import Parking
 from waiting import FakeClock
 from workbench import small_layout
 

@@ -50,7 +50,7 @@ def tell_sources(courier: RawCourier) -> None:
 
 
 def metrics_of(sidecar: Sidecar) -> StatusPage:
-    facts = sidecar.report.numbers
+    facts = sidecar.admin.numbers
     return StatusPage(lambda: replace(facts(), state="ready", version="0.0.0"), sidecar.core.clock, ALWAYS)
 
 

@@ -43,7 +43,7 @@ def page_of(facts: msgspec.Struct) -> Scrape:
 def test_a_new_number_is_one_line_and_is_found_everywhere(tmp_path: Path) -> None:
     with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
         store.namespace(model=MODEL, layout=small_layout()).match(ids(64))
-        facts = StatusOfTomorrow(**structs.asdict(sidecar.report.facts()), teapots=7)
+        facts = StatusOfTomorrow(**structs.asdict(sidecar.admin.facts()), teapots=7)
     assert page_of(facts).total("teapots_total") == 7
     report = stat_report(facts)
     assert report.to_dict()["teapots"] == 7
@@ -59,7 +59,7 @@ def test_a_new_number_is_one_line_and_is_found_everywhere(tmp_path: Path) -> Non
 def test_a_new_reason_of_a_miss_is_found_everywhere(tmp_path: Path) -> None:
     with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
         store.namespace(model=MODEL, layout=small_layout()).match(ids(64))
-        facts = sidecar.report.facts()
+        facts = sidecar.admin.facts()
     assert facts.looked.miss_tokens == {MissReason.ABSENT: 64}
     new = structs.replace(facts, looked=structs.replace(facts.looked, miss_tokens={"moonlight": 64}))
     assert page_of(new).total("missed_tokens_total", reason="moonlight") == 64

@@ -274,7 +274,7 @@ def test_a_page_is_small_and_made_once_a_second(busy: tuple[Sidecar, StatusPage]
     assert len(page.text) < MOST_BYTES
     sidecar, _ = busy
     clock, made = FakeClock(), []
-    facts = sidecar.report.numbers
+    facts = sidecar.admin.numbers
     metrics = StatusPage(lambda: made.append(1) or facts(), clock, ALWAYS)  # type: ignore[func-returns-value]
     assert len({metrics.page() for _ in range(100)}) == 1 and len(made) == 1
     clock.advance(1.0)

@@ -17,7 +17,7 @@ from kvstore.client.socket_door import CallLimits
 from kvstore.elsewhere.desk import CourierDesk
 from kvstore.node import EmbeddedStore, SystemClock
 from kvstore.protocol import messages as m
-from kvstore.service.admin import Admin, Observer, StatusReport
+from kvstore.service.admin import Admin
 from kvstore.service.connections import DoorLimits
 from kvstore.service.dispatch import Handlers
 from kvstore.service.local_door import LocalDoor
@@ -71,13 +71,12 @@ class Sidecar:
         self.desk = CourierDesk(self.store, self.sessions, self.handlers) if couriers else None
         self.courier_path = directory / "courier.sock"
         if self.desk is not None:
-            self.door.listen_apart(self.courier_path, self.desk)
-        self.report = StatusReport(self.store, self.handlers, self.door, StoreSettings())
-        self.admin = Admin(self.report)
+            self.door.listen(self.courier_path, self.desk, 0o600)
+        self.admin = Admin(self.store, self.handlers, self.door, StoreSettings())
         self.admin_path = directory / "admin.sock"
-        self.door.listen_apart(self.admin_path, self.admin)
+        self.door.listen(self.admin_path, self.admin.serve, 0o600, is_operator=True)
         self.observe_path = directory / "observe.sock"
-        self.door.listen_apart(self.observe_path, Observer(self.admin), 0o660)
+        self.door.listen(self.observe_path, self.admin.observe)
         self.door.start()
 
     def client(self, session: str | None = None, engine: str = "t") -> SidecarStore:

@@ -21,7 +21,6 @@ from kvstore.client.handle import NamespaceHandle
 from kvstore.client.sidecar_store import CallLimits, open_sidecar
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
-from kvstore.protocol.words import pick, printable
 from kvstore.service.connections import ADMIN_CONNECTIONS, DoorLimits
 from service.sidecar import Sidecar, asked, patient, wire_to
 from tiering.nvme.lmdb_index import LmdbMaker
@@ -157,24 +156,6 @@ def test_a_tenant_sees_its_own_namespaces_alone_and_all_of_them(sidecar: Sidecar
     assert answers == 2 and [one.id for one in found] == [one.namespace.digest().hex() for one in mine]
     assert theirs.namespace.digest().hex() not in {one.id for one in found}
     assert found[0].packed == mine[0].namespace.pack() and found[0].payload_bytes == [8192]
-
-
-def test_an_id_is_right_or_the_line_says_what_there_is() -> None:
-    digests, words = ["aa11" * 16, "aa22" * 16, "bb33" * 16], ["one", "two", "three"]
-    assert pick("BB", digests, words, "", "more") == 2 and pick(digests[0], digests, words, "", "more") == 0
-    for wanted, fragments in {
-        "aa": ("2 namespaces begin with 'aa'", "aa11aa11aa11 (one), aa22aa22aa22 (two)", "more"),
-        "cc": ("no namespace begins with 'cc'", "there are:", "bb33bb33bb33 (three)"),
-        "": ("no namespace begins with ''",),
-    }.items():
-        with pytest.raises(BadInput) as wrong:
-            pick(wanted, digests, words, "", "more")
-        assert one_line(wrong.value, *fragments)
-    with pytest.raises(BadInput, match="there are none"):
-        pick("a", [], [], "", "")
-    with pytest.raises(BadInput, match="and 12 more"):
-        pick("a", [f"b{number:063}" for number in range(20)], ["x"] * 20, "", "")
-    assert printable("a\x1b[2J\n" + "b" * 500) == "a[2J" + "b" * 121 + "..."  # 128 in all
 
 
 # What it does ---------------------------------------------------------------------------------------------------------

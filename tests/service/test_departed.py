@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.block.identity import Namespace
+from kvstore.block.identity import Namespace, TenantKeys
 from kvstore.client.framing import FramedSocket
 from kvstore.protocol import messages as m
 from kvstore.service import sessions as departed
 from kvstore.service.connections import DoorLimits
 from kvstore.service.dispatch import MAX_SHARES
-from kvstore.service.sessions import DisconnectedClients
+from kvstore.service.sessions import ClientState, DisconnectedClients, Session
 from programs import start_python
 from service.sidecar import Sidecar, wire_to
 from tiering.dram.extents import MappedExtent
 from tiering.tier import SLOT_BITS
-from waiting import wait_until
-from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
+from waiting import FakeClock, wait_until
+from workbench import MODEL, OTHER_SECRET, SECRET, blank_pages, ids, random_pages, same_tokens, small_layout
 
 RARELY = DoorLimits(sweep_seconds=10.0)
 """The door sweeps so seldom that what a test counts is of its own sweeps."""
@@ -117,9 +117,9 @@ def test_a_client_that_leaves_thousands_of_times_and_keeps_its_memory(tmp_path: 
                 assert again.namespace(model=MODEL, layout=small_layout()).match(ids(512)).blocks == 0
 
 
-def opened(sidecar: Sidecar, blocks: int) -> tuple[FramedSocket, int, list[int]]:
+def opened(path: Path, blocks: int) -> tuple[FramedSocket, int, list[int]]:
     """A connection, a lease of so many blocks that it stored, and the extents that they are in."""
-    wire = wire_to(sidecar.path)
+    wire = wire_to(path)
     granted = wire.call(m.OpenNamespace(Namespace("m", small_layout(), "raw").pack(), [8192]), 60.0).answer
     assert isinstance(granted, m.Granted)
     keys = [number.to_bytes(32, "big") for number in range(1, blocks + 1)]
@@ -141,10 +141,18 @@ def mapped(wire: FramedSocket, extents: list[int]) -> list[MappedExtent]:
     ]
 
 
+def disconnected(among: DisconnectedClients, number: int, secret: bytes = SECRET) -> ClientState:
+    """One of a tenant's that had mapped an extent."""
+    caller = ClientState(number, Session(b"", TenantKeys.derive(secret), "e"), extents={7})
+    assert among.add(caller)
+    return caller
+
+
 class Slow:
     """The kernel, which does not answer before it may, but about the third connection."""
 
     def __init__(self) -> None:
+        self.clock = FakeClock()
         self.asked, self.may_answer = threading.Semaphore(0), threading.Event()
 
     def unmapped(self, extents: Sequence[int], holder: int) -> tuple[int, int, float]:
@@ -158,8 +166,7 @@ def test_two_threads_may_look_at_connections_of_one_tenant_at_a_time(is_same: bo
     """One of them asks, also where both look at the same connection; the other one knows nothing new."""
     kernel = Slow()
     departed = DisconnectedClients(kernel)
-    first, other, of_another_tenant = (departed.add(n, b"u" if n == 3 else b"t", None, [7]) for n in (1, 2, 3))
-    assert first is not None and other is not None and of_another_tenant is not None
+    first, other, of_another_tenant = (disconnected(departed, n, OTHER_SECRET if n == 3 else SECRET) for n in (1, 2, 3))
     seen: list[tuple[bool, int]] = []
     thread = threading.Thread(target=lambda: seen.append(departed.look(first)))
     thread.start()
@@ -175,7 +182,7 @@ def test_two_threads_may_look_at_connections_of_one_tenant_at_a_time(is_same: bo
 def test_whoever_maps_nothing_is_forgotten_at_once(tmp_path: Path) -> None:
     """Without any sweep, and without a question to the kernel."""
     with Sidecar(tmp_path, RARELY, dram="1MiB") as sidecar:
-        wires = [opened(sidecar, 4)[0] for _ in range(8)]
+        wires = [opened(sidecar.path, 4)[0] for _ in range(8)]
         for wire in wires:
             wire.close()
         wait_until(lambda: sidecar.store.usage().leases == 0 and len(sidecar.sessions.departed) == 0)
@@ -185,14 +192,14 @@ def test_whoever_maps_nothing_is_forgotten_at_once(tmp_path: Path) -> None:
 def test_an_extent_that_was_let_go_of_is_not_asked_about_again(tmp_path: Path) -> None:
     """One question a sweep, however many extents a connection had; all of them before it gives anything back."""
     with Sidecar(tmp_path, RARELY, dram="1MiB", extent="64KiB") as sidecar:
-        wire, _, extents = opened(sidecar, 40)
+        wire, _, extents = opened(sidecar.path, 40)
         assert len(extents) >= 8
         held = mapped(wire, extents)
         wire.close()
         wait_until(lambda: len(sidecar.sessions.departed) == 1)
         wait_until(lambda: sidecar.sessions.departed.looks == 1)  # when it left
         assert [swept(sidecar) for _ in range(3)] == [1, 1, 1]
-        asked = next(iter(sidecar.sessions.departed._gone.values())).extents
+        asked = next(iter(sidecar.sessions.departed._gone.values())).mapped
         last = held[extents.index(asked[-1])]
         del held
         assert swept(sidecar) == len(extents)
@@ -210,7 +217,7 @@ def test_sweeps_come_round_to_everybody(tmp_path: Path, monkeypatch: pytest.Monk
     with Sidecar(tmp_path, RARELY, dram="1MiB") as sidecar:
         held = []
         for number in range(10):
-            wire, _, extents = opened(sidecar, 4)
+            wire, _, extents = opened(sidecar.path, 4)
             held.append(mapped(wire, extents))
             wire.close()
             wait_until(lambda number=number: len(sidecar.sessions.departed) == number + 1)  # type: ignore[misc]
@@ -226,13 +233,13 @@ def test_sweeps_come_round_to_everybody(tmp_path: Path, monkeypatch: pytest.Monk
 def test_one_connection_is_not_given_the_same_extent_without_end(tmp_path: Path) -> None:
     """The kernel walks over each descriptor's lock whenever it is asked."""
     with Sidecar(tmp_path, RARELY, dram="1MiB") as sidecar:
-        wire, _, extents = opened(sidecar, 4)
+        wire, _, extents = opened(sidecar.path, 4)
         held = [mapped(wire, extents) for _ in range(MAX_SHARES)]
         answer = wire.call(m.Extents(extents, False), 60.0).answer
         assert isinstance(answer, m.Failed) and answer.fault is m.RequestFault.BAD_INPUT, answer
         assert f"{MAX_SHARES} times" in answer.text and "\n" not in answer.text
         assert isinstance(wire.call(m.Extents(extents, True), 60.0).answer, m.Failed)  # to write in is the same
-        other, _, _ = opened(sidecar, 4)
+        other, _, _ = opened(sidecar.path, 4)
         assert len(mapped(other, extents)) == len(extents)
         held.clear()
         assert len(mapped(wire, extents)) == len(extents)

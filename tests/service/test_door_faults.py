@@ -17,9 +17,7 @@ import msgspec
 import pytest
 
 from kvstore.block import identity
-from kvstore.block.errors import BadInput
 from kvstore.block.identity import Namespace
-from kvstore.block.layout import KvGroup, Layout
 from kvstore.protocol import messages as m
 from kvstore.service.connections import LARGE_BYTES
 from kvstore.service.dispatch import Response
@@ -139,37 +137,6 @@ def test_payloads_that_no_codec_makes_are_refused(sidecar: Sidecar, payloads: li
     answer = peer.ask(m.OpenNamespace(packed_namespace(), payloads))
     assert isinstance(answer, m.Failed) and answer.fault is m.RequestFault.BAD_INPUT and "payload" in answer.text
     peer.close()
-
-
-def test_the_same_is_refused_in_one_process(sidecar: Sidecar) -> None:
-    """And in one line each, before it is built."""
-    group = ("full", (0, 1), 2, (8, 8), "bfloat16")
-    refused: list[Any] = [
-        lambda: Layout.gqa(layers=1 << 40, kv_heads=2, head_dim=8, dtype="int8"),
-        lambda: Layout.gqa(layers=2, kv_heads=1 << 22, head_dim=8, dtype="int8", head_shards=1 << 22),
-        lambda: Layout.gqa(layers=1024, kv_heads=4096, head_dim=8, dtype="int8", head_shards=4096, layer_shards=1024),
-        lambda: Layout.mla(layers=2, latent_dim=1 << 62, rope_dim=0, dtype="int8"),
-        lambda: Layout.gqa(layers=2, kv_heads=2, head_dim=10**5000, dtype="int8"),
-        lambda: KvGroup(["name"], *group[1:]),  # type: ignore[arg-type]
-        lambda: KvGroup("\ud800", *group[1:]),  # type: ignore[arg-type]
-        lambda: KvGroup("full", range(1 << 40), 2, (8, 8), "int8"),  # type: ignore[arg-type]
-        lambda: Namespace("m", small_layout(), "raw", 1 << 63),
-        lambda: Namespace("m", small_layout(), "raw", True),
-        lambda: Namespace("\udfff", small_layout(), "raw"),
-        lambda: Namespace("m", small_layout(), ["raw"]),  # type: ignore[arg-type]
-        lambda: Namespace("m", small_layout(), "raw", 0, {"a": "\ud800"}),
-        lambda: sidecar.store.namespace(
-            model="m",
-            layout=small_layout(),
-            config=LONG_CONFIG,
-        ),
-        lambda: sidecar.store.namespace(model="m", layout=small_layout(layers=300)),
-    ]
-    for make in refused:
-        with pytest.raises(BadInput) as caught:
-            make()
-        assert one_line(caught.value) and len(str(caught.value)) < 1200
-        str(caught.value).encode()
 
 
 # Answers --------------------------------------------------------------------------------------------------------------

@@ -1,52 +1,39 @@
-"""How many objects a search for cycles walks while a client opens one wide namespace after the other."""
+"""What a search for cycles walks while a client opens wide namespaces."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
-from kvstore.service.accounting import SET_ASIDE_PARTS, Lasting
+from kvstore.service import dispatch
+from service.sidecar import Sidecar
+from workbench import small_layout
 
 
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    yield
-    gc.unfreeze()
+class Cycle:
+    """Garbage that only a search finds."""
+
+    def __init__(self, gone: list[int]) -> None:
+        self.itself, self.gone = self, gone
+
+    def __del__(self) -> None:
+        self.gone.append(1)
 
 
-class Part:
-    """Stands for what is made of one."""
-
-
-def test_parts_that_were_opened_are_walked_once() -> None:
-    lasting = Lasting()
-    gc.collect()
-    gc.freeze()
-    kept, walked = [], []
-    for _ in range(20):
-        kept += [Part() for _ in range(SET_ASIDE_PARTS // 4)]
-        lasting.opened(SET_ASIDE_PARTS // 4)
-        walked.append(sum(isinstance(one, Part) for one in gc.get_objects()))
-    assert max(walked) < SET_ASIDE_PARTS and walked[3] == walked[-1] == 0
-    assert len(kept) == 5 * SET_ASIDE_PARTS
-
-
-def test_what_nobody_needs_goes_before_the_rest_is_set_aside() -> None:
+def test_what_is_there_when_many_parts_were_opened_is_walked_no_more_and_garbage_goes(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "SET_ASIDE_PARTS", 4)
     gone: list[int] = []
-
-    class Cycle:
-        def __init__(self) -> None:
-            self.itself = self
-
-        def __del__(self) -> None:
-            gone.append(1)
-
+    lasting = [object()]
     gc.disable()
     try:
-        Cycle()
-        Lasting().opened(SET_ASIDE_PARTS)
+        Cycle(gone)
+        for model, is_set_aside in (("a", False), ("b", True)):
+            with sidecar.opened(model=model, layout=small_layout(head_shards=2)):
+                assert any(one is lasting for one in gc.get_objects()) is not is_set_aside
+                assert bool(gone) is is_set_aside
     finally:
         gc.enable()
-    assert gone == [1]
+        gc.unfreeze()

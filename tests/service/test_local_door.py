@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,12 @@ import msgspec
 import pytest
 
 from asking import Asking, stand_in
-from kvstore.block.account import HitTier, MissReason
+from kvstore.block.account import MissReason
 from kvstore.block.errors import StoreClosed, Unreachable
 from kvstore.block.identity import Namespace
 from kvstore.block.layout import Layout
 from kvstore.client.handle import EARLY_BLOCKS, LAST_BLOCKS, NamespaceHandle, PutResult
 from kvstore.protocol import messages as m
-from kvstore.protocol.door import ReservationLost
 from kvstore.service import dispatch as handlers
 from kvstore.service import local_door
 from kvstore.service.connections import (
@@ -33,14 +31,15 @@ from kvstore.service.connections import (
     LARGE_BURST_BYTES,
     LARGE_BYTES,
     LARGE_BYTES_PER_SECOND,
+    LARGE_LINE,
     LATELY_SECONDS,
-    Connection,
     DoorLimits,
     Listener,
 )
 from kvstore.service.local_door import TURNED_AWAY
 from kvstore.service.sessions import ClientState
-from service.sidecar import Sidecar, number_of, wire_to
+from service.sidecar import Sidecar, wire_to
+from service.test_turns import made
 from tiering.dram.extents import MappedExtent
 from tiering.frame import HEADER_BYTES, KEY_BYTES
 from tiering.nvme.lmdb_index import LmdbMaker
@@ -57,26 +56,6 @@ def is_at_rest(sidecar: Sidecar) -> bool:
 
 
 # The main job ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("parts", [{}, {"head_shards": 2}])
-def test_what_one_client_stores_another_one_reads(sidecar: Sidecar, parts: dict[str, int]) -> None:
-    with sidecar.client() as one, sidecar.client() as two:
-        layout = small_layout(**parts)
-        mine, theirs = (store.namespace(model=MODEL, layout=layout) for store in (one, two))
-        pages = random_pages(layout, 8)
-        result = mine.put(ids(512), pages)
-        assert (result.present, result.stored, result.reason) == (0, 8, None)
-        match = theirs.match(ids(512))
-        assert match.tiers == ((HitTier.DRAM, 8),) and match.account.asked == 512
-        blank = blank_pages(layout, 8)
-        with theirs.lease(match) as lease:
-            loaded = theirs.get(lease, blank)
-        assert loaded.tokens == 512 and loaded.reason is None
-        assert same_tokens(pages, blank, range(512))
-        assert theirs.put(ids(512), pages).present == 8
-        assert one.drop(mine) == 8 and theirs.match(ids(512)).blocks == 0
-        wait_until(lambda: is_at_rest(sidecar))
 
 
 @pytest.mark.parametrize("flawed", [0, 36, 50, 84, 99])  # 36 and 84: where what precedes was committed already
@@ -106,20 +85,6 @@ def test_what_is_leased_can_not_be_written(handle: NamespaceHandle) -> None:
         (span,) = handle.door.memory(lease.reply.lease, lease.reply.places[0])
         with pytest.raises(TypeError, match="read-only"):
             span.view[0] = 1
-
-
-def test_room_for_one_block_costs_others_no_more_than_an_extent(tmp_path: Path) -> None:
-    """The client maps all that is given back, until it is told: it asks by itself."""
-    with Sidecar(tmp_path, dram="1MiB", extent="64KiB") as sidecar, sidecar.client() as store:
-        full, other = (store.namespace(model=name, layout=small_layout()) for name in ("a", "b"))
-        assert full.put(ids(200 * 64), random_pages(full.layout, 200)).stored
-        blocks = full.match(ids(200 * 64)).blocks
-        one_block = random_pages(other.layout, 1)
-        wait_until(lambda: other.put(ids(64), one_block).reason is not MissReason.DEADLINE)
-        assert other.match(ids(64)).blocks == 1
-        assert blocks - 5 <= full.match(ids(200 * 64)).blocks < blocks
-        counters = sidecar.store.usage().counters
-        assert counters["reclaimed_extents"] == 1
 
 
 # Those who are gone ---------------------------------------------------------------------------------------------------
@@ -250,40 +215,6 @@ def test_keys_that_are_no_chain_store_nothing_and_harm_nothing(sidecar: Sidecar,
     wait_until(lambda: is_at_rest(sidecar))
 
 
-def test_numbers_of_an_earlier_run_name_nothing(tmp_path: Path) -> None:
-    layout = small_layout()
-    with Sidecar(tmp_path, numbers_key=bytes(16)) as sidecar:
-        store = sidecar.client()
-        handle = store.namespace(model=MODEL, layout=layout)
-        handle.put(ids(64), random_pages(layout, 1))
-        lease = handle.lease(handle.match(ids(64)))
-        reservation = Asking(handle.door).reserve(handle.number, handle.match(ids(128)).keys, 0, 0, None)
-        assert reservation.reservation
-        number = number_of(lease)
-    with Sidecar(tmp_path, numbers_key=bytes(16)) as sidecar, sidecar.client() as other:  # the very same numbers
-        theirs = other.namespace(model=MODEL, layout=layout)
-        theirs.put(ids(64, 9), random_pages(layout, 1, seed=9))
-        held = theirs.lease(theirs.match(ids(64, 9)))
-        progress = Asking(theirs.door).reserve(theirs.number, theirs.match(ids(128, 9)).keys, 0, 0, None)
-        assert (number_of(held), progress.reservation) == (number, reservation.reservation)
-        wait_until(lambda: handle.match(ids(64)).reason is not MissReason.UNREACHABLE)
-        with pytest.raises(StoreClosed):
-            handle.door.memory(reservation.reservation, reservation.places[0], writable=True)
-        with pytest.raises(ReservationLost):
-            Asking(handle.door).commit(reservation.reservation, 0, 0, [[b"x" * 16] * 2])
-        Asking(handle.door).abort(reservation.reservation)
-        Asking(handle.door).report(lease.reply.lease, 0, 0)
-        lease.release()
-        handle.match(ids(64))
-        usage = sidecar.store.usage()
-        assert (usage.leases, usage.reservations) == (1, 1) and not usage.counters.get("reported_frames")
-        blank = blank_pages(layout, 1)
-        assert theirs.get(held, blank).tokens == 64 and same_tokens(random_pages(layout, 1, seed=9), blank, range(64))
-        held.release()
-        Asking(theirs.door).abort(progress.reservation)
-        store.close()
-
-
 def test_memory_is_not_inherited_by_programs_that_a_client_starts(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,20 +229,6 @@ def test_memory_is_not_inherited_by_programs_that_a_client_starts(
     with sidecar.opened() as handle:
         assert handle.put(ids(512), random_pages(handle.layout, 8)).stored == 8
     assert inheritable and not any(inheritable)
-
-
-def test_an_answer_that_comes_too_late_leaves_nothing(sidecar: Sidecar, handle: NamespaceHandle) -> None:
-    assert handle.put(ids(512), random_pages(handle.layout, 8)).stored == 8
-    keys, unknown = handle.match(ids(512)).keys, handle.match(ids(64, 9)).keys
-    limits = handle.door._limits
-    handle.door._limits = replace(limits, lease=0.0, fill=0.0)
-    for _ in range(20):
-        leased = Asking(handle.door).lease(handle.number, keys, 0, 0)
-        assert leased.reason in (None, MissReason.DEADLINE)
-        Asking(handle.door).release(leased.lease)  # now and then it was there in time
-        Asking(handle.door).abort(Asking(handle.door).reserve(handle.number, unknown, 0, 0, None).reservation)
-    handle.door._limits = limits
-    wait_until(lambda: bool(handle.match(ids(64)).blocks) and is_at_rest(sidecar))
 
 
 def test_whoever_is_turned_away_is_told_why(tmp_path: Path) -> None:
@@ -354,11 +271,11 @@ def test_a_large_message_does_not_wait_behind_those_of_a_flooder(sidecar: Sideca
         wait_until(lambda: sidecar.door.usage().served.get("match") == 1)
         for at, flooder in enumerate(flooders):
             flooder.socket.sendall(m.pack(m.Request(2, m.ReleaseRequest(str(at) * (m.MAX_BODY_BYTES - 100)))))
-        wait_until(lambda: len(sidecar.door._threads._large) == len(flooders))
+        wait_until(lambda: len(sidecar.door._listeners[0].lines[LARGE_LINE].waiting) == len(flooders))
         other.socket.sendall(m.pack(m.Request(2, m.ReleaseRequest("x" * LARGE))))
-        wait_until(lambda: len(sidecar.door._threads._large) == len(flooders) + 1)
+        wait_until(lambda: len(sidecar.door._listeners[0].lines[LARGE_LINE].waiting) == len(flooders) + 1)
         flooders[0].close()
-        wait_until(lambda: len(sidecar.door._threads._large) == len(flooders))
+        wait_until(lambda: len(sidecar.door._listeners[0].lines[LARGE_LINE].waiting) == len(flooders))
     for peer in (first, *flooders[1:], other):
         assert peer.reply() is not None
     assert served[0] == "x" and sorted(served) == ["1", "2", "3", "4", "5", "x"]
@@ -515,41 +432,15 @@ def test_messages_of_a_connection_are_served_in_their_order(tmp_path: Path) -> N
         wait_until(lambda: is_at_rest(sidecar))
 
 
-@pytest.mark.slow
-def test_a_long_message_counts_for_many(tmp_path: Path) -> None:
-    """Its connection waits for the rate; others do not wait for it."""
-    limits = DoorLimits(rate=20.0, burst=40)
-    with Sidecar(tmp_path, limits) as sidecar, sidecar.opened() as handle, socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(10)
-        sock.connect(str(sidecar.path))
-        long = m.pack(m.Request(2, m.ReleaseRequest("x" * (m.MAX_BODY_BYTES - 100))))
-        began = time.monotonic()
-        sock.sendall(HELLO + long + long + m.pack(m.Request(3, m.Ping())))
-        handle.match(ids(64))
-        others = time.monotonic() - began
-        read = b""
-        while m.pack(m.Reply(3, m.Done())) not in read:
-            read += sock.recv(1 << 16)
-        owed = (2 * (1 + LARGE_BYTES / COST_BYTES) + 1 - limits.burst) / limits.rate
-        assert time.monotonic() - began > owed > 1.0 > others
-
-
 LENGTHS = [0, 1, COST_BYTES, 17 << 10, LARGE_BYTES, LARGE_BYTES + 1, 531_279, m.MAX_BODY_BYTES, (1 << 32) - 1]
-
-
-def at_the_door(length: int, sockets: tuple[socket.socket, socket.socket]) -> Connection:
-    """A connection with a message of that length."""
-    one = Connection(sockets[0], Listener(Path("door"), sockets[1], None, None), 0.0, DoorLimits())
-    one.read += length.to_bytes(m.LENGTH_BYTES, "little")
-    return one
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_what_a_message_counts_for_grows_with_its_length_and_no_faster(length: int) -> None:
     """A large one in a bucket of its own; who is served first is decided by all of it."""
     limits, counted = DoorLimits(), min(length, m.MAX_BODY_BYTES)
-    with socket.socketpair()[0] as ours, socket.socketpair()[0] as theirs:
-        one = at_the_door(length, (ours, theirs))
+    with socket.socketpair()[0] as listening:
+        one = made(Listener(Path("door"), listening, None, None), 0.0, length)
         assert one.may_ask(limits, 0.0)
         assert limits.burst - one.tokens == 1 + min(counted, LARGE_BYTES) / COST_BYTES
         assert LARGE_BURST_BYTES - one.large_bytes == (counted if counted > LARGE_BYTES else 0)
@@ -559,8 +450,8 @@ def test_what_a_message_counts_for_grows_with_its_length_and_no_faster(length: i
 
 def test_large_messages_have_a_rate_of_their_own() -> None:
     limits = DoorLimits()
-    with socket.socketpair()[0] as ours, socket.socketpair()[0] as theirs:
-        one = at_the_door(m.MAX_BODY_BYTES, (ours, theirs))
+    with socket.socketpair()[0] as listening:
+        one = made(Listener(Path("door"), listening, None, None), 0.0, m.MAX_BODY_BYTES)
         taken = 0
         while one.may_ask(limits, 0.0):
             taken += 1
@@ -607,7 +498,7 @@ def test_what_is_left_behind_at_a_door_that_rests_is_looked_after(
         wait_until(lambda: len(sidecar.sessions.departed) == 0)
 
 
-@pytest.mark.parametrize("kind", ["persist", "lease", "submit_lease", "reserve", "put_for_longer"])
+@pytest.mark.parametrize("kind", ["persist", "lease", "reserve"])
 def test_who_has_as_much_under_way_as_he_may_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -627,15 +518,8 @@ def test_who_has_as_much_under_way_as_he_may_is_told_so(
             lease = handle.lease(match)
             assert lease.reason is MissReason.PINNED_FULL and "release some first" in lease.reply.detail
             assert lease.account.misses == {MissReason.PINNED_FULL: 128}
-        elif kind == "submit_lease":
-            pending = handle.submit_lease(match)
-            wait_until(lambda: pending.poll() is not None)
-            assert pending.poll().reason is MissReason.PINNED_FULL  # type: ignore[union-attr]
-        elif kind == "reserve":
-            assert handle.put(ids(128, 3), pages).reason is MissReason.BUSY
         else:
-            tail = handle.put(ids(128, 3), random_pages(small_layout(), 1), first_token=64, ttl=5)
-            assert tail.reason is MissReason.BUSY, "and not for the pages that it has not got"
+            assert handle.put(ids(128, 3), pages).reason is MissReason.BUSY
 
 
 @pytest.mark.parametrize("keys", [[b"k" * 32] * 2, [b"short"]])

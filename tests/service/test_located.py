@@ -28,7 +28,6 @@ from kvstore.protocol import messages as m
 from paged_engine import PagedEngine, Shape, SharedStore
 from service.sidecar import Sidecar
 from small_courier import SmallCourier
-from tiering.counts.awaits import AwaitEnd
 from waiting import wait_until
 from workbench import blank_pages, open_at, random_pages, same_tokens, small_layout
 
@@ -128,14 +127,6 @@ def test_an_engine_gets_what_the_other_store_has_and_counts_it_once(both: Engine
         wait_until(lambda: both.sidecar.admin.facts().looked.hit_tokens.get(str(tier)) == 448)  # once it is reported
 
 
-def test_what_comes_in_part_is_taken_and_the_rest_named(both: Engines) -> None:
-    with SmallCourier(both.sidecar.courier_path, both.far) as courier:
-        prompt = both.prompt(500)
-        courier.may_bring = lambda blocks: 3
-        account = both.ask("a", prompt)
-        assert account["hits"] == {"peer": 192} and account["misses"]["stale_hint"] == 256, account
-
-
 def test_a_courier_that_hangs_up_while_it_is_waited_for_is_unreachable(both: Engines) -> None:
     prompt = both.prompt(500)
     courier = SmallCourier(both.sidecar.courier_path, both.far)
@@ -151,22 +142,6 @@ def test_a_courier_that_hangs_up_while_it_is_waited_for_is_unreachable(both: Eng
     assert both.ask("b", prompt)["hits"] == {"dram": 448}, "it was computed, and stored here"
 
 
-def test_the_blocking_verbs_do_the_same(both: Engines) -> None:
-    prompt = both.prompt(300)
-    with SmallCourier(both.sidecar.courier_path, both.far):
-        namespace = both.two.half.opener.now()
-        assert namespace is not None
-        hashed = namespace.hashed(prompt)
-        assert namespace.match(hashed).blocks == 0 and namespace.has_courier
-        located = namespace.locate(hashed)
-        assert (located.blocks, located.tier, located.where) == (4, HitTier.PEER, "the other store")
-        awaited = namespace.await_block(hashed, 3, 5000, located.number)
-        assert (awaited.blocks, awaited.end) == (1, AwaitEnd.READABLE)
-        with namespace.lease(namespace.match(hashed)) as lease:
-            assert lease.blocks == 4 and lease.account.hits == {HitTier.PEER: 256}
-        assert namespace.match(hashed).account.hits == {HitTier.DRAM: 256}
-
-
 def test_without_a_courier_no_message_more_is_sent(both: Engines) -> None:
     prompt = both.prompt(300)
     namespace = both.two.half.opener.now()
@@ -179,20 +154,6 @@ def test_without_a_courier_no_message_more_is_sent(both: Engines) -> None:
         assert namespace.submit_locate(namespace.hashed(prompt)).poll() == m.Located(0, 0)
     assert (sent["MatchPrefix"], sent["LeasePrefix"]) == (2, 1), sent  # what is called goes another way
     assert not sent["Locate"] + sent["Await"] + sent["OpenTicket"], sent
-
-
-def test_beside_a_courier_only_what_is_not_all_here_is_looked_up_again(both: Engines) -> None:
-    first, second = both.prompt(500), both.prompt(500)
-    with SmallCourier(both.sidecar.courier_path, both.far):
-        both.ask("a", first)
-        namespace = both.two.half.opener.now()
-        assert namespace is not None and namespace.has_courier
-        for name, prompt, messages in (("b", first, 1), ("c", second, 2), ("d", second, 1)):
-            looked = both.sidecar.admin.facts().looked.lookups
-            with counted(namespace) as sent:
-                both.ask(name, prompt)
-            assert (sent["MatchPrefix"], sent["LeasePrefix"]) == (messages, 1), (name, sent)
-            assert both.sidecar.admin.facts().looked.lookups == looked + 1, name
 
 
 # Engines that may wait, and chunks ------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def at_once(puts: Sequence[Callable[[], PutResult]]) -> list[PutResult]:
 
 
 def put_counts(sidecar: Sidecar) -> PutCounts:
-    served = sidecar.report.numbers().served
+    served = sidecar.admin.numbers().served
     assert served is not None
     return served.puts
 

@@ -37,27 +37,6 @@ def test_one_line_per_kind_and_minute(
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
-def test_a_kind_that_comes_once_a_minute_is_always_told(
-    warnings: RateLimitedLog, hand: FakeClock, caplog: pytest.LogCaptureFixture
-) -> None:
-    for minute in range(5):
-        hand.monotonic = 60.0 * minute
-        assert warnings.warn("disk", "minute %d", minute)
-    assert caplog.messages == [f"minute {minute}" for minute in range(5)]
-
-
-def test_a_fault_of_our_own_has_its_traceback_once(
-    warnings: RateLimitedLog, hand: FakeClock, caplog: pytest.LogCaptureFixture
-) -> None:
-    for _ in range(1000):
-        try:
-            raise KeyError("nothing of that name")
-        except KeyError as error:
-            warnings.error("tenant", "a request could not be served", error=error)
-    (record,) = caplog.records
-    assert record.levelname == "ERROR" and record.exc_info is not None and record.exc_info[0] is KeyError
-
-
 def test_kinds_without_end_are_bounded_in_lines_and_in_memory(
     warnings: RateLimitedLog, hand: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:

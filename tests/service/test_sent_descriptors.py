@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.protocol import messages as m
-from kvstore.service import descriptors
-from kvstore.service.descriptors import MOST_UNCLOSED, SO_PASSRIGHTS, Closer, DescriptorsSent
+from kvstore.service import connections as door
+from kvstore.service.connections import MOST_UNCLOSED, SO_PASSRIGHTS, Closer, DescriptorsSent
 from service.sidecar import Sidecar
 from torture.peer import Peer, come_in
 from waiting import SOON_SECONDS, wait_until
@@ -89,14 +89,14 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
-        assert descriptors.may_hold_descriptors(ours)
+        assert door.may_hold_descriptors(ours)
         yield ours, theirs
 
 
 @pytest.fixture
 def older_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every socket may hold descriptors, as before Linux 6.16."""
-    monkeypatch.setattr(descriptors, "refuse_descriptors", lambda _: None)
+    monkeypatch.setattr(door, "refuse_descriptors", lambda _: None)
 
 
 @contextmanager
@@ -150,7 +150,7 @@ def read_until_sent(sock: socket.socket) -> bytes:
     read = b""
     with pytest.raises(DescriptorsSent):
         while True:
-            read += descriptors.receive(sock, 6)
+            read += door.receive(sock, 6)
     return read
 
 
@@ -174,19 +174,6 @@ def test_bytes_that_descriptors_came_with_are_not_read(
     os.close(reading)
 
 
-@pytest.mark.parametrize("most", [1, 5, 6, 7, 100])
-def test_bytes_come_as_they_were_sent(pair: tuple[socket.socket, socket.socket], most: int) -> None:
-    ours, theirs = pair
-    for piece in (b"first", b"second", b"third"):
-        theirs.sendall(piece)
-    theirs.shutdown(socket.SHUT_WR)
-    read = b""
-    while piece := descriptors.receive(ours, most):
-        assert len(piece) <= most
-        read += piece
-    assert read == b"firstsecondthird"
-
-
 def test_descriptors_beside_an_out_of_band_byte_are_seen(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
     reading, writing = os.pipe()
@@ -198,23 +185,6 @@ def test_descriptors_beside_an_out_of_band_byte_are_seen(pair: tuple[socket.sock
     with pytest.raises(BlockingIOError):
         os.read(reading, 1)
     os.close(reading)
-
-
-def test_a_close_that_takes_long_is_waited_for_by_its_own_thread(
-    pair: tuple[socket.socket, socket.socket], lingering: Callable[[], Lingering]
-) -> None:
-    ours, theirs = pair
-    full = lingering()
-    full.send_last(theirs, b"x")
-    closer = Closer()
-    closer.close(ours)
-    theirs.settimeout(SOON_SECONDS)
-    with suppress(ConnectionResetError):  # hung up on at once
-        assert theirs.recv(1) == b""
-    assert len(closer) == 1
-    full.end()
-    wait_until(lambda: len(closer) == 0)
-    closer.end()
 
 
 def say_nothing(sidecar: Sidecar) -> socket.socket:

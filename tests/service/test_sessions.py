@@ -38,28 +38,6 @@ def leased(a: Bench, sessions: Sessions, caller: ClientState) -> tuple[int, list
     return reply.lease, sorted(set(map(extent_of, reply.places[0])))
 
 
-def test_a_token_leads_to_no_other_tenants_session(a: Bench, sessions: Sessions) -> None:
-    """Whoever learns one, or chooses the same, has a session of his own."""
-    other = TenantKeys.derive(OTHER_SECRET)
-    mine, theirs, again = (sessions.join(tenant, TOKEN, "e") for tenant in (a.keys, other, a.keys))
-    assert mine.session is again.session and mine.session is not theirs.session
-    assert theirs.session.tenant is other and theirs.session.connections == {theirs.number}
-    lease, _ = leased(a, sessions, mine)
-    assert sessions.attach(theirs, [lease]) == [] and sessions.attach(again, [lease]) == [lease]
-    sessions.release_request(theirs, "r")
-    sessions.release(theirs, [lease])
-    assert a.store.is_leased(lease) and sessions.request_of(theirs, lease) is None
-    assert theirs.session.leased_blocks == 0 and again.session.leased_blocks == BLOCKS
-    assert len(list(sessions.sessions())) == 2
-
-
-def test_a_session_that_was_opened_is_joined_by_its_tenant_alone(a: Bench, sessions: Sessions) -> None:
-    first = sessions.open(a.keys, "e")
-    stranger = sessions.join(TenantKeys.derive(OTHER_SECRET), first.session.token, "e")
-    assert stranger.session is not first.session
-    assert sessions.join(a.keys, first.session.token, "e").session is first.session
-
-
 @pytest.mark.parametrize("kept", range(3))
 def test_what_a_connection_leaves_is_kept_while_it_maps_any_of_its_extents(
     a: Bench, sessions: Sessions, kept: int

@@ -170,15 +170,6 @@ def test_whatever_is_late_first_nobody_waits_behind_it(said: dict[str, Any], ver
 
 
 @pytest.mark.slow
-def test_a_sidecar_that_nobody_asks_is_found_to_be_silent_by_its_ping(said: dict[str, Any]) -> None:
-    with client(said, match=LONG) as handle, stopped(said["pid"]):
-        wait_until(lambda: handle.door._run.breaker.is_open)  # type: ignore[attr-defined]
-        started = time.monotonic()
-        assert handle.match(ids(512)).reason is MissReason.UNREACHABLE
-        assert time.monotonic() - started < AT_ONCE
-
-
-@pytest.mark.slow
 def test_a_sidecar_that_answered_behind_a_ping_and_fell_silent_is_found_out(said: dict[str, Any]) -> None:
     """The ping is still on its way when another answer comes, and that is the last one."""
     with client(said, ping=0.01, connect=0.1) as handle:

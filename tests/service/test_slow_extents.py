@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 from kvstore.client.framing import FramedSocket
 from kvstore.protocol import messages as m
 from kvstore.service.connections import DoorLimits
-from kvstore.service.descriptors import ALLOWED_SECONDS, RARELY, SLOW_SECONDS, SlowExtents
-from kvstore.service.sessions import SWEEPS_A_SECOND, DisconnectedClients
+from kvstore.service.dispatch import ALLOWED_SECONDS, RARELY
+from kvstore.service.sessions import SELDOM, SLOW_SECONDS, DisconnectedClients, SlowTenants
 from service.sidecar import Sidecar, wire_to
+from service.test_departed import disconnected, opened
 from tiering.dram.extents import MappedExtent
 from tiering.dram.unmap_wait import Unmapped
-from tiering.tier import extent_of
-from torture.peer import packed_namespace
+from waiting import FakeClock
+from workbench import OTHER_SECRET, SECRET
 
 
 class Time:
@@ -35,12 +35,9 @@ class Time:
 
 def test_a_tenant_that_took_long_waits_and_no_other() -> None:
     time = Time()
-    slow = SlowExtents(time.seconds, time.thread_seconds)
-    since = slow.thread_seconds()
-    time.worked += SLOW_SECONDS / 2
-    assert not slow.waits_after(b"a", since) and not slow.waits(b"a")
-    time.worked += ALLOWED_SECONDS + SLOW_SECONDS
-    assert slow.waits_after(b"a", since)
+    slow = SlowTenants(time.seconds, RARELY, ALLOWED_SECONDS)
+    assert not slow.took(b"a", SLOW_SECONDS / 2) and not slow.waits(b"a")
+    assert slow.took(b"a", ALLOWED_SECONDS + 1.5 * SLOW_SECONDS)
     assert slow.waits(b"a") and not slow.waits(b"b")
     time.now += 1.4 * RARELY * SLOW_SECONDS
     assert slow.waits(b"a")
@@ -50,39 +47,22 @@ def test_a_tenant_that_took_long_waits_and_no_other() -> None:
 
 def test_a_few_slow_hand_overs_are_allowed() -> None:
     """A virtual machine counts what its host took from it as a thread's time."""
-    time = Time()
-    slow = SlowExtents(time.seconds, time.thread_seconds)
-    each, count = 3 * SLOW_SECONDS, 0
+    slow, each, count = SlowTenants(Time().seconds, RARELY, ALLOWED_SECONDS), 3 * SLOW_SECONDS, 0
     while not slow.waits(b"a"):
-        since = slow.thread_seconds()
-        time.worked += each
-        slow.waits_after(b"a", since)
+        slow.took(b"a", each)
         count += 1
     assert count == int(ALLOWED_SECONDS / each) + 1
 
 
 def test_slow_hand_overs_take_a_hundredth_of_the_time() -> None:
     time, spent = Time(), 0.0
-    slow = SlowExtents(time.seconds, time.thread_seconds)
+    slow = SlowTenants(time.seconds, RARELY, ALLOWED_SECONDS)
     for _ in range(10_000):
         time.now += 0.01
         if not slow.waits(b"a"):
-            since = slow.thread_seconds()
-            time.worked += 0.015
+            slow.took(b"a", 0.015)
             spent += 0.015
-            slow.waits_after(b"a", since)
     assert time.now / RARELY <= spent <= time.now / RARELY + ALLOWED_SECONDS + 0.015
-
-
-@contextmanager
-def filled(sidecar: Sidecar, path: Path) -> Iterator[tuple[FramedSocket, list[int]]]:
-    """A client that has stored blocks in two extents: their numbers."""
-    wire = wire_to(path)
-    number = wire.call(m.OpenNamespace(packed_namespace(), [8192]), 60.0).answer.grant.number
-    keys = [bytes([one]) * 32 for one in range(1, 10)]
-    reply = wire.call(m.Reserve(number, keys, 0), 60.0).answer.reply
-    yield wire, sorted({extent_of(place) for place in reply.places[0]})
-    wire.close()
 
 
 def handed_over(wire: FramedSocket, extents: Sequence[int]) -> int | m.Failed:
@@ -98,25 +78,27 @@ def test_what_takes_long_to_hand_out_is_handed_out_seldom(tmp_path: Path) -> Non
     with Sidecar(tmp_path, dram="1MiB") as sidecar:
         others = tmp_path / "others.sock"
         sidecar.door.listen(others, sidecar.store.tenant_keys("other"))
-        with filled(sidecar, sidecar.path) as (wire, extents), filled(sidecar, others) as (other, theirs):
-            assert len(extents) > 1 and len(theirs) > 1
-            time = Time()
-            sidecar.handlers._slow = SlowExtents(time.seconds, time.thread_seconds)
-            assert handed_over(wire, extents) == len(extents)
-            time.price = 2 * ALLOWED_SECONDS
-            assert handed_over(wire, extents) == 1, "the others of this message are left out"
-            time.price = 0.0
-            refused = handed_over(wire, extents)
-            assert isinstance(refused, m.Failed) and refused.fault is m.RequestFault.BUSY
-            assert "locks on its memory" in refused.text and "try again" in refused.text and "\n" not in refused.text
-            assert handed_over(other, theirs) == len(theirs)
-            time.now += 2 * RARELY * ALLOWED_SECONDS
-            assert handed_over(wire, extents) == len(extents)
+        (wire, _, extents), (other, _, theirs) = (opened(path, 9) for path in (sidecar.path, others))
+        assert len(extents) > 1 and len(theirs) > 1
+        time = Time()
+        sidecar.handlers._slow = SlowTenants(time.seconds, RARELY, ALLOWED_SECONDS)
+        sidecar.handlers._thread_seconds = time.thread_seconds
+        assert handed_over(wire, extents) == len(extents)
+        time.price = 2 * ALLOWED_SECONDS
+        assert handed_over(wire, extents) == 1, "the others of this message are left out"
+        time.price = 0.0
+        refused = handed_over(wire, extents)
+        assert isinstance(refused, m.Failed) and refused.fault is m.RequestFault.BUSY
+        assert "locks on its memory" in refused.text and "try again" in refused.text and "\n" not in refused.text
+        assert handed_over(other, theirs) == len(theirs)
+        time.now += 2 * RARELY * ALLOWED_SECONDS
+        assert handed_over(wire, extents) == len(extents)
 
 
 def test_the_kernel_is_asked_without_the_lock_of_the_store(tmp_path: Path) -> None:
     """Whoever has the lock keeps all tenants waiting."""
-    with Sidecar(tmp_path, dram="1MiB") as sidecar, filled(sidecar, sidecar.path) as (wire, extents):
+    with Sidecar(tmp_path, dram="1MiB") as sidecar:
+        wire, _, extents = opened(sidecar.path, 9)
         answered = wire.call(m.Extents(extents, False), 60.0)
         (caller,) = sidecar.sessions._callers
         with ThreadPoolExecutor(1) as pool:
@@ -157,7 +139,7 @@ class Mappings:
     """Everything is mapped, and it takes so long to say so."""
 
     def __init__(self, seconds: dict[int, float]) -> None:
-        self.seconds = seconds
+        self.seconds, self.clock = seconds, FakeClock()
         self.asked: list[int] = []
 
     def unmapped(self, extents: Sequence[int], holder: int) -> Unmapped:
@@ -175,15 +157,15 @@ def sweep(departed: DisconnectedClients, mappings: Mappings) -> list[int]:
 def test_a_tenant_where_questions_are_slow_is_left_out_of_sweeps() -> None:
     mappings = Mappings({1: 0.003, 2: 0.003, 3: 0.0001})
     departed = DisconnectedClients(mappings)
-    for number, tenant in ((1, b"a"), (2, b"a"), (3, b"b")):
-        departed.add(number, tenant, None, [7])
-    left_out = int(SWEEPS_A_SECOND * 0.003)
+    for number, secret in ((1, SECRET), (2, SECRET), (3, OTHER_SECRET)):
+        disconnected(departed, number, secret)
     assert sorted(sweep(departed, mappings)) == [1, 3], "its second connection is left out at once"
-    for _ in range(left_out):
+    for _ in range(3):
         assert sweep(departed, mappings) == [3]
+        mappings.clock.advance(SELDOM * 0.0011)
     assert sorted(sweep(departed, mappings)) == [2, 3], "the other one has its turn"
-    gone = departed.add(4, b"a", None, [7])
-    assert gone is not None and departed.look(gone) == (True, 0)
-    nothing = departed.add(5, b"a", None, [])
-    assert nothing is not None and departed.look(nothing) == (False, 0), "it has nothing to be asked about"
+    assert departed.look(disconnected(departed, 4)) == (True, 0)
+    nothing = disconnected(departed, 5)
+    nothing.mapped = []
+    assert departed.look(nothing) == (False, 0), "it has nothing to be asked about"
     assert len(departed) == 5

@@ -124,22 +124,6 @@ def engine(directory: Path, layout: Layout, *flags: str) -> Iterator[Engine]:
 READ = (TOKENS, True, None)
 
 
-def test_ranks_put_jointly_and_read_their_heads_through_one_lease(tmp_path: Path) -> None:
-    with engine(tmp_path, TWO) as it:
-        assert it.put(1, "a") == [PutResult(0, BLOCKS, None, None)] * 2
-        assert it.blocks(1) == BLOCKS and it.read(1) == [READ] * 2
-        blank = blank_pages(TWO, BLOCKS)
-        with it.scheduler.lease(it.scheduler.match(ids(TOKENS, 1000)), deadline_ms=5000) as lease:
-            assert it.scheduler.get(lease, blank).tokens == TOKENS
-        assert same_tokens(pages_of(TWO, 1), blank, range(TOKENS))
-        assert it.put(2, "b", [1]) == [PutResult(0, BLOCKS, None, None)]
-        assert (it.blocks(2), it.reservations()) == (0, (1, [1])), "one rank is not there yet"
-        assert it.put(2, "b", [0]) == [PutResult(0, BLOCKS, None, None)]
-        assert it.blocks(2) == BLOCKS and it.read(2) == [READ] * 2
-        assert it.put(1, "c") == [PutResult(BLOCKS, 0, None, None)] * 2
-        assert it.reservations() == (0, [0])
-
-
 def test_a_rank_that_is_killed_before_its_commit_ends_the_put_for_all(tmp_path: Path) -> None:
     with engine(tmp_path, TWO) as it:
         one, two = it.workers

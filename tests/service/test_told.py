@@ -19,7 +19,7 @@ from kvstore.config import Limits
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from kvstore.protocol.told import MAX_TOLD_REQUESTS, MAX_TOLD_WORDS, RequestTold, SavingsTold
-from kvstore.service.told import MOST_LEASES, MOST_REQUESTS
+from kvstore.service.accounting import MOST_LEASES, MOST_REQUESTS
 from service.sidecar import Sidecar, asked, number_of
 from service.test_operate import refused, run, told
 from tiering.nvme.lmdb_index import LmdbMaker
@@ -395,14 +395,3 @@ def test_a_tenants_socket_tells_nothing_of_requests_and_the_observers_does(
     (refused,), (reply,) = (asked(path, m.Why("mine")) for path in (sidecar.path, sidecar.observe_path))
     assert isinstance(refused, m.Failed)
     assert isinstance(reply, m.WhyReply) and reply.found[0].request == "mine"
-
-
-def test_a_models_name_is_asked_for_those_alone_that_are_shown(tmp_path: Path) -> None:
-    asked: list[int] = []
-    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
-        handle = opened(store)
-        handle.put(ids(64), random_pages(LAYOUT, 1))
-        for number in range(3 * m.MAX_RECORDS):
-            handle.lease(handle.match(ids(70)), deadline_ms=5000, request=f"r{number}").release()
-        reply = sidecar.told.why("r", sidecar.store.tenant_names(), lambda number: str(asked.append(number)))
-        assert reply.kept == 3 * m.MAX_RECORDS and len(asked) == len(reply.found) == m.MAX_RECORDS

@@ -23,6 +23,7 @@ from kvstore.service.accounting import Lines, ServiceShare, Turns
 from kvstore.service.connections import (
     LARGE_BURST_BYTES,
     LARGE_BYTES,
+    LARGE_LINE,
     Connection,
     DoorLimits,
     Listener,
@@ -89,12 +90,12 @@ def test_a_free_thread_is_for_the_tenant_with_fewest_at_work() -> None:
     assert [lines.begin() for _ in range(7)] == ["a0", "a1", "a2", "a3", "a4", "a5", None]  # two are left to others
     other.waiting.extend("bcd")
     assert [lines.begin() for _ in range(3)] == ["b", "c", None]
-    one.end()
+    one.end(1.0)
     assert lines.begin() == "d"
-    other.end()
-    other.end()
+    other.end(1.0)
+    other.end(1.0)
     assert [lines.begin() for _ in range(2)] == ["a6", None]  # six are at work for it again
-    one.end()
+    one.end(1.0)
     one.leave_out(lambda piece: piece < "a8")
     assert lines.begin() == "a8" and (one.running, other.running) == (6, 1)
 
@@ -256,12 +257,13 @@ def test_a_tenant_that_opens_namespaces_does_not_wait_for_fresh_connections_that
     large = "x" * LARGE_BYTES
     with crowded.sidecar.core.lock:  # which the first one waits for, and all behind it
         first.socket.sendall(m.pack(m.Request(2, space)))
-        wait_until(lambda: crowded.sidecar.door._threads._large_now is not None)
+        ours, theirs = (one.lines[LARGE_LINE] for one in crowded.sidecar.door._listeners if one.is_tenants)
+        wait_until(lambda: ours.running == 1)
         for peer in fresh:
             say(peer, "a" + large)
-        wait_until(lambda: len(crowded.sidecar.door._threads._large) == len(fresh))
+        wait_until(lambda: len(ours.waiting) == len(fresh))
         say(worker, "b" + large)
-        wait_until(lambda: len(crowded.sidecar.door._threads._large) == len(fresh) + 1)
+        wait_until(lambda: len(theirs.waiting) == 1)
     for peer in (first, worker, *fresh):
         hear(peer)
     assert crowded.order[0] == "b" and crowded.order.count("a") == len(fresh)
