@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from kv_bench import twins
 from kv_bench.llamas import ONE_B, TINY, TTFT_SHAPES, build
 from kv_bench.measure import Say, against, quantile, rate_row, timed
 from kv_bench.on_device import CountingDevice, DeviceTimer, describe, device_named, give_memory_back, transfer_device
 from kv_bench.rig import BlockShape
 from kv_bench.script import one_of
-from kv_kernels import plain, triton_digest, triton_pools
+from kv_kernels import triton_digest, triton_pools
 from kv_kernels.cuda import Direction, host_tensor
 from kv_kernels.device_copy import SEGMENT_BYTES, DeviceTransfers, Moving, layer_ranges
 from kv_kernels.host import Paged
@@ -149,7 +150,7 @@ def route_named(given: str | None, device: torch.device) -> Route:
     name = given or (TRITON if device.type == "cuda" else TWINS)
     one_of("route", name, ROUTES)
     if name == TWINS:
-        return Route(name, plain.save, plain.load, _digest)
+        return Route(name, twins.save, twins.load, _digest)
     return Route(name, triton_pools.save, triton_pools.load, triton_digest.digest_slices)
 
 
@@ -186,7 +187,7 @@ class PagedPool:
     def is_saved(self, form: SliceForm | None, row: torch.Tensor) -> bool:
         """Whether a payload, uint8 [1, bytes], equals the twin's of the first block."""
         before, status = row.clone(), torch.zeros(1, dtype=torch.int64, device=row.device)
-        plain.save(self.pools, form, self.table[:1], row, status)
+        twins.save(self.pools, form, self.table[:1], row, status)
         return torch.equal(before, row)
 
     def is_loaded(self, form: SliceForm | None, row: torch.Tensor) -> bool:
@@ -194,7 +195,7 @@ class PagedPool:
             return torch.cat([plane[self.table[0]].view(torch.int16) for layer in self.planes for plane in layer])
 
         before = first_block()
-        plain.load(self.pools, form, self.table[:1], row)
+        twins.load(self.pools, form, self.table[:1], row)
         return torch.equal(before, first_block())
 
 
