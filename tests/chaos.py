@@ -5,8 +5,7 @@ waits for them, in any order that streams and events allow. What each operation 
 clocks (`happens_before`), so that a missing wait is found in every order, also in those where the bytes come out right.
 
     in a kernel     what a transfer launches runs when its turn comes
-    in host code    `host_read`, `host_write`, `take` and `release` say what it does with which memory; `acting` says
-                    which thread it is
+    in host code    `host_read`, `host_write`, `take` and `release` say what it does with which memory
 
 Memory that nobody has written, or that was released, holds POISON. Copies from or to host memory must find it pinned.
 The first hazard is raised where it is found and again by every later call. Must never order what the contract does not.
@@ -28,7 +27,8 @@ from typing import Any
 import torch
 
 from happens_before import Clock, HazardError, Pageable, Region, Shadow, merge, region
-from kv_kernels.cuda import LANES, Direction, Rows, host_tensor
+from kv_bench.on_device import host_tensor
+from kv_kernels.cuda import LANES, Direction, Rows
 
 POISON = 0xA5
 ENGINE = "engine"
@@ -76,9 +76,6 @@ class ChaosEvent:
         device = self.stream.device
         if not device.no_wait(device.actor, self.stream.name):
             device.drive(self)
-
-    def query(self) -> bool:
-        return self.clock is not None
 
 
 class ChaosStream:
@@ -197,7 +194,6 @@ class ChaosDevice:
         self._streams = [self._compute, *[stream for lanes in self._lanes.values() for stream in lanes]]
         self._memory: list[torch.Tensor] = []
         self._threads: dict[str, Clock] = {}
-        self._acting = threading.local()
         self.launches = 0
         self.failures: dict[int, BaseException] = {}  # of launches, by their number from 1 on: they raise
         self._found: HazardError | None = None
@@ -274,32 +270,16 @@ class ChaosDevice:
     @property
     def actor(self) -> str:
         """Who the calling thread is."""
-        name: str = getattr(self._acting, "name", ENGINE)
-        return name
-
-    @contextmanager
-    def acting(self, name: str) -> Iterator[None]:
-        """The calling thread is this actor here."""
-        before = self.actor
-        self._acting.name = name
-        try:
-            yield
-        finally:
-            self._acting.name = before
+        return ENGINE
 
     def tick(self) -> Clock:
-        """The acting thread's clock now; what it does later is later. Handed to another thread: `join`."""
+        """The acting thread's clock now; what it does later is later."""
         with self.lock:
             self._raise()
             clock = self._clock()
             issued = dict(clock)
             clock[self.actor] += 1
             return issued
-
-    def join(self, clock: Clock) -> None:
-        """The acting thread comes after that clock."""
-        with self.lock:
-            merge(self._clock(), clock)
 
     def host_read(self, regions: Iterable[Region], label: str) -> None:
         with self.lock, self._noting():
