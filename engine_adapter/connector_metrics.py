@@ -1,6 +1,6 @@
 """What a connector counts, as metrics of its engine's own page: `kvstore_vllm_*`, in seconds and tokens.
 
-Maps the flat counts of `RequestCounts.to_dict` to series, as they are `declared`; knows neither vLLM nor the store, and
+Maps what `PagedScheduler.take_counts` counted to series, as they are `declared`; knows neither vLLM nor the store, and
 makes its metrics with the classes that the engine hands in. The names with a colon and in milliseconds are kept beside
 these until the next release, since people's dashboards name them. docs/reference.md has the table.
 """
@@ -26,7 +26,7 @@ Count = float | None
 
 
 class ConnectorNumbers(msgspec.Struct, frozen=True):
-    """Those of some steps, by the names that `RequestCounts.to_dict` has for them; what it has by tier, reason, verdict
+    """Those of some steps, by the names that `take_counts` has for them; what it has by tier, reason, verdict
     and statistic is a table here."""
 
     requests: Annotated[Count, counter("Requests that were accounted for.", "vllm_requests")] = None

@@ -20,11 +20,12 @@ what cannot be a duration or a count is left out. Must never import an engine. N
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import exp, inf, log
 from operator import itemgetter, mul
+from typing import Any
 
 from engine_adapter.audit.audits import Holdout, TtftSaving
 from kvstore.block.account import HitTier, MissReason
@@ -388,30 +389,6 @@ class Decision:
         return min(left, predicted - self.waiting_seconds) if left > 0.0 else min(-left, LONGEST_SECONDS)
 
 
-@dataclass
-class CostCounts:
-    """Outcomes of the decisions. Tokens of whole blocks: loaded + declined is what was found.
-
-    explored: decisions that loaded more than was believed right. unlearned: those that no learned speeds decided.
-    judged: finished loads that were compared with computing; regret_ms and saved_ms: by how much they, with the fetch
-    before them, took longer or less. locates: how often the store was asked what is elsewhere; fetches: that ended;
-    short_fetches: of these, those that did not bring all.
-    """
-
-    decisions: int = 0
-    loaded_tokens: int = 0
-    declined_tokens: int = 0
-    explored: int = 0
-    unlearned: int = 0
-    finished: int = 0
-    judged: int = 0
-    regret_ms: float = 0.0
-    saved_ms: float = 0.0
-    locates: int = 0
-    fetches: int = 0
-    short_fetches: int = 0
-
-
 class CostModel:
     """Decides for one engine and one namespace. The speeds may be shared with others."""
 
@@ -429,7 +406,12 @@ class CostModel:
         assert bytes_per_token > 0 and explore_every > 0
         self.prefill = prefill
         self.loads = loads
-        self.counts = CostCounts()
+        self.counts = defaultdict[str, float](float)
+        """decisions: how far to load; explored: those that loaded more than was believed right; unlearned: those that
+        no learned speeds decided. loaded_tokens, declined_tokens: of whole blocks, all that was found. finished: loads;
+        judged: those that were compared with computing; regret_ms, saved_ms: by how much these, with the fetch before
+        them, took longer or less. locates: how often the store was asked what is elsewhere; fetches: that ended;
+        short_fetches: of these, those that did not bring all."""
         self.bytes_per_token = bytes_per_token
         self._is_on, self._explore_every = is_on, explore_every
         self._declining: Counter[HitTier] = Counter()
@@ -509,11 +491,11 @@ class CostModel:
         load_tokens, loaded = chosen - local, parts(chosen) if chosen > local else ()
         predicted_ms = 1e3 * (waiting + load_seconds(loaded, believed)) if load_tokens else 0.0
         if not is_fetch:
-            self.counts.decisions += 1
-            self.counts.loaded_tokens += load_tokens
-            self.counts.declined_tokens += last - chosen
-            self.counts.explored += is_explored
-            self.counts.unlearned += not is_learned
+            self.counts["decisions"] += 1
+            self.counts["loaded_tokens"] += load_tokens
+            self.counts["declined_tokens"] += last - chosen
+            self.counts["explored"] += is_explored
+            self.counts["unlearned"] += not is_learned
         return Decision(local, load_tokens, last - chosen, predicted_ms, is_learned, is_explored, loaded, waiting)
 
     def choose_fetch(
@@ -576,29 +558,29 @@ class CostModel:
         if not decision.load_tokens:
             return
         loaded = decision.load_tokens if loaded_tokens is None else min(as_tokens(loaded_tokens), decision.load_tokens)
-        self.counts.finished += 1
+        self.counts["finished"] += 1
         self._learn(decision, actual_seconds, now_seconds, is_whole=loaded == decision.load_tokens)
         start = decision.local_tokens
         compute_seconds = self.prefill.more_seconds(start, start + loaded)
         if compute_seconds is None or not 0.0 <= actual_seconds <= LONGEST_SECONDS:
             return
         gained = compute_seconds - actual_seconds - fetch_seconds
-        self.counts.judged += 1
-        self.counts.regret_ms += 1e3 * max(0.0, -gained)
-        self.counts.saved_ms += 1e3 * max(0.0, gained)
+        self.counts["judged"] += 1
+        self.counts["regret_ms"] += 1e3 * max(0.0, -gained)
+        self.counts["saved_ms"] += 1e3 * max(0.0, gained)
 
     def fetch_ended(
         self, decision: Decision, seconds: float, now_seconds: float, *, came: bool, of_ticket: bool = False
     ) -> None:
         """A fetch ended after that time. came: all of it; else its time is regretted. of_ticket: it may have waited for
         another engine to compute, which teaches nothing."""
-        self.counts.fetches += 1
-        self.counts.short_fetches += not came
+        self.counts["fetches"] += 1
+        self.counts["short_fetches"] += not came
         if of_ticket:
             return
         self._learn(decision, seconds, now_seconds, is_whole=came)
         if not came and 0.0 <= seconds <= LONGEST_SECONDS:
-            self.counts.regret_ms += 1e3 * seconds
+            self.counts["regret_ms"] += 1e3 * seconds
 
     # Inside --------------------------------------------------------------------------------------------------------
 
@@ -641,7 +623,7 @@ class LoadChoice:
         """Each with when it began, and for how long a fetch before it was waited for."""
         self._steps: deque[tuple[int, float, StepWork, bool]] = deque(maxlen=STEPS_AHEAD)
         self._last_report_at = 0.0
-        self._told: dict[str, int | float] = {}
+        self._told: dict[str, float] = {}
 
     def stop_token(
         self, request: str, match: Match, local_tokens: int, cap: int, block_tokens: int, busy: bool, now: float
@@ -699,8 +681,7 @@ class LoadChoice:
             if scheduled == number and not waited:
                 self.costs.prefill.observe(work.prefills, work.decodes, now - max(began, last))
 
-    def take_costs(self) -> dict[str, float]:
-        """`CostCounts` since the last call."""
-        now, before = asdict(self.costs.counts), self._told
-        self._told = now
-        return {name: count - before.get(name, 0) for name, count in now.items()} if now != before else {}
+    def take_costs(self) -> dict[str, Any]:
+        """`CostModel.counts` since the last call."""
+        before, self._told = self._told, dict(self.costs.counts)
+        return {name: count - before.get(name, 0.0) for name, count in self._told.items()}

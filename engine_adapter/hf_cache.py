@@ -27,11 +27,10 @@ from typing import Any, NoReturn, SupportsIndex
 import numpy as np
 import torch
 
-from engine_adapter.adapter import Report, StoreRequest, chosen_codec
+from engine_adapter.adapter import HbmBlocks, Report, StoreRequest, chosen_codec
 from engine_adapter.audit.audits import FRACTION, AuditVerdict, judged
 from engine_adapter.audit.blocks import experts_of
 from engine_adapter.cost import PrefillSpeed
-from engine_adapter.hf.hbm_blocks import HbmBlocks
 from engine_adapter.hf.identity import LONGROPE, ModelIdentity, ModelWatch
 from engine_adapter.hf.inputs import Prompts, checked_words, digests_of, prompts_of, token_set
 from engine_adapter.hf.kinds import RestoredKv

@@ -592,7 +592,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         counts among vLLM's own, and ends the engine if it is not one of them."""
         if self.role is not KVConnectorRole.SCHEDULER or not self._is_alone:
             return None
-        counted = self.half.take_counts().to_dict()
+        counted = self.half.take_counts()
         return ConnectorCounts(data=counted) if counted else None
 
     @classmethod

@@ -5,8 +5,7 @@ waits for them, in any order that streams and events allow. What each operation 
 clocks (`happens_before`), so that a missing wait is found in every order, also in those where the bytes come out right.
 
     in a kernel     what a transfer launches runs when its turn comes
-    in host code    `host_read`, `host_write`, `take` and `release` say what it does with which memory; `acting` says
-                    which thread it is
+    in host code    `host_read`, `host_write`, `take` and `release` say what it does with which memory
 
 Memory that nobody has written, or that was released, holds POISON. Copies from or to host memory must find it pinned.
 The first hazard is raised where it is found and again by every later call. Must never order what the contract does not.
@@ -28,12 +27,12 @@ from typing import Any
 import torch
 
 from happens_before import Clock, HazardError, Pageable, Region, Shadow, merge, region
-from kv_kernels.cuda import LANES, Direction, Rows, host_tensor
-from kv_kernels.transfer import LayerSlice
+from kv_bench.on_device import host_tensor
+from kv_kernels.cuda import LANES, Direction, Rows
 
 POISON = 0xA5
 ENGINE = "engine"
-Touched = Callable[[Any, range, LayerSlice], tuple[Sequence[Region], ...]]
+Touched = Callable[[Any, range, range], tuple[Sequence[Region], ...]]
 
 
 @dataclass(slots=True)
@@ -78,9 +77,6 @@ class ChaosEvent:
         if not device.no_wait(device.actor, self.stream.name):
             device.drive(self)
 
-    def query(self) -> bool:
-        return self.clock is not None
-
 
 class ChaosStream:
     """A queue of operations. name: an actor."""
@@ -121,12 +117,8 @@ class ChaosStream:
     def launch(self, work: Any) -> None:
         """A transfer's launch, bound to its arguments. Where it is to fail, it runs all the same."""
         staged, frames, layers = work.args
-        pages, tables, findings, slots = self.device.touched(work.func.__self__, frames, layers)
+        pages, tables, findings = self.device.touched(work.func.__self__, frames, layers)
         sources, targets = [region(staged)], pages
-        if staged.dim() == 1:  # a kernel that reaches the slots itself, through a scratch
-            sources, findings = slots, [*findings, region(staged)]
-            if not all(map(self.device.reaches, slots)):
-                raise Pageable(f"a kernel in {self.name} reaches slots that are not pinned")
         if self.name.startswith(Direction.SAVE.value):
             sources, targets = targets, sources
         self._put("runs a kernel", reads=[*sources, *tables], writes=[*targets, *findings], bodies=[work])
@@ -179,12 +171,12 @@ class ChaosDevice:
         eagerness: float | None = None,
         knows_host: bool = True,
         no_wait: NoWait | None = None,
-        touched: Touched = lambda transfer, frames, layers: transfer.touched(frames, layers),
+        touched: Touched = lambda *_: (),
     ) -> None:
         """eagerness: how likely it is, after each call, that something runs; 0 runs what is waited for only.
         knows_host: whether all that host code writes is said; if not, memory that is not the device's counts as
         written. no_wait: a wait that is left out. touched: of a transfer's launch its pages, what else it
-        reads, what else it writes, and its slots; refuse: why not, if memory is not to be page-locked."""
+        reads, and what else it writes; refuse: why not, if memory is not to be page-locked."""
         self.lock = threading.RLock()
         self.no_wait = no_wait or NoWait()
         self._random = random
@@ -202,7 +194,6 @@ class ChaosDevice:
         self._streams = [self._compute, *[stream for lanes in self._lanes.values() for stream in lanes]]
         self._memory: list[torch.Tensor] = []
         self._threads: dict[str, Clock] = {}
-        self._acting = threading.local()
         self.launches = 0
         self.failures: dict[int, BaseException] = {}  # of launches, by their number from 1 on: they raise
         self._found: HazardError | None = None
@@ -279,32 +270,16 @@ class ChaosDevice:
     @property
     def actor(self) -> str:
         """Who the calling thread is."""
-        name: str = getattr(self._acting, "name", ENGINE)
-        return name
-
-    @contextmanager
-    def acting(self, name: str) -> Iterator[None]:
-        """The calling thread is this actor here."""
-        before = self.actor
-        self._acting.name = name
-        try:
-            yield
-        finally:
-            self._acting.name = before
+        return ENGINE
 
     def tick(self) -> Clock:
-        """The acting thread's clock now; what it does later is later. Handed to another thread: `join`."""
+        """The acting thread's clock now; what it does later is later."""
         with self.lock:
             self._raise()
             clock = self._clock()
             issued = dict(clock)
             clock[self.actor] += 1
             return issued
-
-    def join(self, clock: Clock) -> None:
-        """The acting thread comes after that clock."""
-        with self.lock:
-            merge(self._clock(), clock)
 
     def host_read(self, regions: Iterable[Region], label: str) -> None:
         with self.lock, self._noting():

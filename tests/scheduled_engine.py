@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,7 +38,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from engine_adapter.paged.requests import RequestCounts
 from engine_adapter.vllm_config import kind_of, layer_specs
 from engines import models
 from kvstore.block.layout import Attention
@@ -437,7 +437,7 @@ class ScheduledEngine(FormulaEngine):
         assert self.half._refused is None, self.half._refused
         self.offered: list[tuple[str, int, int]] = []
         """By request: the engine's own tokens, and those that were promised behind them."""
-        self.counts: list[RequestCounts] = []
+        self.counts: list[Counter[str]] = []
         self._watch()
         self.evict: Callable[[int], object] = lambda blocks: None
         self.step()
@@ -459,24 +459,17 @@ class ScheduledEngine(FormulaEngine):
         self.connector.get_num_new_matched_tokens = watched
         take = self.half.take_counts
 
-        def taken() -> RequestCounts:
+        def taken() -> dict[str, Any]:
             counts = take()
-            self.counts.append(counts)
+            self.counts.append(Counter({name: count for name, count in counts.items() if isinstance(count, int)}))
             return counts
 
         self.half.take_counts = taken
 
-    def total(self) -> RequestCounts:
+    def total(self) -> Counter[str]:
         self.half.take_counts()
-        total = RequestCounts()
-        for one in self.counts:
-            for name in ("requests", "asked", "saved_blocks", "failed_loads", "dropped_saves"):
-                setattr(total, name, getattr(total, name) + getattr(one, name))
-            for name in ("hits", "misses", "audited"):
-                for key, count in getattr(one, name).items():
-                    getattr(total, name)[key] = getattr(total, name).get(key, 0) + count
-        self.counts = [total]
-        return total
+        self.counts = [sum(self.counts, Counter())]
+        return self.counts[0]
 
     def settle(self) -> None:
         """Until nothing waits to be saved, and that is known."""

@@ -78,7 +78,7 @@ BROKEN: tuple[tuple[str, str, str], ...] = (
     ("room", "kvstore/block/layout.py", "from kvstore.protocol import door"),
     ("room", "tiering/remote/valkey.py", "from tiering.nvme.tier import NvmeTier"),
     # What a room must not know of.
-    ("closed-room", "tiering/dram/tier.py", "import kv_kernels.transfer"),
+    ("closed-room", "tiering/dram/tier.py", "import kv_kernels.device_copy"),
     ("closed-room", "tiering/nvme/tier.py", "import torch"),
     ("closed-room", "tiering/nvme/tier.py", "from torch.cuda import Stream"),
     ("closed-room", "tiering/nvme/tier.py", "def f():\n    import torch"),
@@ -98,7 +98,7 @@ BROKEN: tuple[tuple[str, str, str], ...] = (
     ("foreign-folder", "kvstore/core/store.py", "from kernels.kv_kernels import triton_pools"),
     ("foreign-folder", "tiering/dram/tier.py", "import tests.fakes"),
     ("foreign-folder", "kvstore/cli/bench.py", "def f():\n    from kv_bench import restart"),
-    ("foreign-folder", "kernels/kv_kernels/transfer.py", "from chaos import ChaosDevice"),
+    ("foreign-folder", "kernels/kv_kernels/device_copy.py", "from chaos import ChaosDevice"),
     ("engine", "kvstore/traffic/run.py", "import vllm"),
     ("engine", "kvstore/traffic/run.py", "import transformers"),
     # Where imports stand.

@@ -6,7 +6,6 @@ synchronous device: that shows that it runs, and its figures mean nothing.
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
@@ -20,19 +19,27 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from kv_bench import twins
 from kv_bench.llamas import ONE_B, TINY, TTFT_SHAPES, build
 from kv_bench.measure import Say, against, quantile, rate_row, timed
-from kv_bench.on_device import CountingDevice, DeviceTimer, describe, device_named, give_memory_back, transfer_device
+from kv_bench.on_device import (
+    CountingDevice,
+    DeviceTimer,
+    are_pinned,
+    describe,
+    device_named,
+    give_memory_back,
+    host_tensor,
+    transfer_device,
+)
 from kv_bench.rig import BlockShape
 from kv_bench.script import one_of
-from kv_kernels import gpu, plain, triton_digest, triton_pools
-from kv_kernels.cuda import Direction, host_tensor
-from kv_kernels.device_copy import SEGMENT_BYTES, DeviceTransfers, Moving
+from kv_kernels import triton_digest, triton_pools
+from kv_kernels.cuda import Direction
+from kv_kernels.device_copy import SEGMENT_BYTES, DeviceTransfers, Moving, layer_ranges
 from kv_kernels.host import Paged
 from kv_kernels.int8_form import KC64, SliceForm
-from kv_kernels.pinned import PinnedExtents
 from kv_kernels.plain import PoolTable
-from kv_kernels.transfer import LayerSlice, PageMover, Transfer, layer_slices
 from kvstore.block.codec import codec_named
 from kvstore.block.payload import RAW, int8_form
 from kvstore.config import format_size
@@ -45,7 +52,7 @@ CODECS = (RAW, KC64)
 TRITON, TWINS = ROUTES = ("triton", "twins")
 FAILURES: tuple[type[Exception], ...] = (RuntimeError, OSError, ValueError, triton_pools.triton.TritonError)
 """What work on a device can raise: by torch and CUDA (out of memory included), the system, triton."""
-PLAN, KERNELS, WAYS, TRANSFERS, DECODE = STAGES = ("plan", "kernels", "ways", "transfers", "decode")
+PLAN, KERNELS, TRANSFERS, DECODE = STAGES = ("plan", "kernels", "transfers", "decode")
 KERNEL_TARGETS = {"gather_quantize": 0.70, "dequantize_scatter": 0.70}
 """Share of the copy's byte rate, on a GPU, from `TARGETED_BYTES` of KV on."""
 TRANSFER_TARGET = 0.90
@@ -119,7 +126,7 @@ def run(options: KernelsOptions, say: Say, device: str | None = None, stages: Se
     for stage in stages:
         one_of("stage", stage, STAGES)
     bench, rows = DeviceBench(options, chosen), {stage: list[Row]() for stage in STAGES}
-    measured = {PLAN: plan_rows, KERNELS: kernel_rows, WAYS: way_rows, TRANSFERS: transfer_rows, DECODE: decode_rows}
+    measured = {PLAN: plan_rows, KERNELS: kernel_rows, TRANSFERS: transfer_rows, DECODE: decode_rows}
     for stage in STAGES:
         if stages and stage not in stages:
             continue
@@ -130,7 +137,6 @@ def run(options: KernelsOptions, say: Say, device: str | None = None, stages: Se
             bench.faults.append(f"the stage {stage} ended early: {told(error)}")
     facts = describe(chosen)
     titles = {KERNELS: f"on {facts['name']}, kernels: {bench.route.name}", TRANSFERS: "loads and saves, over the wire"}
-    titles[WAYS] = "blocks by a kernel that reaches into host memory, beside copies"
     titles |= {PLAN: "a load, without triton's launches", DECODE: f"steps of a random {options.model} Llama"}
     sections = [Section(rows[stage], titles[stage], name=stage, left_out=LEFT_OUT) for stage in STAGES]
     return BenchResult("kernels", options, sections, {"device": facts, "route": bench.route.name}, bench.faults)
@@ -153,7 +159,7 @@ def route_named(given: str | None, device: torch.device) -> Route:
     name = given or (TRITON if device.type == "cuda" else TWINS)
     one_of("route", name, ROUTES)
     if name == TWINS:
-        return Route(name, plain.save, plain.load, _digest)
+        return Route(name, twins.save, twins.load, _digest)
     return Route(name, triton_pools.save, triton_pools.load, triton_digest.digest_slices)
 
 
@@ -190,7 +196,7 @@ class PagedPool:
     def is_saved(self, form: SliceForm | None, row: torch.Tensor) -> bool:
         """Whether a payload, uint8 [1, bytes], equals the twin's of the first block."""
         before, status = row.clone(), torch.zeros(1, dtype=torch.int64, device=row.device)
-        plain.save(self.pools, form, self.table[:1], row, status)
+        twins.save(self.pools, form, self.table[:1], row, status)
         return torch.equal(before, row)
 
     def is_loaded(self, form: SliceForm | None, row: torch.Tensor) -> bool:
@@ -198,7 +204,7 @@ class PagedPool:
             return torch.cat([plane[self.table[0]].view(torch.int16) for layer in self.planes for plane in layer])
 
         before = first_block()
-        plain.load(self.pools, form, self.table[:1], row)
+        twins.load(self.pools, form, self.table[:1], row)
         return torch.equal(before, first_block())
 
 
@@ -305,14 +311,14 @@ def _planned(codec: str, blocks: int, options: KernelsOptions, layers_at_once: i
     paged = Paged([[plane, plane]] * shape.layers, range(pages), page_tokens, shape.block_tokens)
     copy: Any = ways.bind(form_of(shape, codec), paged)
     if layers_at_once:
-        copy.layers = layer_slices(shape.layers, copy.slice_bytes, layers_at_once)
+        copy.layers = layer_ranges(shape.layers, layers_at_once)
     order = np.random.default_rng(1).permutation(blocks)
     extent = torch.empty(blocks * size, dtype=torch.uint8)  # never touched
     ways.extents.adopt(extent.data_ptr(), len(extent), lambda leave: None, writable=True)
     spans = [FrameSpan(at, memoryview(b"")) for at in (extent.data_ptr() + size * order + HEADER_BYTES).tolist()]
     tokens, seconds, calls = (shape.block_tokens * order).tolist(), list[float](), 0
     ways.extents.run()
-    ways.extents.wait(copy.addresses_of(spans), 1)
+    are_pinned(ways.extents, copy.addresses_of(spans), 1)
     for _ in range(25 * options.laps):
         start, calls = perf_counter(), device.calls
         with Moving(copy, copy.page_table(tokens, 0), copy.addresses_of(spans), Direction.LOAD) as moving:
@@ -324,47 +330,23 @@ def _planned(codec: str, blocks: int, options: KernelsOptions, layers_at_once: i
     return seconds, calls
 
 
-# --- both ways -------------------------------------------------------------------------------------------------------
-
-
-def way_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
-    """Of each direction, codec and size what an engine decides by; on a CPU where triton's interpreter is on."""
-    if not (bench.is_gpu or os.environ.get("TRITON_INTERPRET") == "1"):
-        return
-    say("both ways")
-    ways = DeviceTransfers(transfer_device(bench.device), bench.options.segment_bytes)
-    ways.extents.run()
-    ways.programs = ways.programs if bench.is_gpu else 2
-    sizes: Any = {} if bench.is_gpu else {"kv_bytes": 1 << 13, "heads": 1, "width": 8, "layers": (1,)}
-    found = list(gpu.measured(ways, **sizes))
-    ways.close(CLOSE_SECONDS)
-    for one in found:
-        reached, copied = one.reached_gb_per_second, one.copied_gb_per_second
-        what = {"direction": one.direction, "codec": one.codec, "payload_bytes": one.payload_bytes}
-        if not reached:
-            bench.faults.append(f"{one.direction} of {one.codec}: a kernel moved other bytes, or could not be tried")
-        yield Row(what, reached, "GB/s", gpu.LAPS, None, None, "copies", copied, reached / copied)
-
-
 # --- transfers -------------------------------------------------------------------------------------------------------
 
 
-class PagedTransfer(Transfer):
-    """All blocks of a pool, in one direction, by a route's kernels. Statuses stay on the device."""
+class PagedTransfer(Moving):
+    """All blocks of a pool, in one direction, by a route's kernels. Digests are not taken."""
 
-    def __init__(self, transfers: Transfers, mover: PageMover, pools: dict[int, PoolTable], *tables: Any) -> None:
-        """pools: of each slice, by its first layer. tables: page table and statuses."""
-        super().__init__(mover, transfers.slots, transfers.slices)
-        self._pools, (self._table, self._status) = pools, tables
-        self._route, self._form = transfers.route, transfers.form
+    def __init__(self, route: Route, *how: Any) -> None:
+        super().__init__(*how)
+        self._route = route
 
-    def launch(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
-        rows = slice(frames.start, frames.stop)
-        moved = self._pools[layers.first], self._form, self._table[rows], staged
+    def launch(self, staged: torch.Tensor, frames: range, layers: range) -> None:
+        at, rows = self.copy.layers.index(layers), slice(frames.start, frames.stop)
+        moved = self.pools[at], self.copy.form, self.table[rows], staged
         if self.mover.loads:
             self._route.load(*moved)
         else:
-            self._route.save(*moved, self._status[rows])
+            self._route.save(*moved, self.status[rows, at])
 
 
 class Transfers:
@@ -375,30 +357,35 @@ class Transfers:
         blocks, size = options.transfer_bytes // shape.payload_bytes, payload_bytes(shape, codec)
         self.form, self.kv_bytes, self.wire_bytes = form_of(shape, codec), blocks * shape.payload_bytes, blocks * size
         self.pool, self.target = (PagedPool(shape, blocks, options.page_tokens, device, seed) for seed in (1, 2))
-        self.route, self._frame_bytes = bench.route, frame_bytes(size)
-        there = transfer_device(device)
+        self._route, self._size, self._frame_bytes = bench.route, size, frame_bytes(size)
+        room = max(options.segment_bytes, layers_at_once * size // shape.layers)
+        self._ways = DeviceTransfers(transfer_device(device), -(-room // 256) * 256)
         self._extent = Extent(blocks * self._frame_bytes)
-        memory, self.slots = self._extent.memory, self._extent.address + self._frame_bytes * np.arange(blocks)
-        self._extents = PinnedExtents(there)
-        self._extents.adopt(memory.address, memory.size_bytes, memory.before_unmap, writable=True)
-        self._extents.run()
-        self.are_pinned = self._extents.wait(self.slots, self._frame_bytes, WAIT_SECONDS)
-        self.slices = layer_slices(shape.layers, size // shape.layers, layers_at_once, HEADER_BYTES)
-        room = max(options.segment_bytes, *(part.size_bytes for part in self.slices))
-        self._ways = {}
+        memory = self._extent.memory
+        self._payloads = memory.address + HEADER_BYTES + self._frame_bytes * np.arange(blocks)
+        self._ways.extents.adopt(memory.address, memory.size_bytes, memory.before_unmap, writable=True)
+        self._ways.extents.run()
+        self.are_pinned = are_pinned(self._ways.extents, self._payloads, size, WAIT_SECONDS)
+        self._copies = {}
         for direction, pool in ((Direction.LOAD, self.target), (Direction.SAVE, self.pool)):
-            pools = {part.first: PoolTable.of(pool.planes[part.first : part.stop]) for part in self.slices}
-            mover = PageMover(there, direction, self._extents, -(-room // 256) * 256)
-            status = torch.zeros(blocks, dtype=torch.int64, device=device)
-            self._ways[direction.value] = mover, pools, pool.table, status
+            table = pool.table.flatten().tolist()
+            paged = Paged(pool.planes, table, options.page_tokens, shape.block_tokens)
+            copy: Any = self._ways.bind(self.form, paged)
+            copy.layers = layer_ranges(shape.layers, layers_at_once)
+            rows = copy.page_table(range(0, blocks * shape.block_tokens, shape.block_tokens), 0)
+            self._copies[direction] = copy, rows
 
     def close(self) -> None:
-        self._extents.close(CLOSE_SECONDS)
+        self._ways.close(CLOSE_SECONDS)
         self._extent.close()  # of its descriptor; the memory goes with its last view
 
     def start(self, direction: str) -> list[PagedTransfer]:
         """Start a load, a save, or one of each. Raises RuntimeError if the device has failed."""
-        started = [PagedTransfer(self, *way) for one, way in self._ways.items() if direction in (one, BOTH)]
+        started = [
+            PagedTransfer(self._route, *copy, self._payloads, one)
+            for one, copy in self._copies.items()
+            if direction in (one.value, BOTH)
+        ]
         if not all([transfer.start() for transfer in started]):
             raise RuntimeError(f"a {direction} was refused: the device has failed")
         return started
@@ -408,7 +395,7 @@ class Transfers:
         return [finished(transfer) for transfer in self.start(direction)]
 
     def check(self) -> bool:
-        payload = host_tensor(int(self.slots[0]) + HEADER_BYTES, self._frame_bytes - HEADER_BYTES).clone()
+        payload = host_tensor(int(self._payloads[0]), self._size).clone()
         row = payload.to(self.pool.table.device)[None]
         return self.target.is_loaded(self.form, row.clone()) and self.pool.is_saved(self.form, row)
 

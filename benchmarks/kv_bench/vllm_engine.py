@@ -201,7 +201,7 @@ class Driver:
     def _saved_ms(self) -> float:
         for half in self._halves[:1]:
             counts = half.half.choice.costs.counts
-            return float(counts.saved_ms - counts.regret_ms)
+            return float(counts["saved_ms"] - counts["regret_ms"])
         return 0.0
 
 

@@ -21,8 +21,6 @@ from enum import StrEnum
 from logging import getLogger
 from math import isfinite, sqrt
 
-from kvstore.block.errors import BadInput
-
 _log = getLogger(__name__)
 
 FRACTION = 1 / 1000
@@ -44,9 +42,7 @@ class Holdout:
 
     def __init__(self, choose: Callable[[], float], fraction: float = FRACTION, first: int = FIRST_HITS) -> None:
         """choose: uniform random numbers in [0, 1), as `random.Random.random`. fraction: 0 turns audits off, the first
-        ones too; with 1 no hit is ever loaded. Raises `BadInput`."""
-        if not 0.0 <= fraction <= 1.0:
-            raise BadInput(f"an audit of {fraction} of all hits; give a fraction from 0 (off) to 1")
+        ones too; with 1 no hit is ever loaded."""
         self._choose = choose
         self._fraction = fraction
         self._under_way: tuple[str, float] | None = None

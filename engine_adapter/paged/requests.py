@@ -11,7 +11,7 @@ from functools import wraps
 from math import inf
 from typing import Any, Protocol, TypeVar, cast
 
-from engine_adapter.audit.audits import AuditVerdict, HitSaving
+from engine_adapter.audit.audits import AuditVerdict
 from engine_adapter.cost import Decision, LoadChoice
 from engine_adapter.handoff import FetchPolicy
 from engine_adapter.paged.announcements import Announcements
@@ -283,7 +283,7 @@ class RequestFetch(FetchPolicy):
         """Not for an admitted request, and never for the last token, which is computed."""
         local = self._state.local_tokens // self._block_tokens
         asks = not self._state.is_admitted and self._most > max(blocks, local)
-        self._choice.costs.counts.locates += asks
+        self._choice.costs.counts["locates"] += asks
         return asks
 
     def choose(self, located: Located, blocks: int) -> tuple[int, float]:
@@ -336,13 +336,6 @@ class RequestNews:
         """From when on `tell` has something to send; inf if nothing waits."""
         self._judged: tuple[object, float, float] = (None, 0.0, 0.0)  # of the last report, in ms
 
-    def over(self, state: RequestState) -> dict[str, Any]:
-        """A request is over. Returns the report for its user; the store's waits for the end of its load."""
-        told = state.told()
-        if state.load is None:
-            self.add(state)
-        return told
-
     def add(self, state: RequestState) -> None:
         """Report a request whose hits and misses are known; they count with its first report."""
         counts, state.is_counted = not state.is_counted, True
@@ -382,10 +375,10 @@ class RequestNews:
             of, saved, regretted = self._judged
             if of is not choice:
                 saved = regretted = 0.0
-            self._judged = choice, counts.saved_ms, counts.regret_ms
+            self._judged = choice, counts["saved_ms"], counts["regret_ms"]
             savings: SavingsTold | None = SavingsTold(
-                gpus * (counts.saved_ms - saved) / 1000,
-                gpus * (counts.regret_ms - regretted) / 1000,
+                gpus * (counts["saved_ms"] - saved) / 1000,
+                gpus * (counts["regret_ms"] - regretted) / 1000,
                 measured.mean_ms if measured is not None else None,
                 measured.standard_error_ms if measured is not None else None,
             )
@@ -406,61 +399,13 @@ class RequestNews:
 
 
 SAVING = "ttft_saved_ms_"
-"""Keys of `RequestCounts.to_dict` with this prefix are present values; all others are increments."""
+"""Keys of an engine's counts with this prefix are present values; all others are increments."""
 LOAD_SECONDS = "load_seconds"
-"""In `RequestCounts.to_dict`: a list."""
+"""There, a list: of each load that ended whole. All else are numbers."""
 
 
-@dataclass(slots=True)
-class RequestCounts:
-    """In tokens unless named otherwise. hits, misses: by tier and by reason; their sum is the tokens asked for. A
-    failed load is a miss. load_seconds: of each load that ended whole. audited: blocks, by outcome
-    (`AuditPlan.take_outcomes`). costs: of the decisions how far to load (`LoadChoice.take_costs`). saving: the present
-    estimate of what a hit saves, not a sum; None without news."""
-
-    requests: int = 0
-    asked: int = 0
-    hits: Counter[HitTier] = field(default_factory=Counter)
-    misses: Counter[MissReason] = field(default_factory=Counter)
-    loads: int = 0
-    failed_loads: int = 0
-    saved_blocks: int = 0
-    dropped_saves: int = 0
-    load_seconds: list[float] = field(default_factory=list)
-    audited: Counter[str] = field(default_factory=Counter)
-    costs: Counter[str] = field(default_factory=Counter)
-    saving: HitSaving | None = None
-
-    def add(self, account: Account) -> None:
-        self.requests += 1
-        self.asked += account.asked
-        self.hits.update(account.hits)
-        self.misses.update(account.misses)
-
-    def load_ended(self, seconds: float, *, is_whole: bool) -> None:
-        if is_whole:
-            self.load_seconds.append(seconds)
-        else:
-            self.failed_loads += 1
-
-    def to_dict(self) -> dict[str, Any]:
-        """Flat, without zeros. Numbers, except `LOAD_SECONDS`."""
-        flat: dict[str, Any] = {
-            "requests": self.requests,
-            "asked": self.asked,
-            **{f"hit_{tier}": tokens for tier, tokens in self.hits.items()},
-            **{f"miss_{reason}": tokens for reason, tokens in self.misses.items()},
-            "loads": self.loads,
-            "failed_loads": self.failed_loads,
-            "saved_blocks": self.saved_blocks,
-            "dropped_saves": self.dropped_saves,
-            LOAD_SECONDS: list(self.load_seconds),
-            **{f"audited_{outcome}": blocks for outcome, blocks in self.audited.items()},
-            **{f"cost_{name}": count for name, count in self.costs.items()},
-        }
-        if self.saving is not None:
-            flat |= {
-                f"{SAVING}mean": self.saving.mean_ms,
-                f"{SAVING}standard_error": self.saving.standard_error_ms,
-            }
-        return {name: count for name, count in flat.items() if count}
+def counted(account: Account) -> dict[str, int]:
+    """A request's counts: it, the tokens asked for, and those of each tier and reason, which add up to these."""
+    hits = {f"hit_{tier}": tokens for tier, tokens in account.hits.items()}
+    misses = {f"miss_{reason}": tokens for reason, tokens in account.misses.items()}
+    return {"requests": 1, "asked": account.asked, **hits, **misses}

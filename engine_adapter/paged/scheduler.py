@@ -15,6 +15,7 @@ import an engine, and must never offer a token's KV before the engine has accept
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -29,18 +30,20 @@ from engine_adapter.paged.lookup import PrefixLookup, account_unasked
 from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
 from engine_adapter.paged.plans import AuditPlan, LoadPlan, SavePlan, page_runs
 from engine_adapter.paged.requests import (
+    LOAD_SECONDS,
     NEVER,
+    SAVING,
     TELL_SECONDS,
     TICKET_SECONDS,
     Boundary,
     Computed,
     EngineRequest,
     LoadUnderWay,
-    RequestCounts,
     RequestFetch,
     RequestNews,
     RequestSpec,
     RequestState,
+    counted,
     edge,
 )
 from engine_adapter.paged.settings import ConnectorSettings, LoadMode, SavePolicy
@@ -107,7 +110,7 @@ class PagedScheduler:
         self._orders = StepPlan()
         self._running: set[str] = set()
         self._failures: dict[int, int] = {}
-        self._counts = RequestCounts()
+        self._counts, self._load_seconds = Counter[str](), list[float]()
         self.announced: Announcements[Any] = Announcements(clock, lambda *_: None, lambda: None)
         self._announces = False
         self._first_tokens: list[tuple[int, float, bool, int, int]] = []
@@ -274,11 +277,13 @@ class PagedScheduler:
         self._loads.ended(request_id)
         self._let_go(state)
         self._end_audit(state)
+        told = {**state.told(), "block_tokens": self.block_tokens}
         if state.load is not None:
-            state.load.account = state.account  # counted when it is known how the load ended
+            state.load.account = state.account  # counted and reported when it is known how the load ended
         else:
-            self._counts.add(state.account)
-        return {**self._news.over(state), "block_tokens": self.block_tokens}
+            self._counts.update(counted(state.account))
+            self._news.add(state)
+        return told
 
     def parted_at(self, request_id: str) -> int:
         """Where the engine should keep a request's states, besides where it does: KV was found up to there, and states
@@ -357,20 +362,22 @@ class PagedScheduler:
         them. The engine must not use them as cached for any request."""
         return self._loads.take_invalid_pages()
 
-    def take_counts(self) -> RequestCounts:
+    def take_counts(self) -> dict[str, Any]:
+        """Since the last call, by the names of `ConnectorNumbers`, those of a table with its prefix; without zeros."""
         self._collect()
-        counts, self._counts = self._counts, RequestCounts()
-        if counts.requests:
-            counts.saving = self.choice.saving.estimate()
-        return counts
+        counts: dict[str, Any] = {**self._counts, LOAD_SECONDS: self._load_seconds}
+        self._counts, self._load_seconds = Counter(), []
+        if "requests" in counts and (saving := self.choice.saving.estimate()) is not None:
+            counts |= {f"{SAVING}mean": saving.mean_ms, f"{SAVING}standard_error": saving.standard_error_ms}
+        return {name: count for name, count in counts.items() if count}
 
     def _tell_news(self, seconds: float) -> None:
         self._news.tell(self.opener.now(), self.choice, len(self._ranks), self._clock(), seconds)
 
     def _collect(self) -> None:
-        self._counts.costs.update(self.choice.take_costs())
+        self._counts.update({f"cost_{name}": count for name, count in self.choice.take_costs().items()})
         if self._audits is not None:
-            self._counts.audited.update(self._audits.take_outcomes())
+            self._counts.update({f"audited_{it}": blocks for it, blocks in self._audits.take_outcomes().items()})
 
     def announce(self, describe: Callable[[Any, int], Any]) -> None:
         """Announce blocks from now on. describe: as in `Announcements`."""
@@ -576,7 +583,7 @@ class PagedScheduler:
         self._loads.add(state.load)
         self._orders.loads.append(order)
         self._is_offered(state, max(state.offered, stop // block))
-        self._counts.loads += 1
+        self._counts["loads"] += 1
         self.choice.begins(name, self._clock())
 
     def _loaded(self, report: LoadReport) -> None:
@@ -586,7 +593,8 @@ class PagedScheduler:
         for lease in load.leases:
             lease.release()
         order, tokens, is_whole = load.order, load.end, load.is_whole
-        self._counts.load_ended(load.seconds, is_whole=is_whole)
+        self._load_seconds += [load.seconds] if is_whole else []
+        self._counts["failed_loads"] += not is_whole
         load.state.facts.trace.loaded(load.seconds, tokens - order.first_token)
         seconds = load.seconds if order.waits else None
         self.choice.ended(order.request, seconds, tokens - order.first_token, self._clock())
@@ -600,7 +608,7 @@ class PagedScheduler:
         state.load_ms += 1000 * load.seconds
         if load.account is not None:  # its request is over
             state.account = load.account.cut(tokens, load.why) if is_miss else load.account
-            self._counts.add(state.account)
+            self._counts.update(counted(state.account))
             self._news.add(state)
             return
         self._news.is_due()
@@ -738,8 +746,8 @@ class PagedScheduler:
             self._audited(report.number, offer.results or ())
             return
         request = self._saving.pop(report.number)
-        self._counts.saved_blocks += offer.stored
-        self._counts.dropped_saves += offer.dropped
+        self._counts["saved_blocks"] += offer.stored
+        self._counts["dropped_saves"] += offer.dropped
         if not offer.order.is_state:
             self.announced.saved(offer.order.keys, offer.first_block, offer.held)
         state = self._states.get(offer.order.request)

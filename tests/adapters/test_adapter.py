@@ -22,39 +22,13 @@ from kvstore.block.layout import Attention, KvGroup, Layout
 from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle, PutResult
 from kvstore.client.states import PrefixStates, config_of_states
-from workbench import bench, blank_pages, random_pages, same_tokens, small_layout
+from workbench import bench, blank_pages, random_pages, small_layout
 
 CHUNK = 128
 
 
 def request_on(namespace: object, tokens: int, **options: object) -> StoreRequest:
     return StoreRequest(namespace, Report(tokens, CHUNK), **options)  # type: ignore[arg-type]
-
-
-def test_a_request_saves_and_another_loads() -> None:
-    parts = bench()
-    namespace = parts.namespace()
-    tokens = list(range(450))
-    pages = random_pages(small_layout(), 7)
-    first = request_on(namespace, 450)
-    assert first.matched_tokens(tokens) == 0
-    assert first.report.account.misses == {MissReason.ABSENT: 448, MissReason.PARTIAL_BLOCK: 2}
-    assert first.load(pages) == 0
-    first.save(tokens[:128], Pages(pages.planes, pages.table[:2], 64))
-    first.save(tokens[:448], pages)
-    first.release()
-    assert first.report.saved_blocks == 7 and not first.report.put_reasons
-
-    second = request_on(namespace, 450)
-    into = blank_pages(small_layout(), 7)
-    assert second.matched_tokens(tokens) == 384
-    assert parts.store.usage().leases == 1, "what was promised is pinned"
-    assert second.load(into) == 384
-    assert same_tokens(pages, into, range(384))
-    assert parts.store.usage().leases == 0
-    assert second.report.account.misses == {MissReason.GRID: 64, MissReason.PARTIAL_BLOCK: 2}
-    assert second.load(into) == 384, "loading again changes nothing"
-    assert second.report.lookup_ms > 0 and second.report.restored_ms > 0 and first.report.save_ms > 0
 
 
 def test_a_save_has_time_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,17 +71,6 @@ def save(news: Announcements[bytes], keys: list[bytes], held: int, first: int = 
 # By itself ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_report_announces_what_is_held_and_expects_no_more() -> None:
-    keys = [key(number) for number in range(4)]
-    news = announced(None)
-    router = Router(news)
-    news.expect(keys, keys[1:], 1)
-    save(news, keys, 3, first=1)
-    assert router.listen() == 2 and router.places == {keys[1]: HitTier.DRAM, keys[2]: HitTier.DRAM}
-    save(news, keys, 4, first=1)
-    assert router.listen() == 0, "the last one is expected no more"
-
-
 def test_what_the_store_tells_counts_more_than_a_report() -> None:
     keys = [key(1), key(2)]
     told = Told(m.Changed(b"r", [], 5), m.Changed(b"r", [(keys[0], 1), (keys[0], 0), (keys[1], 1), (keys[1], 2)], 9))

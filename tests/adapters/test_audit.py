@@ -21,7 +21,6 @@ from engine_adapter.audit.audits import (
     TtftSaving,
     judged,
 )
-from kvstore.block.errors import BadInput
 
 # Which hits are held out ------------------------------------------------------------------------------------------
 
@@ -106,12 +105,6 @@ def test_first_hits_that_can_never_be_compared_do_not_keep_the_store_away_for_ev
         holdout.ended("a")
     assert not holdout.begins("a", 0.0)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-
-
-@pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan")])
-def test_what_is_no_fraction_is_refused(fraction: float) -> None:
-    with pytest.raises(BadInput, match=r"from 0 \(off\) to 1"):
-        Holdout(Random(3).random, fraction)
 
 
 # What is counted and logged ---------------------------------------------------------------------------------------

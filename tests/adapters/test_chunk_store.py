@@ -425,22 +425,6 @@ def test_while_a_store_is_being_opened_nothing_waits(sidecar: Sidecar) -> None:
         assert len(engine.store(NAMES, range(5)).good) == 5
 
 
-class Faulty:
-    def __init__(self, space: NamespaceHandle) -> None:
-        self.layout, self.block_tokens, self.shard = space.layout, space.block_tokens, None
-
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError("a fault")
-
-
-def test_a_fault_is_a_miss_and_is_counted(sidecar: Sidecar) -> None:
-    with sidecar.client() as store, Engine(Wrapped(store, Faulty)) as engine:
-        engine.opened()
-        assert engine.ask(NAMES) == [ChunkState.MISSING] * 5
-        assert len(engine.store(NAMES, range(5)).failed) == 5
-        assert engine.outcomes.take() == {"missing": 5, "failed_stores": 5, "faults": 10}
-
-
 def test_what_may_be_asked_at_a_time_is_bounded(sidecar: Sidecar) -> None:
     with sidecar.client() as store, Engine(store, replace(LIMITS, asked=3)) as engine:
         engine.opened().store(NAMES, range(5))

@@ -402,7 +402,7 @@ def test_no_block_boundary_would_be_better(case: Case, speeds: dict[HitTier, Tie
     assert sum(size for _, size in decision.parts) == decision.load_tokens * BYTES_PER_TOKEN
     model.finished(decision, 1.0, 0.0)
     counts = model.counts
-    assert (counts.decisions, counts.finished) == (len(boundaries) > 1, decision.load_tokens > 0)
+    assert (counts["decisions"], counts["finished"]) == (len(boundaries) > 1, decision.load_tokens > 0)
 
 
 @given(ANY_CASE, FINITE, FINITE, COUNTS)
@@ -424,8 +424,8 @@ def test_what_was_never_learned_is_loaded_and_counted() -> None:
     assert decision.load_tokens == 960 and not decision.is_learned
     model.finished(decision, 10.0, 1.0)
     counts = model.counts
-    assert (counts.decisions, counts.unlearned, counts.finished, counts.judged) == (1, 1, 1, 0)
-    assert counts.regret_ms == counts.saved_ms == 0.0
+    assert (counts["decisions"], counts["unlearned"], counts["finished"], counts["judged"]) == (1, 1, 1, 0)
+    assert counts["regret_ms"] == counts["saved_ms"] == 0.0
 
 
 def test_regret_and_savings_are_against_computing_the_same_tokens() -> None:
@@ -436,10 +436,10 @@ def test_regret_and_savings_are_against_computing_the_same_tokens() -> None:
     decision = case.choose(model)
     model.finished(decision, computing + 0.5, 1.0)
     model.finished(decision, computing - 0.1, 2.0)
-    assert model.counts.regret_ms == pytest.approx(500) and model.counts.saved_ms == pytest.approx(100)
+    assert model.counts["regret_ms"] == pytest.approx(500) and model.counts["saved_ms"] == pytest.approx(100)
     model.finished(decision, computing, 3.0, loaded_tokens=0)
-    assert model.counts.regret_ms == pytest.approx(500 + 1e3 * computing), "nothing came, all of the time was lost"
-    assert model.counts.judged == 3
+    assert model.counts["regret_ms"] == pytest.approx(500 + 1e3 * computing), "nothing came, all of the time was lost"
+    assert model.counts["judged"] == 3
 
 
 def test_a_load_that_was_cut_short_early_does_not_look_fast() -> None:
@@ -459,7 +459,7 @@ def test_one_decision_in_many_probes_what_it_would_decline() -> None:
     decisions = [case.choose(model) for _ in range(3 * EXPLORE_EVERY)]
     explored = [number for number, decision in enumerate(decisions, 1) if decision.is_explored]
     assert explored == [EXPLORE_EVERY, 2 * EXPLORE_EVERY, 3 * EXPLORE_EVERY]
-    assert model.counts.explored == 3
+    assert model.counts["explored"] == 3
     computing = model.prefill.more_seconds(0, case.prompt)
     assert computing is not None
     for number, decision in enumerate(decisions, 1):
@@ -577,7 +577,7 @@ def test_a_throttled_disk_never_makes_it_slower_than_computing(seed: int, second
     assert len(slow) // EXPLORE_EVERY - 1 <= len(explored) <= len(slow) // EXPLORE_EVERY + 1
     # The loads that told it, which nothing can spare.
     assert sum(request.seconds > 1.5 * request.if_computed for request in noticing) <= 4
-    assert simulation.model.counts.saved_ms > 0 and simulation.model.counts.regret_ms > 0
+    assert simulation.model.counts["saved_ms"] > 0 and simulation.model.counts["regret_ms"] > 0
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -634,7 +634,7 @@ def test_a_disk_that_hangs_is_noticed_before_its_first_load_has_ended(seed: int)
         if 10.0 <= now < 29.0:
             asked_while_it_hangs += 1
             begun_while_it_hangs += decision.load_tokens > 0
-    assert model.counts.loaded_tokens > 100 * 64, "it was used before"
+    assert model.counts["loaded_tokens"] > 100 * 64, "it was used before"
     assert asked_while_it_hangs > 800
     assert begun_while_it_hangs <= 15 + asked_while_it_hangs // EXPLORE_EVERY
 
@@ -705,15 +705,10 @@ def coefficients(choice: LoadChoice) -> list[float]:
     return choice.costs.prefill._coefficients()
 
 
-def test_before_anything_is_known_all_is_loaded() -> None:
-    stop, reason = choice().stop_token("a", match((HitTier.DRAM, 10)), 0, 999, BLOCK, False, 100.0)
-    assert (stop, reason) == (999, MissReason.GRID)
-
-
 def test_what_the_engine_has_is_not_asked_about() -> None:
     chosen = choice()
     assert chosen.stop_token("a", match((HitTier.DRAM, 3)), 192, 999, BLOCK, False, 1.0) == (999, MissReason.GRID)
-    assert chosen.costs.counts.decisions == 0
+    assert chosen.costs.counts["decisions"] == 0
 
 
 def test_a_slow_tier_is_declined_and_where_it_is_off_it_is_not() -> None:
@@ -798,5 +793,5 @@ def test_the_fetch_before_a_load_counts_in_what_it_cost() -> None:
         engine = Steps(choice()).learned()
         engine.choice.fetch_seconds["a"] = fetch_seconds
         engine.load("a", match((HitTier.DRAM, 10)), 0.1)
-        regrets.append(engine.choice.costs.counts.regret_ms)
+        regrets.append(engine.choice.costs.counts["regret_ms"])
     assert regrets[1] - regrets[0] == pytest.approx(500)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine_adapter.hf.hbm_blocks import HbmBlocks
+from engine_adapter.adapter import HbmBlocks
 from kvstore.block.pages import Pages
 from workbench import random_planes, small_layout
 

@@ -15,9 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed (extra
 from engine_adapter.hf.identity import fingerprint
 from hf_models import (
     PROMPT,
-    Each,
     answers,
-    ask,
     ask_all,
     cache_of,
     plain_answer,
@@ -44,19 +42,6 @@ def adapted(targets: list[str] | None = None, **options: Any) -> Any:
 
 def lora_parts(model: Any) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "merged_adapters")]
-
-
-def test_two_adapters_share_nothing(store: EmbeddedStore) -> None:
-    model = adapted()
-    model.set_adapter("a")
-    of_a, _ = answers(cache_of(model, store))
-    model.set_adapter("b")
-    cache = cache_of(model, store)
-    of_b, restored = answers(cache)
-    assert of_b != of_a and restored == 0
-    for name, expected in (("a", of_a), ("b", of_b), ("a", of_a)):
-        model.set_adapter(name)
-        assert answers(cache) == (expected, 256), "one cache follows, and each finds its own again"
 
 
 def test_an_adapter_is_its_bytes_and_not_its_name(store: EmbeddedStore) -> None:
@@ -94,16 +79,6 @@ def test_switched_scaled_merged_disabled_deleted(targets: list[str], store: Embe
         seen.append(tuple(answers(cache)[0]))
         assert tuple(answers(cache_of(model, store))[0]) == seen[-1]
     assert len(set(seen)) >= 4, "these adapters change nothing: nothing would be noticed"
-
-
-def test_an_adapter_that_changes_during_a_request_is_not_kept(store: EmbeddedStore) -> None:
-    model = adapted()
-    cache = cache_of(model, store)
-    step = Each(lambda count: model.set_adapter("a" if 10 < count < 50 else "b"))
-    tokens = ask(cache, PROMPT, 80, stopping_criteria=[step]).token_ids
-    turn = PROMPT + tokens
-    model.set_adapter("b")
-    assert ask(cache, turn, 6).token_ids == plain_answer(model, turn, 6)
 
 
 def test_dropout_in_an_adapter_that_trains_is_refused() -> None:

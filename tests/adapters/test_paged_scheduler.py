@@ -365,7 +365,7 @@ def test_what_is_compared_is_held_before_its_request_runs(store: EmbeddedStore) 
     result = AuditResult(AuditVerdict.EXACT, 0.0, 0.1, 0)
     half.told(request)
     half.half.reported(compared(order, result))
-    assert half.half.take_counts().audited == {AuditVerdict.EXACT: 1}
+    assert half.half.take_counts()["audited_exact"] == 1
     wait_until(lambda: not store.usage().leases)
 
 
@@ -380,12 +380,12 @@ def test_a_load_that_ends_after_its_request_is_over_is_counted(store: EmbeddedSt
     orders = half.step()
     told = half.told(request)
     assert told["load_ms"] is None and told["hits"] == {"dram": 320}, "nobody knows better yet"
-    assert half.half.take_counts().requests == 0
+    assert half.half.take_counts().get("requests") is None
     half.loaded(orders, tokens)
     counts = half.half.take_counts()
-    assert counts.requests == 1 and counts.asked == 330
-    assert counts.hits.get(HitTier.DRAM, 0) == tokens and counts.failed_loads == (tokens < 320)
-    assert counts.misses.get(MissReason.CORRUPT, 0) == 320 - tokens
+    assert counts["requests"] == 1 and counts["asked"] == 330
+    assert counts.get("hit_dram", 0) == tokens and counts.get("failed_loads", 0) == (tokens < 320)
+    assert counts.get("miss_corrupt", 0) == 320 - tokens
     wait_until(lambda: not store.usage().leases)
 
 
@@ -405,13 +405,13 @@ def test_what_decisions_cost_and_what_hits_save_is_counted(store: EmbeddedStore)
         loads = [LoadReport(load.number, load.request, 0, 320, 0.004, None) for load in orders.loads]
         half.half.reported(StepReports(loads=loads, saves=audits, step=orders.number))
         half.told(request)
-        counted.append(half.half.take_counts().to_dict())
+        counted.append(half.half.take_counts())
     assert [one["cost_decisions"] for one in counted] == [1] * 6
     assert sum(one.get("cost_loaded_tokens", 0) for one in counted) >= 3 * 320
     assert [one.get("ttft_saved_ms_mean") for one in counted[:3]] == [None] * 3, "two of each are needed"
     assert counted[-1]["ttft_saved_ms_mean"] == pytest.approx(400, abs=1)
     assert counted[-1].get("ttft_saved_ms_standard_error", 0) < 1
-    assert half.half.take_counts().to_dict() == {}
+    assert half.half.take_counts() == {}
 
 
 def test_who_was_turned_away_lets_those_pass_that_hold_pages(store: EmbeddedStore) -> None:
@@ -490,7 +490,7 @@ def test_a_comparison_under_way_when_weights_change_reads_pages_until_it_ends(st
         assert half.half._plan.taken({page}) == [audit.number]
         half.half.reported(StepReports(saves=[replace(audit, rank=rank, results=())]))
     assert half.half._plan.taken({page}) == []
-    assert half.half.take_counts().audited == {"given_up": 1}
+    assert half.half.take_counts()["audited_given_up"] == 1
 
 
 @pytest.mark.parametrize(("said", "ttl", "priority"), [({"priority": 0}, 5.0, 0), ({"ttl": 7.0}, 7.0, 3)])
@@ -687,7 +687,7 @@ def test_what_was_dropped_is_offered_again_and_what_is_held_is_not(store: Embedd
     told = half.told(request)
     assert told["put_reasons"] == {"quota": 1} and told["saved_blocks"] == 4
     counts = half.half.take_counts()
-    assert counts.saved_blocks == 4 and counts.dropped_saves == 1
+    assert counts["saved_blocks"] == 4 and counts["dropped_saves"] == 1
 
 
 def test_a_save_of_several_ranks_holds_what_all_of_them_hold(store: EmbeddedStore) -> None:
@@ -727,7 +727,7 @@ def test_after_drift_what_comes_is_a_miss_and_what_runs_goes_on(store: EmbeddedS
     held_out = half.add("a", ids(330))
     held_out.tables = [half.pages(11)]
     half.half.reported(drifted(half, held_out))
-    assert half.half.take_counts().audited == {AuditVerdict.DRIFTED: 1}
+    assert half.half.take_counts()["audited_drifted"] == 1
     late = half.add("b", ids(330))
     assert half.matched(late) == (0, False)
     half.half.allocated("b", [[1, 2, 3]], 0)
@@ -848,9 +848,9 @@ class Outcomes:
 def test_what_no_further_step_reports_a_timer_does_and_the_end() -> None:
     outcomes, burst = Outcomes(), [str(number) for number in range(100)]
     for name in burst:
-        outcomes.news.over(state_of(name))
+        outcomes.news.add(state_of(name))
     wait_until(lambda: len(outcomes.told) == 100)
-    outcomes.news.over(state_of("last"))
+    outcomes.news.add(state_of("last"))
     outcomes.news.close()
     assert [one.request for one in outcomes.told] == [*burst, "last"]
 
@@ -862,7 +862,7 @@ def test_the_tokens_of_a_request_that_runs_on_are_reported_once() -> None:
         outcomes.report()
     long.saved_blocks = 7
     for state in (long, waits):
-        outcomes.news.over(state)
+        outcomes.news.add(state)
     outcomes.report()
     told = [("long", 0, True), ("long", 7, False), ("waits", 0, True)]
     assert [(one.request, one.saved_blocks, one.counts) for one in outcomes.told] == told
@@ -871,7 +871,7 @@ def test_the_tokens_of_a_request_that_runs_on_are_reported_once() -> None:
 def test_a_request_whose_name_is_no_text_is_told_all_the_same() -> None:
     """A client may give one with half of a pair of surrogates, which no message can carry."""
     outcomes = Outcomes()
-    outcomes.news.over(state_of("\ud800" + "x" * 400))
+    outcomes.news.add(state_of("\ud800" + "x" * 400))
     outcomes.news.close()
     (one,) = outcomes.told
     assert one.request.startswith("?x") and m.pack(m.Request(1, m.Tell([one])))

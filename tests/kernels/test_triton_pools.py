@@ -1,5 +1,5 @@
-"""Blocks between paged pools and payloads: the kernel against its twin in plain torch, and that against `int8`, bit for
-bit. Codes, scales, zero points, padding and decoded numbers are all compared as bits.
+"""Blocks between paged pools and payloads: the kernel against its twin in plain torch, bit for bit.
+Codes, scales, zero points, padding and decoded numbers are all compared as bits.
 
 On a machine with a GPU the kernels run on it, elsewhere in triton's interpreter, which tests/conftest.py asks for. What
 is compared is all of memory, also what no launch should have reached.
@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kv_kernels import int8, plain, triton_pools
-from kv_kernels.int8 import dequantize, quantize
+from kv_bench import twins
+from kv_kernels import int8, triton_pools
 from kv_kernels.int8_form import SliceForm, slice_form
 from kv_kernels.plain import PoolTable
 from paged_memory import DEVICE, Case, Memory, kernels_can_run, ones, page_table, random_bits
@@ -59,7 +59,7 @@ def payloads_for(case: Case, bits: int | None = None) -> torch.Tensor:
 def test_gather_is_the_twin_bit_for_bit(case: Case) -> None:
     memory, table = Memory.of(case, random_bits(1)), page_table(case, 2)
     want, got = payloads_for(case), payloads_for(case).to(DEVICE)
-    plain.save(memory.pools, None, table, want[:, HEADER:], table)
+    twins.save(memory.pools, None, table, want[:, HEADER:], table)
     there = memory.copy(DEVICE)
     triton_pools.save(there.pools, None, _on_device(table), got[:, HEADER:], _on_device(table))
     assert torch.equal(got.cpu(), want)
@@ -73,7 +73,7 @@ def test_gather_is_the_twin_bit_for_bit(case: Case) -> None:
 def test_scatter_is_the_twin_and_touches_nothing_else(case: Case) -> None:
     table, payloads = page_table(case, 3, left_out=True), payloads_for(case, 4)
     want, got = Memory.of(case, ones), Memory.of(case, ones).copy(DEVICE)
-    plain.load(want.pools, None, table, payloads[:, HEADER:])
+    twins.load(want.pools, None, table, payloads[:, HEADER:])
     sent = payloads.to(DEVICE, copy=True)
     triton_pools.load(got.pools, None, _on_device(table), sent[:, HEADER:])
     assert torch.equal(got.bits(), want.bits())
@@ -94,7 +94,7 @@ def test_offsets_have_64_bits(strides: tuple[int, ...]) -> None:
     plane[4] = torch.randint(0, 256, (64, 1, 64), generator=torch.Generator().manual_seed(16)).to(DEVICE)
     pools, table = PoolTable.of([[plane]]), torch.tensor([[4]], device=DEVICE)
     want, got = (torch.zeros(1, 4096, dtype=torch.uint8, device=DEVICE) for _ in range(2))
-    plain.save(pools, None, table, want, table)
+    twins.save(pools, None, table, want, table)
     triton_pools.save(pools, None, table, got, table)
     assert torch.equal(got, want) and torch.equal(got.view(64, 64), plane[4, :, 0])
     plane[4] = 0
@@ -269,7 +269,7 @@ def status_for(case: Case) -> torch.Tensor:
 
 def twin_payloads(case: Case, memory: Memory, table: torch.Tensor) -> torch.Tensor:
     payloads, status = int8_payloads_for(case), status_for(case)
-    plain.save(memory.pools, form_of(case), table, payloads[:, HEADER:], status)
+    twins.save(memory.pools, form_of(case), table, payloads[:, HEADER:], status)
     assert status.tolist() == [0] * case.blocks
     return payloads
 
@@ -281,11 +281,6 @@ def kernel_payloads(case: Case, memory: Memory, table: torch.Tensor) -> torch.Te
     assert status.tolist() == [0] * case.blocks
     assert torch.equal(there.bits(), memory.bits()), "a gather writes no page"
     return payloads.cpu()
-
-
-def block_of(plane: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """[heads, tokens, width]"""
-    return plane[pages.long()].flatten(0, 1).transpose(0, 1)
 
 
 @pytest.mark.slow
@@ -305,7 +300,7 @@ def test_dequantizing_is_the_twin_bit_for_bit(case: Case) -> None:
     payloads = twin_payloads(case, troubled(case, 3), page_table(case, 4))
     table = page_table(case, 5, left_out=True)
     want, got = Memory.of(case, ones), Memory.of(case, ones).copy(DEVICE)
-    plain.load(want.pools, form_of(case), table, payloads[:, HEADER:])
+    twins.load(want.pools, form_of(case), table, payloads[:, HEADER:])
     sent = payloads.to(DEVICE, copy=True)
     triton_pools.load(got.pools, form_of(case), table.to(DEVICE), sent[:, HEADER:])
     assert torch.equal(got.bits(), want.bits())
@@ -316,27 +311,6 @@ def test_dequantizing_is_the_twin_bit_for_bit(case: Case) -> None:
             for page in range(case.pages):
                 is_written = page in named
                 assert bool(plane[page].isfinite().all() if is_written else plane[page].isnan().all())
-
-
-@int8_cases
-def test_the_twin_is_what_int8_says(case: Case) -> None:
-    """Each piece of each slice where `SliceForm` has it, and the decoded numbers in the pages."""
-    memory, table, form = troubled(case, 6), page_table(case, 7), form_of(case)
-    payloads = twin_payloads(case, memory, table)
-    back = Memory.of(case, ones)
-    plain.load(back.pools, form_of(case), table, payloads[:, HEADER:])
-    for index, pages in enumerate(table):
-        for layer in range(case.layers):
-            at = HEADER + layer * form.size_bytes
-            piece = payloads[index, at : at + form.size_bytes]
-            assert not piece[form.padding[0] :].any()
-            for plane, decoded, of in zip(memory.planes[layer], back.planes[layer], form.planes, strict=True):
-                made = quantize(block_of(plane, pages), of.axis)
-                assert _same(piece, of.codes_at, made.codes) and _same(piece, of.scales_at, made.scales)
-                if made.zeros is not None:
-                    assert _same(piece, of.zeros_at, made.zeros + 0.0)
-                want = dequantize(*made, case.torch_dtype)
-                assert torch.equal(block_of(decoded, pages), want) and bool((want == want).all())
 
 
 @pytest.mark.parametrize("mistake", ["truncated", "half to even", "not inverted"])
@@ -381,7 +355,7 @@ def test_what_cannot_be_written_is_reported_by_block(dtype: str) -> None:
     last_value[pages[7, 3], 1, 0, 1] = 127 * 65504.0 if dtype == "float32" else 126 * 65536.0
     last_value[pages[8, 3], 1, 0, 1] = 127 * 65504.0 + 1 if dtype == "float32" else 127 * 65536.0
     want, payloads = status_for(case), int8_payloads_for(case)
-    plain.save(memory.pools, form_of(case), table, payloads[:, HEADER:], want)
+    twins.save(memory.pools, form_of(case), table, payloads[:, HEADER:], want)
     assert want.tolist() == [0, 2, 2, 1, 1, 2, 2, 0, 1]
     there, got, status = memory.copy(DEVICE), int8_payloads_for(case).to(DEVICE), status_for(case).to(DEVICE)
     triton_pools.save(there.pools, form_of(case), table.to(DEVICE), got[:, HEADER:], status)
@@ -408,8 +382,3 @@ def test_every_scale_is_rounded_up_as_the_twin_does() -> None:
         value[table[0].long()] = block.view(64, 64, 1, 1)
         got = kernel_payloads(case, memory, table)
         assert torch.equal(got, twin_payloads(case, memory, table))
-
-
-def _same(piece: torch.Tensor, at: int, numbers: torch.Tensor) -> bool:
-    data = numbers.contiguous().view(torch.uint8).flatten()
-    return torch.equal(piece[at : at + len(data)], data)
