@@ -258,7 +258,9 @@ def status_of_tenant(
     if facts is None:
         health = HealthLine("error", "No sidecar has answered yet.")
         return ConsoleStatus(version, now, told, health, tenant=tenant)
-    health = HealthLine("ok", f"What {tenant} asked for, got and has.", "/tenants")
+    health = HealthLine("ok", f"Ready: the sidecar serves {tenant}.")
+    if facts.state in ("warming", "stopping"):
+        health = HealthLine("warning", f"The sidecar serves {tenant}, and is {facts.state}: some tokens are missed.")
     if not contact.connected:
         health = HealthLine("error", "The sidecar does not answer; all numbers are old.")
     own, seen = facts_of_tenant(facts, tenant), ("run", "state", "up_seconds", "looked")

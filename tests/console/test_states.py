@@ -181,7 +181,7 @@ WORDS = {
     "hybrid without states": ("Ready", "GPU time is unknown", "no state, 43 %", "Turn on states"),
     "two tenants": ("Ready", "Saved", "absent", "See to a warning: <img src=x"),
     "nothing asked": ("Ready", "Saved nothing yet", "No miss", "until an engine requests"),
-    "after a crash": ("Warming", "8 s ago", "warming, 84 %", "Wait until the disk"),
+    "after a crash": ("Warming", " s ago; GPU time", "warming, 84 %", "Wait until the disk"),
     "hung": ("does not answer", "Until the sidecar stopped", "Until the sidecar stopped", "restart the sidecar"),
 }
 
@@ -229,3 +229,18 @@ def test_the_four_sentences_are_seen_in_every_state(
         links = browser.value("[...document.querySelectorAll('.answer a')].map(one => one.pathname + one.hash)")
         assert len(links) >= 3, (name, links)
     assert [one for one in browser.logged if "ERR_" not in one and "EventSource" not in one] == []
+
+
+def test_a_tenants_reader_sees_four_sentences_of_its_own(
+    recorded: tuple[Recorded, RunningConsole], browser: Browser
+) -> None:
+    recorded[0].answers.set()
+    bring(recorded, "two tenants")
+    url = recorded[1].url
+    browser.call("Network.clearBrowserCookies")
+    browser.log_in(url, TOKENS["red"], then=f"{SHOWN}.every(Boolean)")
+    measured(browser, "a tenant", f"{url}tenants")
+    texts = browser.value(f"{SHOWN}.map(one => one.textContent)")
+    assert "Ready: the sidecar serves red." in texts[0]
+    assert "quota, 7.6 % of 1,184,000 tokens" in texts[2] and "Ask the operator, for quota" in texts[3]
+    assert "blue" not in browser.value("document.getElementById('main').textContent")
