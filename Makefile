@@ -141,7 +141,7 @@ test-engines: $(STAMP) $(ENGINE_STAMP)
 	$(ENGINES)/bin/python -m pytest -rs -p no:cacheprovider -n 2 --dist loadfile --timeout $(ENGINE_LIMIT_SECONDS) $(if $(SHARE),--share $(SHARE),-m 'not slow') $(ENGINE_TESTS) $(ARGS)
 
 browser: $(STAMP)
-	$(PYTEST) tests/console/test_browser.py tests/console/test_cost.py $(ARGS)
+	$(PYTEST) tests/console/test_browser.py tests/console/test_states.py tests/console/test_cost.py $(ARGS)
 
 test-vllm-matrix: $(STAMP) $(ENGINE_STAMP)
 	$(ENGINES)/bin/python -P tests/vllm_matrix.py $(ARGS)

@@ -76,7 +76,8 @@ ROOMS_IMPORT_ONLY = {
     # A part of the edge; of insight what plans.
     "kvstore.console": (
         "kvstore.edge kvstore.service.settings kvstore.block kvstore.protocol kvstore.status kvstore.client "
-        "kvstore.config kvstore.listeners kvstore.insight.models kvstore.insight.plan tiering.clock tiering.tier"
+        "kvstore.config kvstore.listeners kvstore.insight.models kvstore.insight.plan tiering.clock tiering.faults "
+        "tiering.tier"
     ),
     # Engines by their HTTP API alone: whether there is a store behind them is theirs to know.
     "kvstore.openai": "kvstore.block kvstore.config kvstore.listeners tiering.clock",

@@ -29,6 +29,7 @@ PURE_FILES = frozenset(
     adapters/test_cost.py
     adapters/test_model_files.py
     traffic/test_workload.py
+    console/test_answers.py
     console/test_figures.py
     elsewhere/test_questions.py
     insight/test_lint.py
@@ -120,6 +121,8 @@ SLOW_FILES = (
     "console/test_cost.py",
     "console/test_engine_browser.py",
     "console/test_schema.py",
+    "console/test_states.py",
+    "console/test_states.py",
     "courier/test_compose.py",
     "courier/test_directory.py",
     "courier/test_earlier.py",

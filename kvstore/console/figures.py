@@ -41,6 +41,14 @@ class HealthLine(msgspec.Struct, frozen=True):
     page: str = "/"
 
 
+class Answers(msgspec.Struct, frozen=True):
+    """A sentence each: what the store saves, why tokens were missed (the largest avoidable miss), what to do next."""
+
+    saved: HealthLine
+    missed: HealthLine
+    next: HealthLine
+
+
 class Contact(msgspec.Struct, frozen=True):
     """connected: whether the last poll was answered. since: when that last changed. numbers_from: time of the numbers,
     None before the first ones. error: of the last poll."""
@@ -97,6 +105,7 @@ class ConsoleStatus(msgspec.Struct, frozen=True):
     savings: SavingsStatus | None = None
     tenant: str | None = None
     acts: bool = False
+    answers: Answers | None = None
 
 
 class MissFigures(msgspec.Struct, frozen=True):
@@ -173,6 +182,9 @@ def reading_of(facts: SidecarStatus) -> SidecarReading:
         "moved": sum(one.done for one in facts.moves),
         "moves_failed": sum(one.failed for one in facts.moves),
     }
+    if facts.savings is not None:
+        counters["saved_ms"] = round(1000 * facts.savings.saved_seconds)
+        counters["regret_ms"] = round(1000 * facts.savings.regret_seconds)
     for tier in (HitTier.ENGINE, HitTier.DRAM, HitTier.NVME):
         counters[f"hit.{tier}"] = looked.hit_tokens.get(str(tier), 0)
     counters |= {f"hit.{name}": tokens for name, tokens in looked.hit_tokens.items()}
@@ -246,7 +258,9 @@ def status_of_tenant(
     if facts is None:
         health = HealthLine("error", "No sidecar has answered yet.")
         return ConsoleStatus(version, now, told, health, tenant=tenant)
-    health = HealthLine("ok", f"What {tenant} asked for, got and has.", "/tenants")
+    health = HealthLine("ok", f"Ready: the sidecar serves {tenant}.")
+    if facts.state in ("warming", "stopping"):
+        health = HealthLine("warning", f"The sidecar serves {tenant}, and is {facts.state}: some tokens are missed.")
     if not contact.connected:
         health = HealthLine("error", "The sidecar does not answer; all numbers are old.")
     own, seen = facts_of_tenant(facts, tenant), ("run", "state", "up_seconds", "looked")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
+from collections.abc import Mapping
 from contextlib import closing
 from typing import TypeVar
 
@@ -16,8 +17,17 @@ import msgspec
 from kvstore.block.errors import StoreError
 from kvstore.client.connection import check_numbers
 from kvstore.client.framing import TimedOut
+from kvstore.console.answers import answers_of
 from kvstore.console.events import ConsoleEvent, events_between
-from kvstore.console.figures import ConsoleStatus, Contact, reading_of, status_of, status_of_tenant
+from kvstore.console.figures import (
+    ConsoleStatus,
+    Contact,
+    facts_of_tenant,
+    reading_of,
+    status_of,
+    status_of_tenant,
+)
+from kvstore.console.reasons import ReasonText
 from kvstore.console.rings import Rings, SeriesAnswer
 from kvstore.edge.watch import ANSWER_SECONDS, StatusWatch
 from kvstore.protocol import messages as m
@@ -33,14 +43,15 @@ MOST_EVENTS, EVENTS_TOLD = 500, 8
 class SidecarHistory:
     """Thread-safe."""
 
-    def __init__(self, watch: StatusWatch, version: str, acts: bool = False) -> None:
-        """version: of this program, for `/api/status`; acts: likewise."""
+    def __init__(self, watch: StatusWatch, version: str, reasons: Mapping[str, ReasonText], acts: bool = False) -> None:
+        """version: of this program, for `/api/status`; acts: likewise. reasons: for a miss, in words."""
         self._watch, self._clock = watch, watch.clock
         self._version = version
-        self._acts = acts
+        self.reasons, self._acts = reasons, acts
         self._lock = threading.Lock()
         self._rings = Rings()
         self._facts: SidecarStatus | None = None
+        self._day: Mapping[str, int] | None = None
         self._events: deque[ConsoleEvent] = deque(maxlen=MOST_EVENTS)
         self._contact = Contact(False, self._clock.wall_seconds(), None)
         self._asking = threading.Lock()  # `why` and `prefixes` open one connection at a time
@@ -62,13 +73,19 @@ class SidecarHistory:
 
     def status(self) -> ConsoleStatus:
         with self._lock:
-            told = self._newest_first()[:EVENTS_TOLD]
-            one = status_of(self._version, self._clock.wall_seconds(), self._contact, self._facts, told)
-            return msgspec.structs.replace(one, acts=self._acts)
+            told, now = self._newest_first(), self._clock.wall_seconds()
+            one = status_of(self._version, now, self._contact, self._facts, told[:EVENTS_TOLD])
+            answers = answers_of(now, self._contact, self._facts, self.reasons, self._day, told)
+            return msgspec.structs.replace(one, acts=self._acts, answers=answers)
 
     def status_of_tenant(self, tenant: str) -> ConsoleStatus:
         with self._lock:
-            return status_of_tenant(self._version, self._clock.wall_seconds(), self._contact, self._facts, tenant)
+            now, facts = self._clock.wall_seconds(), self._facts
+            own = facts_of_tenant(facts, tenant) if facts is not None else None
+            one = status_of_tenant(self._version, now, self._contact, facts, tenant)
+            return msgspec.structs.replace(
+                one, answers=answers_of(now, self._contact, own, self.reasons, tenant=tenant)
+            )
 
     def window(self, name: str) -> SeriesAnswer:
         """Time series; name: one of `WINDOWS`."""
@@ -119,6 +136,7 @@ class SidecarHistory:
         self._contact = Contact(True, since, facts.at)
         self._facts = facts
         self._rings.take(reading_of(facts))
+        self._day = self._rings.day(facts.at)
 
     def _lose(self, why: str) -> None:
         if self._contact.connected:

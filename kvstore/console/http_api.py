@@ -56,7 +56,6 @@ from kvstore.console.operate import (
     TicketAnswer,
 )
 from kvstore.console.planning import PlanAnswer, PlannedModel, models_of_table, planned
-from kvstore.console.reasons import ReasonText, reasons_of
 from kvstore.console.rings import WINDOWS, SeriesAnswer
 from kvstore.console.stream import Broadcast
 from kvstore.edge.tokens import Caller
@@ -170,7 +169,7 @@ def make_app(
         static["index.html"] = StaticFile.of("index.html", shown)
     written = help_page(files["dashboard.md"].decode(), static["index.html"].body)
     static["help.html"] = StaticFile.of("help.html", written)
-    _add_api(app, history, hub, reasons_of(files["dashboard.md"].decode()))
+    _add_api(app, history, hub)
     if actions is not None:
         _add_actions(app, actions)
     _add_pages(app, guard, static)
@@ -248,7 +247,7 @@ class Gate:
         return answer
 
 
-def _add_api(app: FastAPI, history: SidecarHistory, hub: Broadcast, reasons: Mapping[str, ReasonText]) -> None:
+def _add_api(app: FastAPI, history: SidecarHistory, hub: Broadcast) -> None:
     window = Query("1h", description=f"One of {', '.join(WINDOWS)}.", pattern=f"^({'|'.join(WINDOWS)})$")
 
     def known(request: Request) -> SidecarStatus:
@@ -290,7 +289,7 @@ def _add_api(app: FastAPI, history: SidecarHistory, hub: Broadcast, reasons: Map
 
     @app.get("/api/misses", summary="Why tokens were computed, by reason")
     async def misses(request: Request, window: str = window) -> Response:
-        return _json(misses_of(known(request), seen(request, window).sums, reasons))
+        return _json(misses_of(known(request), seen(request, window).sums, history.reasons))
 
     @app.get("/api/tenants", summary="Who asked, got and has how much")
     async def tenants(request: Request) -> Response:

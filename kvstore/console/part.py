@@ -15,6 +15,7 @@ from kvstore.console.audit import AuditLog
 from kvstore.console.history import SidecarHistory
 from kvstore.console.http_api import make_app
 from kvstore.console.operate import OperatorActions, OperatorVerbs
+from kvstore.console.reasons import reasons_of
 from kvstore.console.stream import Broadcast
 from kvstore.edge.process import EdgePart, Soon
 from kvstore.edge.tokens import Caller, checked_tokens, read_credential
@@ -47,9 +48,11 @@ class ConsolePart(EdgePart):
         self._host, self._port = host_and_port(console.listen, "--listen")
         self._guard = Guard(self._host, self._tokens(), watch.clock, new_token)
         self._hub = Broadcast()
-        self._history = SidecarHistory(watch, version, acts=operator is not None)
+        files = static_files()
+        reasons = reasons_of(files["dashboard.md"].decode())
+        self._history = SidecarHistory(watch, version, reasons, acts=operator is not None)
         actions = OperatorActions(*operator, watch.clock, new_token) if operator is not None else None
-        self._app = make_app(self._history, self._guard, self._hub, static_files(), version, actions)
+        self._app = make_app(self._history, self._guard, self._hub, files, version, actions)
         self._soon: Soon | None = None
 
     def start(self, soon: Soon) -> Sequence[HttpListener]:

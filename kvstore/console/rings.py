@@ -100,6 +100,7 @@ class Rings:
         self._counters: dict[str, list[Ring]] = {}
         self._gauges: dict[str, list[Ring]] = {}
         self._before: SidecarReading | None = None
+        self._first_at: float | None = None
         self._restarts: deque[float] = deque(maxlen=MOST_RESTARTS)
 
     def take(self, reading: SidecarReading) -> None:
@@ -107,6 +108,7 @@ class Rings:
         before = self._before
         if before is not None and reading.at == before.at:
             return  # the same reading again
+        self._first_at = reading.at if self._first_at is None else self._first_at
         self._before = reading
         if before is None or reading.at < before.at:
             return  # the first, or the clock was set back: the time between is unknown
@@ -143,6 +145,15 @@ class Rings:
             times[min(known)] if known else None,
             [one for one in self._restarts if one >= times[0]],
         )
+
+    def day(self, now: float) -> dict[str, int] | None:
+        """Sums of the counters over the last 24 hours; None where they were watched for less."""
+        seconds, step = WINDOWS["24h"]
+        if self._first_at is None or now - self._first_at < seconds:
+            return None
+        at, stop = [one for one, _ in STEPS].index(step), int(now // step) + 1
+        read = {name: rings[at].read(stop - seconds // step, stop) for name, rings in self._counters.items()}
+        return {name: int(sum(filter(None, values))) for name, values in read.items()}
 
     def _rings(self, of: dict[str, list[Ring]], name: str) -> list[Ring]:
         if name not in of:

@@ -356,6 +356,6 @@ def test_readers_that_ask_without_end_ask_the_sidecar_now_and_then(tmp_path: Pat
     clock = FakeClock()
     began = clock.monotonic
     with Sidecar(tmp_path, dram="2MiB") as sidecar:
-        history = SidecarHistory(StatusWatch(str(sidecar.observe_path), clock), "test")
+        history = SidecarHistory(StatusWatch(str(sidecar.observe_path), clock), "test", {})
         assert history.prefixes() is not None and history.why("a") is not None and history.prefixes() is not None
     assert clock.monotonic - began == pytest.approx(2 * ASK_EVERY_SECONDS)

@@ -79,6 +79,9 @@ def test_the_bar_has_the_tokens_of_the_api_and_the_sidecar(
         sentence = browser.value("document.getElementById('sentence').textContent")
         assert f"{looked.asked_tokens:,} prompt tokens" in sentence
         assert f"{sum(looked.hit_tokens.values()):,} did not have to be computed" in sentence
+    last = "[...document.querySelectorAll('.u-legend .u-value')].map(one => one.textContent)"
+    browser.until(f"{last}.length && !{last}.includes('--')")  # of the last slot, while no pointer is there
+    assert any(" tokens/s" in one for one in browser.value(last)) and any(" %" in one for one in browser.value(last))
     browser.open(f"{shown.url}misses")
     reasons = "Object.fromEntries([...document.querySelectorAll('.reason')].map(one => [one.id, +one.dataset.tokens]))"
     browser.until("document.querySelector('.reason')")

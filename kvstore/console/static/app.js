@@ -2,7 +2,7 @@
 import { endCharts } from "./charts.js";
 import { clock, make, moment, span } from "./format.js";
 import { operate } from "./operate.js";
-import { overview } from "./overview.js";
+import { answersPanel, overview } from "./overview.js";
 import * as pages from "./pages.js";
 import { prefixes } from "./prefixes.js";
 
@@ -30,6 +30,7 @@ let status = null, heardAt = Date.now(), drawnAt = 0, isDrawing = false, run = n
 
 document.title = `${title} - kvstore console`;
 document.getElementById("nav").append(...PAGES.map(([one, name]) => make("a", { href: one + location.search, ...(one === path ? { "aria-current": "page" } : {}) }, name)));
+document.querySelector("#nav [aria-current]").scrollIntoView({ block: "nearest", inline: "center" });
 document.getElementById("theme").addEventListener("click", () => switchTheme());
 
 async function get(url) {
@@ -50,7 +51,7 @@ async function draw() {
   isDrawing = true;
   try {
     const ring = chosenRing();
-    if (status.run === null) { say(status.health.text); ready(); return; }
+    if (status.run === null) { alone(answersPanel(status)); ready(); return; }
     const asked = typeof wanted === "function" ? wanted(status) : wanted, keys = Object.keys(asked);
     const found = await Promise.all([get(`/api/series?window=${ring}`), ...keys.map((key) => {
       const answer = get(asked[key].endsWith("=") ? asked[key] + ring : asked[key]);
@@ -66,6 +67,7 @@ async function draw() {
     main.replaceChildren(...render({ status, series, window: window_, windows, words: WORDS[window_], ...Object.fromEntries(keys.map((key, at) => [key, found[at + 1]])) }));
     main.querySelectorAll("details").forEach((one, at) => { one.open = open[at] ?? false; });
     scrollTo(0, scrolled);
+    if (!drawnAt && location.hash) document.getElementById(location.hash.slice(1))?.scrollIntoView();
     drawnAt = Date.now();
     ready();
   } catch (error) {
@@ -73,7 +75,8 @@ async function draw() {
     ready();
   } finally { isDrawing = false; }
 }
-function say(text) { if (!render) return; endCharts(); main.replaceChildren(make("section.panel.wide.health.error", { id: "health" }, text)); }
+function alone(section) { if (!render) return; endCharts(); section.classList.add("alone"); main.replaceChildren(section); }
+function say(text) { alone(make("section.panel.wide", { id: "answers" }, make("p.answer.error", { id: "health" }, text))); }
 function ready() { document.body.dataset.ready = "1"; }
 function tell() {
   const silent = (Date.now() - heardAt) / 1000;
@@ -93,9 +96,9 @@ function take(next) {
   if (next.tenant && path === "/") { location.replace("/tenants"); return; }
   const isNew = run !== null && next.run !== run;
   run = next.run;
-  const wasEmpty = !main.querySelector("section:not(.wait)") || main.querySelector("#health.error:only-child");
+  const wasEmpty = !main.querySelector("section:not(.wait):not(.alone)");
   tell();
-  const isForm = Boolean(main.querySelector("form"));  // what somebody writes there must stay
+  const isForm = Boolean(main.querySelector("form"));  // what is written there must stay
   if (wasEmpty || (!isForm && (isNew || Date.now() - drawnAt > 1000 * REDRAW_SECONDS))) draw();
 }
 function listen() {

@@ -74,6 +74,12 @@ function marker(one) {
   const [slope, pitch] = HATCHES[one.hatch], gap = Math.round(0.6 * pitch);
   return `repeating-linear-gradient(${slope}deg, transparent 0 ${gap}px, ${colour("stripe")} ${gap}px ${pitch}px), ${base}`;
 }
+// While no pointer is over a chart, its legend shows the last values. rows: of the series, as they are told.
+const lastShown = (rows) => {
+  const last = Math.max(-1, ...rows.map((values) => values.findLastIndex(known)));
+  const show = (plot) => { if (last >= 0 && !known(plot.cursor.idx)) plot.setLegend({ idx: last }, false); };
+  return { ready: [show], setLegend: [show] };
+};
 const drawn = new Set();
 addEventListener("themechange", () => drawn.forEach((one) => one.redraw()));
 export function endCharts() { drawn.forEach((one) => { one.watcher.disconnect(); one.destroy(); }); drawn.clear(); }
@@ -97,7 +103,7 @@ export function curve(title, points, ceiling, marks) {
     scales: { x: { time: false, distr: 3, log: 2 }, y: { range: () => [0, Math.max(0.05, Math.min(1, ceiling * 1.15))] } },
     axes: [{ ...axis, space: 80, values: (_, found) => found.map((one) => (one === null ? null : bytes(one))) }, { ...axis, size: 64, values: (_, found) => found.map((one) => `${Math.round(100 * one)} %`) }],
     series: [{ label: "size", value: (_, at) => bytes(at) }, { label: "tokens found", width: 2, points: { show: false }, stroke: () => colour("dram"), value: (_, at) => share(at) }],
-    hooks: { draw: [(plot) => {
+    hooks: { ...lastShown([rising.map(([, found]) => found)]), draw: [(plot) => {
       const pen = plot.ctx, ratio = devicePixelRatio || 1;
       pen.save(); pen.setLineDash([4 * ratio, 4 * ratio]); pen.lineWidth = ratio; pen.strokeStyle = pen.fillStyle = colour("quiet");
       pen.font = `${12 * ratio}px ${FONT}`;
@@ -139,7 +145,7 @@ export function chart(title, times, series, { stacked = false, unit = "", format
       stroke: () => colour(series[at].hue === "found" ? "quiet" : series[at].hue), fill: stacked ? () => hatched(series[at]) : undefined,
       paths: uPlot.paths.stepped({ align: 1 }), value: (_, __, ___, place) => (known(place) && known(shown[at][place]) ? `${format(shown[at][place])}${unit}` : "-"),
     }))],
-    hooks: { draw: [(plot) => {
+    hooks: { ...lastShown(shown), draw: [(plot) => {
       plot.ctx.save(); plot.ctx.strokeStyle = colour("error"); plot.ctx.setLineDash([4, 4]);
       for (const at of restarts) { const x = plot.valToPos(at, "x", true); plot.ctx.beginPath(); plot.ctx.moveTo(x, plot.bbox.top); plot.ctx.lineTo(x, plot.bbox.top + plot.bbox.height); plot.ctx.stroke(); }
       plot.ctx.restore();

@@ -44,9 +44,10 @@ export function make(tag, attributes = {}, ...children) {
 export function table(head, rows, empty = "None.") {
   if (!rows.length) return make("p.quiet", {}, empty);
   const numeric = head.map((one) => one.startsWith("*"));
-  const cell = (tag, text, at) => make(numeric[at] ? `${tag}.n` : tag, {}, text instanceof Node ? text : String(text));
-  return make("div.scroll", { tabindex: "0" }, make("table", {},
-    make("thead", {}, make("tr", {}, ...head.map((one, at) => cell("th", one.replace(/^\*/, ""), at)))),
+  const names = head.map((one) => one.replace(/^\*/, ""));
+  const cell = (tag, text, at) => make(numeric[at] ? `${tag}.n` : tag, tag === "td" ? { "data-head": names[at] } : {}, text instanceof Node ? text : String(text));
+  return make("div.scroll", { tabindex: "0" }, make(head.length > 4 ? "table.stacks" : "table", {},
+    make("thead", {}, make("tr", {}, ...names.map((one, at) => cell("th", one, at)))),
     make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map((one, at) => cell("td", one, at)))))));
 }
 export const panel = (title, ...children) => make("section.panel", {}, make("h2", {}, title), ...children);

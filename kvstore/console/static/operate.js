@@ -35,7 +35,7 @@ function form(what, title, words, label, choices, rest = [], more = () => ({})) 
   });
   look();
   const framed = wide(title, make(IRREVOCABLE[what] ? "p" : "p.quiet", {}, IRREVOCABLE[what] ? make("b.state.error", {}, `${IRREVOCABLE[what]} `) : "", words), one, said);
-  if (IRREVOCABLE[what]) { framed.classList.add("health", "error"); button.classList.add("danger"); }
+  if (IRREVOCABLE[what]) { framed.classList.add("deletes"); button.classList.add("danger"); }
   return framed;
 }
 export function operate({ status, namespaces, tenants }) {

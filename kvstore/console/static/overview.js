@@ -7,6 +7,16 @@ export const empty = (status) => {
   if (!status.sessions) return "No engine is attached: start an engine with url: unix:... of this sidecar's socket.";
   return `No look-ups in this time. ${whole(status.sessions)} engine${status.sessions === 1 ? " is" : "s are"} attached.`;
 };
+const linked = ({ text, page }) => {
+  const [path, hash] = page.split("#"), query = path.includes("?") ? "" : location.search;
+  return page === "/" ? text : make("a", { href: `${path}${query}${hash ? `#${hash}` : ""}` }, text);
+};
+// What people ask first, a sentence each.
+export function answersPanel(status) {
+  const { saved, missed, next } = status.answers;
+  return make("section.panel.wide", { id: "answers", "aria-label": "Summary" }, ...[["health", "health", status.health], ["saved", "saved", saved], ["missed", "misses", missed], ["next", "to do", next]].map(([id, label, one]) =>
+    make(`p.answer.${one.level}`, { id }, make("b", {}, label), make("span", {}, linked(one)))));
+}
 export function account(status, series, window) {
   if (window === "run") {
     const looked = status.looked;
@@ -71,30 +81,27 @@ function whatIfPanel({ estimate, dram_bytes, own_hit_rate, sizes }, status) {
   const title = "What more memory would bring";
   if (!estimate) return wide(title, make("p.quiet", {}, "This sidecar estimates nothing."));
   if (!sizes.length) return wide(title, make("p.quiet", {}, `Nothing was looked up in the last hour, so nothing can be estimated. ${status.sessions ? "" : "No engine is attached."}`));
-  const today = sizes.find((one) => one.size_bytes === estimate.budget_bytes), double = sizes.find((one) => one.size_bytes === 2 * estimate.budget_bytes), all = sizes[sizes.length - 1];
-  const signed = (count) => (count > 0 ? `+${tokens(count)}` : tokens(count));
-  const gain = percent(double.token_hit_rate, 1) === percent(today.token_hit_rate, 1) ? `no more than today's: ${percent(today.token_hit_rate, 1)} of the tokens.`
-    : `${percent(double.token_hit_rate, 1)} of the tokens instead of ${percent(today.token_hit_rate, 1)}: ${signed(double.more_tokens_per_day)} tokens a day that need not be computed.`;
+  const all = sizes[sizes.length - 1], signed = (count) => (count > 0 ? `+${tokens(count)}` : tokens(count));
   const marks = [{ at: estimate.budget_bytes, text: `today, ${bytes(estimate.budget_bytes)}` }];
   if (dram_bytes && dram_bytes < estimate.budget_bytes) marks.push({ at: dram_bytes, text: `dram, ${bytes(dram_bytes)}` });
   return wide(title,
-    make("p.sentence", { id: "whatif" }, `Twice the memory would find ${gain} No size finds more than ${percent(all.token_hit_rate, 1)}.`),
+    make("p", { id: "whatif" }, `No size finds more than ${percent(all.token_hit_rate, 1)} of requested tokens: the others were requested for the first time.`),
     curve("Share of tokens found by size", estimate.curve.map((one) => [one.size_bytes, one.token_hit_rate]), all.token_hit_rate, marks),
     table(["all tiers", "*size", "*found", "*more tokens a day"], sizes.map((one) => [one.words, one.size_bytes === null ? "-" : bytes(one.size_bytes), percent(one.token_hit_rate, 1), signed(one.more_tokens_per_day)])),
     make("p.quiet", {}, `From ${span(Math.min(3600, estimate.seconds))} of look-ups; ${estimate.words}. It counts what would be found if everything was kept and the least recently used went first.${known(own_hit_rate) ? ` The store itself found ${percent(own_hit_rate, 1)} in the last hour: declined writes, deadlines and pins lower that, a policy that learns may raise it.` : ""}`));
 }
 function savingsPanel(savings) {
-  if (!savings) return panel("Saved", make("p.quiet", {}, "No engine has told yet what hits saved it. The adapters of vLLM and transformers do once they know how fast prompts are computed: after some eight of 128 tokens or more."));
+  if (!savings) return null;  // the answer says so
   const hours = (seconds) => (seconds >= 7200 ? `${(seconds / 3600).toFixed(1)} GPU hours` : `${seconds >= 100 ? whole(seconds) : seconds.toFixed(2)} GPU seconds`);
   return panel("Saved", make("dl", {}, ...[["not computed", `${hours(savings.saved_seconds)}, estimated by the speeds that engines learned`], ["loads that took longer", `${hours(savings.regret_seconds)}, estimated`],
-    ["time to first token", known(savings.ttft_saved_ms) ? `${savings.ttft_saved_ms.toFixed(0)} ms sooner with a hit (standard error ${savings.ttft_saved_error_ms.toFixed(0)} ms), measured` : "- (too few hits were computed all the same to compare)"], ["engines that told", whole(savings.engines)]].flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)])),
+    ["time to first token", known(savings.ttft_saved_ms) ? `${savings.ttft_saved_ms.toFixed(0)} ms sooner with a hit (standard error ${savings.ttft_saved_error_ms.toFixed(0)} ms), measured` : "- (too few hits were computed all the same to compare)"]].flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)])),
     make("p.quiet", {}, "Since the sidecar began."));
 }
 export function overview({ status, series, window, windows, words, whatif }) {
   const one = account(status, series, window), pieces = piecesOf(one.hits, one.misses, one.found, one.asked);
   const lines = stackOf(series);
   return [
-    make(`section.panel.wide.health.${status.health.level}`, { id: "health" }, status.health.page === "/" ? status.health.text : make("a", { href: status.health.page }, status.health.text)),
+    answersPanel(status),
     wide("Where prompt tokens came from", windows, bar(pieces, one.asked, empty(status)), sentence(one, words),
       status.loading ? make("p.quiet", {}, `The sidecar takes in its disk: ${whole(status.loading.slots)} of ${whole(status.loading.all_slots)} slots.`) : null),
     wide(`Tokens a second, ${series.words}`, lines.length ? chart("Tokens a second by where they came from", series.times, rates(series, lines), { stacked: true, unit: " tokens/s", restarts: series.restarts, step: series.step, note: series.note })
@@ -103,6 +110,6 @@ export function overview({ status, series, window, windows, words, whatif }) {
     tierPanel(status), integrityPanel(status), savingsPanel(status.savings),
     panel("Now", make("dl", {}, ...[["state", `${status.state}, up ${span(status.up_seconds)}`], ["blocks", whole(status.blocks)], ["engines", whole(status.sessions)], ["namespaces", whole(status.namespaces)],
       ["leases", `${whole(status.leases)}, pinning ${bytes(status.pinned_bytes)}`], ["policy", status.policy ?? "-"], ["run", `${status.run.slice(0, 8)}, pid ${status.pid}`]].flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]))),
-    panel("What happened last", eventList(status.events, "Nothing yet."), make("p", {}, make("a", { href: `/events${location.search}` }, "All events"))),
-  ];
+    (status.savings ? wide : panel)("What happened last", eventList(status.events, "Nothing yet."), make("p", {}, make("a", { href: `/events${location.search}` }, "All events"))),
+  ].filter(Boolean);
 }

@@ -2,7 +2,7 @@
 import { bar, chart, lookOf, piecesOf } from "./charts.js";
 import { bytes, eventList, known, make, moment, ms, panel, percent, span, table, tokens, whole, wide } from "./format.js";
 import { auditPanel } from "./operate.js";
-import { account, empty, rates, stackOf } from "./overview.js";
+import { account, answersPanel, empty, rates, stackOf } from "./overview.js";
 
 const sum = (counts) => Object.values(counts).reduce((all, one) => all + one, 0);
 
@@ -31,6 +31,7 @@ export function tenants({ status, tenants: told, namespaces }) {
     bytes(one.dram_bytes), known(one.share) ? bytes(one.dram_guaranteed_bytes) : "-", bytes(one.nvme_bytes), known(one.share) ? bytes(one.nvme_guaranteed_bytes) : "-", known(one.share) ? `${one.share} / ${one.weight}` : "-"]);
   const spaces = namespaces.namespaces.map((one) => [make("code", {}, one.id), one.tenant, one.name || one.model, one.layout, one.codec, whole(one.blocks), bytes(one.dram_bytes), bytes(one.nvme_bytes), whole(one.looked.asked_tokens), known(one.looked.hit_rate) ? percent(one.looked.hit_rate, 1) : "-", known(one.used_at) ? `${span(status.at - one.used_at)} ago` : "-"]);
   return [
+    ...(status.tenant ? [answersPanel(status)] : []),
     wide("Tenants, since the sidecar began", table(["tenant", "*namespaces", "*tokens asked", "*from this store", "*hit rate", "*engine's own", "*missed", "*dram", "*guaranteed", "*nvme", "*guaranteed", "*share / weight"], rows, "No tenant has a key yet."),
       make("p.quiet", {}, "Hit rate: tokens that leases granted from this store / tokens asked for. Guaranteed and share are \"-\" where no share is set.")),
     wide(`Namespaces (${whole(namespaces.namespaces.length)} of ${whole(namespaces.all)})`, table(["id", "tenant", "model", "layout", "codec", "*blocks", "*dram", "*nvme", "*tokens asked", "*hit rate", "*used"], spaces, "No engine has opened a namespace yet."),
@@ -64,7 +65,7 @@ export function engines({ status, series, engines: told }) {
     wide(`Engines (${whole(sessions.length + hidden)})`, table(["engine", "tenant", "*connections", "*leases", "*leased blocks", "*reservations", "*came", "*waited p50", "*waited p99"], rows, empty(status)),
       hidden ? make("p.quiet", {}, `And ${whole(hidden)} more.`) : null, departed ? make("p", {}, `${whole(departed)} connections are gone whose processes may still map memory.`) : null),
     wide(`How long requests waited to be begun, ${series.words}`, waits.length ? chart("Waits of the last 4,096 requests", series.times, waits, { unit: "", format: (value) => `${value && value < 10 ? value.toFixed(2) : whole(value)} ms`, restarts: series.restarts, step: series.step, note: series.note }) : make("p.quiet", {}, "No request has come yet.")),
-    panel("The door", make("dl", {}, ...[["tenants' connections", whole(door.connections)], ["operators and observers", whole(door.admin_connections)], ["turned away", whole(door.refused)], ["unreadable messages", whole(door.malformed)], ["waited p50", ms(door.wait_ms_p50)], ["waited p99", ms(door.wait_ms_p99)]].flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]))),
+    panel("API sockets", make("dl", {}, ...[["tenants' connections", whole(door.connections)], ["operators and observers", whole(door.admin_connections)], ["turned away", whole(door.refused)], ["unreadable messages", whole(door.malformed)], ["waited p50", ms(door.wait_ms_p50)], ["waited p99", ms(door.wait_ms_p99)]].flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]))),
     panel("Requests since the sidecar began", table(["verb", "*served"], Object.entries(door.served).sort((a, b) => b[1] - a[1]).map(([name, count]) => [name, whole(count)]), "None yet.")),
   ];
 }
@@ -99,10 +100,11 @@ function timeline(one) {
     told ? bar(piecesOf(told.hits, told.misses, 0, told.asked), told.asked, "Nothing was asked for.") : null, table(["when", "what happened"], rows, "Nothing but its name."),
     told ? null : make("p.quiet", {}, "Its engine has not told what became of it: it is still running, or speaks an earlier version."));
 }
+const largest = (misses) => (Object.entries(misses ?? {}).sort((a, b) => b[1] - a[1])[0]?.[0] ?? "-").replaceAll("_", " ");
 function latest(found, kept) {
   const all = (counts) => (counts ? whole(sum(counts)) : "-");
-  return wide(`The last requests (${whole(found.length)} of ${whole(kept)})`, table(["request", "engine", "tenant", "model", "*tokens", "*hits", "*misses"], found.map((one) => [make("a", { href: `/request?${new URLSearchParams({ id: one.request })}` }, one.request),
-    one.engine || "-", one.tenant, one.model || "-", whole(one.told?.asked), all(one.told?.hits), all(one.told?.misses)]), "No engine has named a request yet."), make("p.quiet", {}, "\"-\": its engine has not told yet."));
+  return wide(`The last requests (${whole(found.length)} of ${whole(kept)})`, table(["request", "engine", "tenant", "model", "*tokens", "*hits", "*misses", "largest miss"], found.map((one) => [make("a", { href: `/request?${new URLSearchParams({ id: one.request })}` }, one.request),
+    one.engine || "-", one.tenant, one.model || "-", whole(one.told?.asked), all(one.told?.hits), all(one.told?.misses), largest(one.told?.misses)]), "No engine has named a request yet."), make("p.quiet", {}, "\"-\": its engine has not told yet."));
 }
 export function request({ answer }) {
   const asked = new URLSearchParams(location.search).get("id") ?? "";
