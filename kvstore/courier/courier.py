@@ -28,24 +28,27 @@ from kvstore.block.identity import NodeIdentity
 from kvstore.client.connection import SidecarConnection, Unavailable
 from kvstore.client.framing import FramedSocket, drained
 from kvstore.courier.announcing import Follower
-from kvstore.courier.dialling import VERSION, GrpcPeers
+from kvstore.courier.dialling import VERSION, GrpcPeers, NamedPeers
 from kvstore.courier.directory import DirectoryAddress, ValkeyDirectory
 from kvstore.courier.fetch import Fetcher, FetchJob
 from kvstore.courier.figures import BANNED, MOST_SHOWN, PEER, REMOTE, UP, Figures
 from kvstore.courier.link import ANSWER_SECONDS, CONNECT_SECONDS, ENGINE, CourierRun, CourierSpace
 from kvstore.courier.locate import LOOK_SECONDS, Locator
-from kvstore.courier.members import NamedPeers
-from kvstore.courier.peer_source import PeerSource, PeerWays, hand_over
+from kvstore.courier.peer_source import (
+    LEAVING_SECONDS,
+    MOST_OFFERED_BLOCKS,
+    MOST_OFFERED_BYTES,
+    PeerSource,
+    PeerWays,
+    hand_over,
+)
 from kvstore.courier.remote_source import RemoteWays
 from kvstore.peers.reader import PullTransport
 from kvstore.peers.serving import FrameDoor
 from kvstore.peers.tokens import HAS, NONCE_BYTES, OFFER, PULL, PullTerms, ask_mac, pull_secret
 from kvstore.peers.transport import OfferedFrames, PeerFault, PullBusy
-from kvstore.pool.announcer import Announcer
 from kvstore.pool.choice import HolderChoice, UsableTransports
-from kvstore.pool.directory import MAX_FINGERPRINTS, NodeEntry
-from kvstore.pool.hottest import LEAVING_SECONDS, MOST_OFFERED_BLOCKS, MOST_OFFERED_BYTES
-from kvstore.pool.members import AliveTable
+from kvstore.pool.directory import MAX_FINGERPRINTS, AliveTable, Announcer, NodeEntry
 from kvstore.protocol import messages as m
 from kvstore.protocol.courier import (
     MAX_NOT_REACHED,

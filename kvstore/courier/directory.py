@@ -30,21 +30,24 @@ from kvstore.block.account import HitTier
 from kvstore.block.errors import BadInput, shown
 from kvstore.block.identity import NODE_BYTES, NodeIdentity
 from kvstore.courier.figures import DIRECTORY, DOWN, OPEN, UP, Figures
-from kvstore.pool.announcer import Announcer
 from kvstore.pool.directory import (
     HINT_SECONDS,
     MAX_ENTRY_BYTES,
     MAX_HOLDERS,
+    MAX_NODES,
     NODE_SECONDS,
+    AliveTable,
+    Announcer,
+    ClaimState,
     DirectoryDown,
     Holder,
+    NodeClaim,
     NodeEntry,
     entry_bytes,
     hint_value,
     leading_holders,
     read_entry,
 )
-from kvstore.pool.members import MAX_NODES, AliveTable, ClaimState, NodeClaim
 from kvstore.protocol.courier import SourceFigures
 from tiering.clock import Clock
 from tiering.remote.resp import ErrorReply, Reply, ReplyRoom, RespConnection, RespFault, TooLarge, command

@@ -20,8 +20,7 @@ from kvstore.courier.figures import Figures
 from kvstore.courier.link import CourierRun, CourierSpace
 from kvstore.courier.locate import Locator, Places
 from kvstore.courier.peer_source import PeerSource
-from kvstore.courier.source import Filled, Source, Stops
-from kvstore.courier.window import ReservedWindow
+from kvstore.courier.source import Filled, ReservedWindow, Source, Stops
 from kvstore.protocol.courier import FetchQuestion, QuestionAnswered
 from tiering.clock import Clock
 

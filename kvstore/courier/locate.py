@@ -24,25 +24,24 @@ from math import inf
 from typing import TypeAlias
 
 from kvstore.block.account import HeldElsewhere, HitTier, Holder, MissReason
+from kvstore.courier.dialling import NamedPeers
 from kvstore.courier.directory import ValkeyDirectory
 from kvstore.courier.figures import DIRECTORY
 from kvstore.courier.link import CourierRun, CourierSpace
-from kvstore.courier.members import NamedPeers
 from kvstore.courier.peer_source import MOST_ASKED_KEYS, PeerSource, PeerWays
 from kvstore.courier.remote_source import RemoteSource, RemoteWays
 from kvstore.courier.source import Source
-from kvstore.pool.choice import MOST_ASKED
+from kvstore.pool.choice import MOST_ASKED, REMOTE_PRIOR
 from kvstore.pool.directory import (
     CHUNK_BLOCKS,
     MAX_HEADS,
+    AliveTable,
     DirectoryDown,
     NodeEntry,
     chunk_heads,
     hint_name,
     leading_places,
 )
-from kvstore.pool.members import AliveTable
-from kvstore.pool.speeds import REMOTE_PRIOR
 from kvstore.protocol.courier import FetchQuestion, LocateQuestion, QuestionAnswered
 from tiering.clock import Clock
 from tiering.remote.driver import RemoteFault

@@ -10,10 +10,9 @@ from math import inf
 from kvstore.block.account import HitTier, MissReason
 from kvstore.courier.figures import Figures
 from kvstore.courier.link import CourierSpace
-from kvstore.courier.source import NOT_WANTED, Filled, Source, Stops
-from kvstore.courier.window import ReservedWindow
-from kvstore.peers.checks import FrameCheck
-from kvstore.pool.speeds import REMOTE_PRIOR
+from kvstore.courier.source import NOT_WANTED, Filled, ReservedWindow, Source, Stops
+from kvstore.peers.reader import FrameCheck
+from kvstore.pool.choice import REMOTE_PRIOR
 from tiering.clock import Clock
 from tiering.remote.driver import RemoteEngine, RemoteFault, WrongSize, remote_key
 from tiering.remote.salts import NamespaceSalts

@@ -14,10 +14,9 @@ from kvstore.courier.remote_source import RemoteWays
 from kvstore.edge.tokens import read_credential
 from kvstore.network.credentials import Rotated
 from kvstore.network.part import pems_of
-from kvstore.peers.door import SocketFrameDoor
 from kvstore.peers.reader import PullTransport
 from kvstore.peers.serving import FrameDoor
-from kvstore.peers.sockets import SocketPullTransport
+from kvstore.peers.sockets import SocketFrameDoor, SocketPullTransport
 from kvstore.peers.transport import written_address
 from kvstore.service.settings import Settings
 from tiering.clock import Clock

@@ -25,9 +25,8 @@ from typing import Any
 from kvstore.block.errors import BadInput
 from kvstore.peers import sealed
 from kvstore.peers import transport as t
-from kvstore.peers.bell import Bell
 from kvstore.peers.reader import FramePuller, PullTransport
-from kvstore.peers.serving import FrameDoor, Serving
+from kvstore.peers.serving import Bell, FrameDoor, Serving
 from kvstore.peers.tokens import Offers
 from tiering.clock import Clock
 

@@ -23,17 +23,18 @@ from kvstore.courier.directory import (
     ValkeyDirectory,
 )
 from kvstore.courier.figures import Figures
-from kvstore.pool.announcer import Announcer
 from kvstore.pool.directory import (
     HINT_SECONDS,
+    MAX_NODES,
     NODE_SECONDS,
+    AliveTable,
+    Announcer,
     DirectoryDown,
     NodeEntry,
     chunk_heads,
     entry_bytes,
     hint_value,
 )
-from kvstore.pool.members import MAX_NODES, AliveTable
 from remote.between import Harm, proxy, saying
 from tiering.clock import SystemClock
 from valkey_server import ValkeyServer, valkey_server

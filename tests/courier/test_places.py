@@ -12,8 +12,7 @@ from kvstore.block.account import HeldElsewhere, HitTier, Holder
 from kvstore.block.identity import NodeIdentity
 from kvstore.courier.link import Uses
 from kvstore.courier.locate import MOST_KEPT, MOST_NAMED, MOST_PLACES, Locator, Places
-from kvstore.pool.directory import CHUNK_BLOCKS, MAX_HEADS, DirectoryDown, NodeEntry
-from kvstore.pool.members import AliveTable
+from kvstore.pool.directory import CHUNK_BLOCKS, MAX_HEADS, AliveTable, DirectoryDown, NodeEntry
 from tiering.clock import SystemClock
 
 PRINT, OTHER_PRINT, RUN = b"print...", b"another.", bytes(8)

@@ -11,7 +11,7 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.client.connection import SidecarConnection, Unavailable
 from kvstore.client.framing import FramedSocket
 from kvstore.courier.link import CONNECT_SECONDS, ENGINE, CourierRun
-from kvstore.courier.window import ReservedWindow
+from kvstore.courier.source import ReservedWindow
 from kvstore.node import SystemClock
 from service.sidecar import Sidecar
 from tiering.errors import TierError

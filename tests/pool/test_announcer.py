@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstore.block.account import HitTier
-from kvstore.pool.announcer import AGAIN_PER_SECOND, AGAIN_SECONDS, BATCH, POOL_AGAIN_PER_SECOND, Announcer, HintBatch
+from kvstore.pool.directory import AGAIN_PER_SECOND, AGAIN_SECONDS, BATCH, POOL_AGAIN_PER_SECOND, Announcer, HintBatch
 
 DRAM, NVME = HitTier.DRAM, HitTier.NVME
 NAMES = st.integers(0, 30)

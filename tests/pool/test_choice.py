@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.block.account import HitTier, Holder
-from kvstore.pool.choice import BAN_SECONDS, FAILURES, MAX_RECORDS, MOST_ASKED, HolderChoice, late_has_failed
+from kvstore.pool.choice import BAN_SECONDS, FAILURES, MAX_RECORDS, MOST_ASKED, HolderChoice, SpeedBook, late_has_failed
 from kvstore.pool.directory import NodeEntry
-from kvstore.pool.speeds import SpeedBook
 
 HERE = b"\xff" * 16
 RUNS = [b"run 0...", b"run 1..."]

@@ -6,8 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.block.identity import NodeIdentity
-from kvstore.pool.directory import NODE_SECONDS, NodeEntry
-from kvstore.pool.members import FORGOTTEN_SECONDS, MAX_NODES, AliveTable, ClaimState, NodeClaim
+from kvstore.pool.directory import (
+    FORGOTTEN_SECONDS,
+    MAX_NODES,
+    NODE_SECONDS,
+    AliveTable,
+    ClaimState,
+    NodeClaim,
+    NodeEntry,
+)
 
 HERE = NodeIdentity(b"h" * 16, b"run now.")
 BEFORE, CLONE = b"run bef.", b"run cln."

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.pool.speeds import HALF_LIFE_SECONDS, MAX_SOURCES, PEER_PRIOR, SourcePrior, SourceSpeed, SpeedBook
+from kvstore.pool.choice import HALF_LIFE_SECONDS, MAX_SOURCES, PEER_PRIOR, SourcePrior, SourceSpeed, SpeedBook
 
 MB = 1 << 20
 
