@@ -50,7 +50,6 @@ PURE_FILES = frozenset(
     peers/test_sealed.py
     peers/test_tokens.py
     remote/test_names.py
-    remote/test_remote_breaker.py
     remote/test_writes.py
     service/test_breaker.py
     service/test_lasting.py
@@ -141,7 +140,6 @@ SLOW_FILES = (
     "network/test_page.py",
     "network/test_query.py",
     "network/test_reflection.py",
-    "network/test_rotation_under_load.py",
     "network/test_services.py",
     "network/test_traps.py",
     "openai_api/test_pd_proxy.py",

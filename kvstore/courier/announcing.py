@@ -163,7 +163,7 @@ class Follower:
             and self._remote.writes.wants(self._run.uses.of(key), False)
             and not self._run.uses.has_come(key)
         ):
-            self._queue.offer((space.id, key), space.block_bytes)
+            self._queue.offer((space.id, key))
 
     # To the remote tier ----------------------------------------------------------------------------------------------
 
@@ -181,9 +181,8 @@ class Follower:
             return False
         while self._run.uses.wanted:
             space_id, key = self._run.uses.wanted.popleft()
-            one = self._followed.get(space_id)
-            if one is not None:
-                self._queue.offer((space_id, key), one.space.block_bytes)
+            if space_id in self._followed:
+                self._queue.offer((space_id, key))
         for _ in range(MOST_WRITTEN_AT_ONCE):
             now = self._clock.monotonic_seconds()
             block = self._queue.take(now)
@@ -203,7 +202,7 @@ class Follower:
         return bool(len(self._queue)) and self._queue.seconds_until_next(self._clock.monotonic_seconds()) == 0.0
 
     def _unwritten(self, ways: RemoteWays, block: tuple[bytes, bytes], why: str) -> None:
-        self._queue.offer(block, self._followed[block[0]].space.block_bytes)
+        self._queue.offer(block)
         self._queue.no_room(self._clock.monotonic_seconds())
         ways.figures.count(ways.name, unwritten=1)
         line = f"nothing is written to {ways.name}, {len(self._queue):,} blocks wait: {why}"

@@ -37,27 +37,6 @@ def test_a_mac_and_a_secret_are_of_their_terms_and_tenant_alone() -> None:
     assert seal_key(b"1" * 32, SECRET) != seal_key(b"2" * 32, SECRET)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"nonce": b"short"},
-        {"asking": b""},
-        {"holding": bytes(17)},
-        {"namespace": bytes(16)},
-        {"keys": ()},
-        {"keys": (b"short",)},
-        {"keys": (bytes(32),) * (t.MOST_BLOCKS + 1)},
-        {"first_block": -1},
-        {"first_block": 1 << 64},
-    ],
-)
-def test_terms_that_cannot_be_are_a_peers_fault(changed: dict[str, object]) -> None:
-    with pytest.raises(t.PeerFault):
-        ask_mac(KEY, dataclasses.replace(TERMS, **changed))  # type: ignore[arg-type]
-    with pytest.raises(t.PeerFault):
-        pull_secret(KEY, TERMS, b"short")
-
-
 @pytest.fixture
 def offers() -> Iterator[Offers]:
     numbers = itertools.count(1)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.block.account import HitTier, Holder
-from kvstore.pool.choice import BAN_SECONDS, FAILURES, MAX_RECORDS, MOST_ASKED, HolderChoice, SpeedBook, late_has_failed
+from kvstore.pool.choice import BAN_SECONDS, FAILURES, MOST_ASKED, HolderChoice, SpeedBook, late_has_failed
 from kvstore.pool.directory import NodeEntry
 
 HERE = b"\xff" * 16
@@ -110,15 +110,6 @@ def test_a_slow_link_is_worth_less_and_a_slightly_slower_one_is_not() -> None:
     }
     assert firsts == {node(2), node(3)}
     assert choice.choose([holder(2, 48), holder(3, 64)], up, b"p", BLOCK, 20.0)[0].node == node(3)
-
-
-def test_remembered_failures_are_bounded() -> None:
-    choice = HolderChoice(HERE, SpeedBook())
-    for number in range(MAX_RECORDS + 10):
-        for _ in range(FAILURES):
-            choice.failed(node(number), RUNS[0], 0.0)
-    banned = [choice.is_banned(node(number), RUNS[0], 0.0) for number in range(MAX_RECORDS + 10)]
-    assert banned == [False] * 10 + [True] * MAX_RECORDS
 
 
 @pytest.mark.parametrize(

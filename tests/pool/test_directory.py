@@ -108,12 +108,6 @@ def test_a_stamp_counts_by_the_directory_s_clock_alone(until_ms: int, now_ms: in
     assert read_hint(hint_value(RUN, HitTier.DRAM), None) == (RUN, HitTier.DRAM)
 
 
-@given(st.one_of(st.binary(max_size=40), st.none(), st.integers(), st.text()))
-def test_what_is_no_hint_is_none(value: object) -> None:
-    found = read_hint(value, 0)
-    assert found is None or (isinstance(value, bytes) and found[0] == value[:8] and found[1] in TIERS)
-
-
 def test_an_entry_comes_back_as_it_was() -> None:
     one = NodeEntry(node(1), RUN, "10.0.0.1:7470", (b"12345678",), (1, 2), ("ucx", "sockets"))
     assert read_entry(node(1), entry_bytes(one)) == one
@@ -149,8 +143,3 @@ def test_an_address_is_a_host_and_a_port() -> None:
         assert read_entry(node(1), entry_bytes(NodeEntry(node(1), RUN, address))) is None, address
     for address in ("127.0.0.1:7470", "[2001:db8::1]:7470", "kv-0.kv.pool.svc.cluster.local:7470", "host_1:1"):
         assert read_entry(node(1), entry_bytes(NodeEntry(node(1), RUN, address))) is not None, address
-
-
-@given(st.binary(max_size=200))
-def test_any_bytes_are_an_entry_or_none(value: bytes) -> None:
-    assert read_entry(node(1), value) is None

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from kvstore.block.identity import NodeIdentity
 from kvstore.pool.directory import (
     FORGOTTEN_SECONDS,
-    MAX_NODES,
     NODE_SECONDS,
     AliveTable,
     ClaimState,
@@ -33,14 +32,6 @@ def test_an_entry_is_believed_for_some_seconds_and_the_last_one_counts() -> None
     table.saw([entry(2)], 200.0)
     table.gone(entry(2).node)
     assert table.alive(200.0) == {}
-
-
-def test_the_table_is_bounded() -> None:
-    table = AliveTable(HERE)
-    table.saw((entry(number) for number in range(MAX_NODES + 10)), 0.0)
-    assert len(table.alive(0.0)) == MAX_NODES
-    table.saw([entry(MAX_NODES + 20)], NODE_SECONDS)
-    assert len(table.alive(NODE_SECONDS)) == 1, "those whose time is over make room"
 
 
 def test_the_entry_of_the_run_before_is_waited_for() -> None:

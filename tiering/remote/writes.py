@@ -13,8 +13,6 @@ from typing import Generic, TypeVar
 
 MOST_QUEUED = 4096
 NO_ROOM_SECONDS = 1.0
-BURST_SECONDS = 0.1
-"""This much of the rate may leave at once."""
 LEARNED_USES = 2
 
 
@@ -36,22 +34,20 @@ Block = TypeVar("Block", bound=Hashable)
 class WriteQueue(Generic[Block]):
     """Blocks to write, oldest first; each once. A full queue drops its oldest, and counts them."""
 
-    def __init__(self, most: int = MOST_QUEUED, bytes_per_second: float = 0.0) -> None:
-        """bytes_per_second: limit over any second; 0 for none."""
+    def __init__(self, most: int = MOST_QUEUED) -> None:
         self.dropped = 0
         self._most = most
-        self._rate = bytes_per_second
-        self._queue: OrderedDict[Block, int] = OrderedDict()
+        self._queue: OrderedDict[Block, None] = OrderedDict()
         self._next_at = 0.0
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def offer(self, block: Block, size: int) -> None:
+    def offer(self, block: Block) -> None:
         if block not in self._queue and len(self._queue) >= self._most:
             self._queue.popitem(last=False)
             self.dropped += 1
-        self._queue.setdefault(block, size)
+        self._queue.setdefault(block)
 
     def forget(self, block: Block) -> None:
         """The block was evicted or dropped: do not write it."""
@@ -61,10 +57,7 @@ class WriteQueue(Generic[Block]):
         """The next block to write now."""
         if not self._queue or now < self._next_at:
             return None
-        block, size = self._queue.popitem(last=False)
-        if self._rate:
-            self._next_at = max(self._next_at, now - BURST_SECONDS) + size / self._rate
-        return block
+        return self._queue.popitem(last=False)[0]
 
     def seconds_until_next(self, now: float) -> float | None:
         """Until `take` has one; None if the queue is empty."""
@@ -72,4 +65,4 @@ class WriteQueue(Generic[Block]):
 
     def no_room(self, now: float) -> None:
         """The engine had no room: pause."""
-        self._next_at = max(self._next_at, now + NO_ROOM_SECONDS)
+        self._next_at = now + NO_ROOM_SECONDS
