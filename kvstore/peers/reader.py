@@ -165,12 +165,6 @@ class FramePuller(ABC):
         self._is_welcome = True
         return True
 
-    def _left(self, deadline: float) -> float:
-        left = deadline - self._clock.monotonic_seconds()
-        if left <= 0:
-            raise t.TimedOutPull("the deadline came before the frames")
-        return left
-
 
 class PullTransport(ABC):
     """A way to pull frames."""

@@ -101,7 +101,7 @@ class FrameDoor(ABC):
 
     def _has_room(self) -> bool:
         """For another connection; the oldest of too many strangers makes room."""
-        strangers = [one for one in self._connections if one.offer is None]
+        strangers = [one for one in list(self._connections) if one.offer is None]  # others end by themselves
         if len(strangers) >= MOST_STRANGERS:
             self._drop(strangers[0])
             return True

@@ -212,7 +212,7 @@ class UcxPullReader(FramePuller):
         while not move.is_over:
             if self._is_over:
                 raise t.PeerFault("the pull was ended from here")
-            self._worker.turn(self._left(deadline))
+            self._worker.turn(t.seconds_left(self._clock, deadline))
         self._others.remove(move)
         move.check()
 
