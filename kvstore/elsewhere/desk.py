@@ -455,7 +455,7 @@ class CourierDesk(Parking):
         with self._lock:
             self._dropping[name] += 1
             if tenant in self._books:
-                self._books[tenant].forget(None)
+                self._books[tenant].forget()
         try:
             if not digest:
                 self._forget(tenant, digest, left)

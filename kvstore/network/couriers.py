@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from kvstore.block.errors import BadInput
 from kvstore.config import RemoteSettings, host_and_port
-from kvstore.courier.courier import Courier, CourierParts
+from kvstore.courier.courier import Courier
 from kvstore.courier.dialling import GrpcPeers, channel_credentials
 from kvstore.courier.directory import DirectoryAddress
 from kvstore.courier.figures import Figures
@@ -66,9 +66,7 @@ def make_courier(
         transports["sockets"] = SocketPullTransport(clock, seal=seal)
     writing = _remote(remote, figures, clock, new_token) if remote.url is not None else None
     peers = network.peers or ()
-    return Courier(
-        CourierParts(socket, tenants, clock, new_token, figures, calls, peers, doors, transports, directory, writing)
-    )
+    return Courier(socket, tenants, clock, new_token, figures, calls, peers, doors, transports, directory, writing)
 
 
 def _secret_of(path: str | None) -> Callable[[], bytes]:

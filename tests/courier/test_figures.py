@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.courier import courier as courier_module
-from kvstore.courier.courier import Courier, CourierParts
+from kvstore.courier.courier import Courier
 from kvstore.courier.figures import Figures
 from kvstore.elsewhere import desk as told_module
 from kvstore.elsewhere.desk import FiguresTold
@@ -41,8 +41,7 @@ def test_what_a_courier_of_several_tenants_reports_is_counted_once(
     with Sidecar(tmp_path, couriers=True) as sidecar:
         for tenant in TENANTS:
             sidecar.store.tenant_keys(tenant)
-        parts = CourierParts(str(sidecar.courier_path), TENANTS, clock, secrets.token_bytes, figures)
-        courier = Courier(parts)
+        courier = Courier(str(sidecar.courier_path), TENANTS, clock, secrets.token_bytes, figures)
         courier.start("")
         try:
             wait_until(lambda: len(told) == len(TENANTS) and min(told.values()) > 1)

@@ -85,7 +85,7 @@ def test_places_are_kept_for_some_seconds_and_bounded() -> None:
     assert book.place(numbers[4], 0, 100.0) is None and book.place(numbers[5], 0, 100.0) is not None
     assert book.place(numbers[-1], 1, 100.0) is None, "of another namespace"
     assert book.place(numbers[-1], 0, 100.0 + PLACE_SECONDS) is None
-    book.forget(0)
+    book.forget()
     assert book.place(numbers[-1], 0, 100.0) is None
 
 
