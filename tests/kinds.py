@@ -45,12 +45,8 @@ PURE_FILES = frozenset(
     openai_api/test_api.py
     pool/test_choice.py
     pool/test_directory.py
-    pool/test_members.py
-    pool/test_speeds.py
-    peers/test_sealed.py
     peers/test_tokens.py
     remote/test_names.py
-    remote/test_writes.py
     service/test_breaker.py
     service/test_lasting.py
     service/test_rate_limited.py

@@ -30,19 +30,18 @@ from kvstore.client.framing import FramedSocket, drained
 from kvstore.courier.announcing import Follower
 from kvstore.courier.dialling import VERSION, GrpcPeers, NamedPeers
 from kvstore.courier.directory import DirectoryAddress, ValkeyDirectory
-from kvstore.courier.fetch import Fetcher, FetchJob
 from kvstore.courier.figures import BANNED, MOST_SHOWN, PEER, REMOTE, UP, Figures
 from kvstore.courier.link import ANSWER_SECONDS, CONNECT_SECONDS, ENGINE, CourierRun, CourierSpace
-from kvstore.courier.locate import LOOK_SECONDS, Locator
-from kvstore.courier.peer_source import (
+from kvstore.courier.locate import LOOK_SECONDS, Fetcher, FetchJob, Locator
+from kvstore.courier.sources import (
     LEAVING_SECONDS,
     MOST_OFFERED_BLOCKS,
     MOST_OFFERED_BYTES,
     PeerSource,
     PeerWays,
+    RemoteWays,
     hand_over,
 )
-from kvstore.courier.remote_source import RemoteWays
 from kvstore.peers.reader import PullTransport
 from kvstore.peers.serving import FrameDoor
 from kvstore.peers.tokens import HAS, NONCE_BYTES, OFFER, PULL, PullTerms, ask_mac, pull_secret

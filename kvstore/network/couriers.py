@@ -10,7 +10,7 @@ from kvstore.courier.courier import Courier
 from kvstore.courier.dialling import GrpcPeers, channel_credentials
 from kvstore.courier.directory import DirectoryAddress
 from kvstore.courier.figures import Figures
-from kvstore.courier.remote_source import RemoteWays
+from kvstore.courier.sources import RemoteWays
 from kvstore.edge.tokens import read_credential
 from kvstore.network.credentials import Rotated
 from kvstore.network.part import pems_of
