@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 
@@ -59,10 +59,6 @@ class Dialled:
     node: bytes
 
 
-Answers: TypeAlias = Callable[[float], list[peer_pb2.HasResponse | None]]
-"""The answers that are there after so many seconds at most; None for the others. May be called again."""
-
-
 def channel_credentials(contents: list[bytes]) -> Any:
     certificate, key, authority = contents
     return grpc.ssl_channel_credentials(authority, key, certificate)
@@ -89,23 +85,17 @@ class GrpcPeers:
         except ValueError as error:  # its channel was closed meanwhile
             raise PeerAway(str(error)) from None
 
-    def has(self, asked: Sequence[tuple[Dialled, peer_pb2.HasRequest]], seconds: float) -> Answers:
-        """Ask all nodes at once, each for that long."""
-        calls: list[Any] = []
-        for peer, request in asked:
-            call = None
-            with suppress(PeerAway, ValueError):  # ValueError: its channel was closed meanwhile
-                call = self._stub(peer).Has.future(request, timeout=seconds)
-            calls.append(call)
+    def has(self, peer: Dialled, request: peer_pb2.HasRequest, seconds: float) -> Any:
+        """Ask a node, for that long; returns the call for `answer_of`."""
+        with suppress(PeerAway, ValueError):  # ValueError: its channel was closed meanwhile
+            return self._stub(peer).Has.future(request, timeout=seconds)
+        return None
 
-        def answers(within: float) -> list[peer_pb2.HasResponse | None]:
-            ends_at = self._clock.monotonic_seconds() + within
-            return [self._taken(call, ends_at) if call is not None else None for call in calls]
-
-        return answers
-
-    def _taken(self, call: Any, ends_at: float) -> peer_pb2.HasResponse | None:
+    def answer_of(self, call: Any, ends_at: float) -> peer_pb2.HasResponse | None:
+        """The answer to `has`, if it is there by then; may be called again."""
         answer: peer_pb2.HasResponse | None = None
+        if call is None:
+            return None
         with suppress(grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
             answer = call.result(timeout=max(0.0, ends_at - self._clock.monotonic_seconds()))
         return answer

@@ -308,15 +308,17 @@ class PeerWays:
     ) -> Callable[[float], list[int | None]]:
         """As `has`. The returned function gives the answers that are there after so many seconds at most, also when it
         is called again."""
-        asked = []
+        calls = []
         for one in nodes:
             _, fields = self.signed(HAS, space, one, keys[:MOST_ASKED_KEYS], first)
-            asked.append((Dialled(one.address, one.node), peer_pb2.HasRequest(**fields)))
-        answers = self.calls.has(asked, seconds)
+            request = peer_pb2.HasRequest(**fields)
+            calls.append((one, self.calls.has(Dialled(one.address, one.node), request, seconds)))
 
         def counts(within: float) -> list[int | None]:
             found: list[int | None] = []
-            for entry, answer in zip(nodes, answers(within), strict=True):
+            ends_at = self.clock.monotonic_seconds() + within
+            for entry, call in calls:
+                answer = self.calls.answer_of(call, ends_at)
                 is_told = answer is not None and not (answer.reason and answer.reason != "absent")
                 if answer is not None and answer.reason == MissReason.KEY_MISMATCH:
                     self.mismatch(entry, space.run)

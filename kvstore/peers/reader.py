@@ -37,7 +37,7 @@ class FramePuller(ABC):
         self._hello = hello_for(offer.token, secret, offer.is_sealed)
         self._record = memoryview(bytearray(t.RECORD.size))
         self._checker = ThreadPoolExecutor(1, "kvstore-pull-checks")
-        self.is_refused = self._is_welcome = self._is_over = False
+        self.is_refused = self._is_welcome = self._is_over = self._has_wrong = False
         self._number = 0  # of the next frame
         self._request = 0
         self._expected: deque[bytes] = deque()  # records of requested frames
@@ -88,11 +88,12 @@ class FramePuller(ABC):
         for at, view in enumerate(views, self._number):
             if view.nbytes != sizes[at % len(sizes)]:
                 raise BadInput(f"a slot of {view.nbytes} bytes for a frame of {sizes[at % len(sizes)]}")
-        checks, is_well = _Checks(check, self._checker), False
+        checks, is_well = list[Future[bool]](), False
         try:
-            fault = self._fault_of(views, checks, deadline)
-            verified = checks.settled()
-            if fault is None and checks.has_failed:
+            fault = self._fault_of(views, check, checks, deadline)
+            results = [one.result() for one in checks]
+            verified = results.index(False) if False in results else len(results)
+            if fault is None and False in results:
                 fault = t.PeerFault("a frame that is not what was asked for")
             if fault is not None:
                 fault.verified = verified
@@ -111,16 +112,27 @@ class FramePuller(ABC):
 
     # --- frames ---
 
-    def _fault_of(self, views: Sequence[memoryview], checks: _Checks, deadline: float) -> t.PullFault | None:
+    def _fault_of(
+        self, views: Sequence[memoryview], check: Check, checks: list[Future[bool]], deadline: float
+    ) -> t.PullFault | None:
         try:
-            self._read_frames(views, checks, deadline)
+            self._read_frames(views, check, checks, deadline)
         except t.PullFault as found:
             return found
         except self.breaks as error:
             return broken(error)
         return None
 
-    def _read_frames(self, views: Sequence[memoryview], checks: _Checks, deadline: float) -> None:
+    def _read_frames(
+        self, views: Sequence[memoryview], check: Check, checks: list[Future[bool]], deadline: float
+    ) -> None:
+        """Another thread opens and checks a frame while the next one arrives."""
+
+        def is_right(at: int, view: memoryview, opening: Opening | None) -> bool:
+            found = (opening is None or opening()) and check(at, view)
+            self._has_wrong |= not found
+            return found
+
         asked = 0
         for at, view in enumerate(views):
             while asked < len(views) and asked - at <= t.FRAMES_ASKED * (t.REQUESTS_UNDER_WAY - 1):
@@ -134,7 +146,11 @@ class FramePuller(ABC):
                 raise t.PeerFault(f"an answer to another request, or of another frame or size ({record.status})")
             opening = self._fill_slot(expected, view, deadline)
             self._number += 1
-            if not checks.check(at, view, opening):
+            try:
+                checks.append(self._checker.submit(is_right, at, view, opening))
+            except RuntimeError:
+                raise t.PeerFault("the connection was closed from here") from None
+            if self._has_wrong:
                 return
 
     def _ask(self, views: Sequence[memoryview], deadline: float) -> int:
@@ -197,39 +213,6 @@ class PullTransport(ABC):
 def broken(error: Exception) -> t.PeerFault:
     """The fault for an error of the system, or of a library."""
     return t.PeerFault(f"the connection broke: {getattr(error, 'strerror', None) or error}")
-
-
-class _Checks:
-    """Counts the leading good frames of a pull. Another thread opens and checks a frame while the next one arrives."""
-
-    def __init__(self, check: Check, checker: ThreadPoolExecutor) -> None:
-        self._check, self._checker = check, checker
-        self._under_way: deque[Future[bool]] = deque()
-        self._good = 0
-        self.has_failed = False
-
-    def check(self, at: int, view: memoryview, opening: Opening | None) -> bool:
-        """Returns whether to go on."""
-
-        def is_good() -> bool:
-            return (opening is None or opening()) and self._check(at, view)
-
-        try:
-            self._under_way.append(self._checker.submit(is_good))
-        except RuntimeError:
-            raise t.PeerFault("the connection was closed from here") from None
-        while self._under_way and self._under_way[0].done():
-            self._note(self._under_way.popleft().result())
-        return not self.has_failed
-
-    def settled(self) -> int:
-        while self._under_way:
-            self._note(self._under_way.popleft().result())
-        return self._good
-
-    def _note(self, is_good: bool) -> None:
-        self.has_failed = self.has_failed or not is_good
-        self._good += not self.has_failed
 
 
 class FrameCheck:

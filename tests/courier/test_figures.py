@@ -1,4 +1,5 @@
-"""What a courier reports is counted once by its sidecar, however many tenants it has a connection for."""
+"""A courier at a real sidecar: what it reports is counted once, however many tenants it has a connection for, and it
+goes on only as far as the sidecar has adopted."""
 
 from __future__ import annotations
 
