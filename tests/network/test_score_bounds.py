@@ -73,17 +73,11 @@ class Elsewhere:
         return self.answer
 
 
-def scored(
-    others: Elsewhere | None,
-    seconds: float = 1.0,
-    own: int = 3,
-    keys: Sequence[bytes] = KEYS,
-    nodes: Sequence[str] = (),
-) -> Any:
+def scored(others: Elsewhere | None, seconds: float = 1.0, nodes: Sequence[str] = ()) -> Any:
     clock = FakeClock()
     time = CallTime(clock, clock.monotonic_seconds() + seconds)
-    call = DoorCall(Caller("team"), time, cast(TenantLink, OwnBlocks(own)))
-    prompt = store_pb2.Prompt(keys=b"".join(keys))
+    call = DoorCall(Caller("team"), time, cast(TenantLink, OwnBlocks(3)))
+    prompt = store_pb2.Prompt(keys=b"".join(KEYS))
     watch = cast(StatusWatch, OneRate())
     service = ScoreService(Scorer(watch, others.holding if others is not None else None), watch)
     return service.Score(score_pb2.ScoreRequest(namespace="ab", prompt=prompt, nodes=nodes), call)
