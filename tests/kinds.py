@@ -46,13 +46,8 @@ PURE_FILES = frozenset(
     openai_api/test_api.py
     pool/test_choice.py
     pool/test_directory.py
-    pool/test_members.py
-    pool/test_speeds.py
-    peers/test_sealed.py
     peers/test_tokens.py
     remote/test_names.py
-    remote/test_remote_breaker.py
-    remote/test_writes.py
     service/test_breaker.py
     service/test_rate_limited.py
     test_house.py
@@ -143,7 +138,6 @@ SLOW_FILES = (
     "network/test_page.py",
     "network/test_query.py",
     "network/test_reflection.py",
-    "network/test_rotation_under_load.py",
     "network/test_services.py",
     "network/test_traps.py",
     "openai_api/test_pd_proxy.py",

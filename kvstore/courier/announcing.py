@@ -19,10 +19,8 @@ from math import inf
 from kvstore.block.account import HitTier, MissReason
 from kvstore.client.connection import Unavailable
 from kvstore.courier.link import ANSWER_SECONDS, CourierRun, CourierSpace
-from kvstore.courier.remote_source import RemoteWays
-from kvstore.courier.window import Lending
-from kvstore.pool.announcer import Announcer
-from kvstore.pool.directory import hint_name, is_head
+from kvstore.courier.sources import Lending, RemoteWays
+from kvstore.pool.directory import Announcer, hint_name, is_head
 from kvstore.protocol import messages as m
 from tiering.clock import Clock
 from tiering.frame import HEADER_BYTES

@@ -28,24 +28,26 @@ from kvstore.block.identity import NodeIdentity
 from kvstore.client.connection import SidecarConnection, Unavailable
 from kvstore.client.framing import FramedSocket, drained
 from kvstore.courier.announcing import Follower
-from kvstore.courier.dialling import VERSION, GrpcPeers
+from kvstore.courier.dialling import VERSION, GrpcPeers, NamedPeers
 from kvstore.courier.directory import DirectoryAddress, ValkeyDirectory
-from kvstore.courier.fetch import Fetcher, FetchJob
 from kvstore.courier.figures import BANNED, MOST_SHOWN, PEER, REMOTE, UP, Figures
 from kvstore.courier.link import ANSWER_SECONDS, CONNECT_SECONDS, ENGINE, CourierRun, CourierSpace
-from kvstore.courier.locate import LOOK_SECONDS, Locator
-from kvstore.courier.members import NamedPeers
-from kvstore.courier.peer_source import PeerSource, PeerWays, hand_over
-from kvstore.courier.remote_source import RemoteWays
+from kvstore.courier.locate import LOOK_SECONDS, Fetcher, FetchJob, Locator
+from kvstore.courier.sources import (
+    LEAVING_SECONDS,
+    MOST_OFFERED_BLOCKS,
+    MOST_OFFERED_BYTES,
+    PeerSource,
+    PeerWays,
+    RemoteWays,
+    hand_over,
+)
 from kvstore.peers.reader import PullTransport
 from kvstore.peers.serving import FrameDoor
 from kvstore.peers.tokens import HAS, NONCE_BYTES, OFFER, PULL, PullTerms, ask_mac, pull_secret
 from kvstore.peers.transport import OfferedFrames, PeerFault, PullBusy
-from kvstore.pool.announcer import Announcer
 from kvstore.pool.choice import HolderChoice, UsableTransports
-from kvstore.pool.directory import MAX_FINGERPRINTS, NodeEntry
-from kvstore.pool.hottest import LEAVING_SECONDS, MOST_OFFERED_BLOCKS, MOST_OFFERED_BYTES
-from kvstore.pool.members import AliveTable
+from kvstore.pool.directory import MAX_FINGERPRINTS, AliveTable, Announcer, NodeEntry
 from kvstore.protocol import messages as m
 from kvstore.protocol.courier import (
     MAX_NOT_REACHED,
@@ -85,27 +87,9 @@ LONGEST_WAIT_SECONDS = 2.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class CourierParts:
-    """The parts of a courier. socket: `courier.sock`. peers: addresses. calls: to other nodes; None without any: then
-    there are no data servers, transports or directory either."""
-
-    socket: str
-    tenants: Sequence[str]
-    clock: Clock
-    new_token: Callable[[int], bytes]
-    figures: Figures
-    calls: GrpcPeers | None = None
-    peers: Sequence[str] = ()
-    doors: dict[str, FrameDoor] = field(default_factory=dict)
-    transports: dict[str, PullTransport] = field(default_factory=dict)
-    directory: DirectoryAddress | None = None
-    remote: RemoteWays | None = None
-
-
 class _NodeSession:
-    def __init__(self, parts: CourierParts, here: NodeIdentity, entry: Callable[[], NodeEntry]) -> None:
-        clock, figures = parts.clock, parts.figures
+    def __init__(self, courier: Courier, here: NodeIdentity) -> None:
+        clock, figures = courier.clock, courier.figures
         self._clock = clock
         self.here = here
         self.table = AliveTable(here)
@@ -114,16 +98,19 @@ class _NodeSession:
         self.announcer: Announcer | None = None
         self.named: NamedPeers | None = None
         self.ways: PeerWays | None = None
-        if parts.calls is not None:
-            usable = UsableTransports(list(parts.transports))
-            self.ways = PeerWays(parts.calls, parts.transports, usable, self.choice, figures, clock, parts.new_token)
-            if parts.directory is not None:
+        if courier.calls is not None:
+            usable = UsableTransports(list(courier.transports))
+            self.ways = PeerWays(
+                courier.calls, courier.transports, usable, self.choice, figures, clock, courier.new_token
+            )
+            if courier.directory is not None:
                 self.announcer = Announcer()
                 told = self.table, self.announcer
-                self.directory = ValkeyDirectory(parts.directory, here, entry, *told, clock, figures)
-            if parts.peers:
-                self.named = NamedPeers(parts.peers, here, self.table, parts.calls, figures.faults, clock)
-        self.locator = Locator(self.table, self.named, self.directory, self.ways, parts.remote, clock)
+                entry = partial(courier.entry, here)
+                self.directory = ValkeyDirectory(courier.directory, here, entry, *told, clock, figures)
+            if courier.peers:
+                self.named = NamedPeers(courier.peers, here, self.table, courier.calls, figures.faults, clock)
+        self.locator = Locator(self.table, self.named, self.directory, self.ways, courier.remote, clock)
         self.fetcher = Fetcher(self.locator, figures, clock)
 
     def others(self) -> list[tuple[str, str]]:
@@ -161,9 +148,8 @@ class _TenantWork:
     def __init__(self, courier: Courier, tenant: str, token: bytes) -> None:
         """token: of all links of a courier: the sidecar counts what a courier reports once, over whichever of its links
         it comes."""
-        parts = courier.parts
         self.tenant, self._token = tenant, token
-        self._path, self._clock, self._faults = parts.socket, parts.clock, parts.figures.faults
+        self._path, self._clock, self._faults = courier.socket, courier.clock, courier.figures.faults
         self._run: CourierRun | None = None
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._serve, name=f"kv-courier-{tenant}", daemon=True)
@@ -271,10 +257,9 @@ class _TenantWork:
     # The sidecar's questions ------------------------------------------------------------------------------------------
 
     def _begin(self, run: CourierRun) -> None:
-        session = self._session = self._courier.session_of(run)
-        parts = self._courier.parts
-        told = self._announced
-        self.follower = Follower(run, session.announcer, parts.remote, self._clock, lambda: self._tell(run), told)
+        session, remote, told = self._courier.session_of(run), self._courier.remote, self._announced
+        self._session = session
+        self.follower = Follower(run, session.announcer, remote, self._clock, lambda: self._tell(run), told)
         self.follower.start()
 
     def _take(self, run: CourierRun, wanted: m.QuestionsReply) -> None:
@@ -342,11 +327,11 @@ class _TenantWork:
         self._do(self._fetches, run, work)
 
     def _forget(self, run: CourierRun, question: Forget) -> QuestionAnswered:
-        parts, session = self._courier.parts, self._session
+        remote, session = self._courier.remote, self._session
         said = []
-        failed = parts.remote.forget(run.fingerprint, question.namespace) if parts.remote is not None else ""
-        if failed and parts.remote is not None:
-            said.append(f"{parts.remote.name} may still have blocks of it: {failed}; drop it again")
+        failed = remote.forget(run.fingerprint, question.namespace) if remote is not None else ""
+        if failed and remote is not None:
+            said.append(f"{remote.name} may still have blocks of it: {failed}; drop it again")
         nodes = session.others() if session is not None else []
         if nodes:
             names = ", ".join(node[:12] or where for node, where in nodes[:MOST_NAMED])
@@ -363,7 +348,7 @@ class _TenantWork:
         now = self._clock.monotonic_seconds()
         if now - self._told_at >= TOLD_SECONDS:
             self._told_at = now
-            self.exchange(run, self._courier.figures())
+            self.exchange(run, self._courier.told())
 
 
 AskedBy: TypeAlias = tuple[bytes, Callable[[], float]]
@@ -386,7 +371,7 @@ class PeerHolder:
     for one node and for all; beyond that the answer is busy, which is no fault."""
 
     def __init__(self, courier: Courier) -> None:
-        self._courier, self._doors = courier, courier.parts.doors
+        self._courier, self._doors = courier, courier.doors
         self._taking = threading.Lock()
         self._lock = threading.Lock()
         self._pulls = Counter[bytes]()
@@ -476,9 +461,9 @@ class PeerHolder:
 
         def sent(frame_bytes: int) -> None:
             is_whole = next(frames_sent) % len(columns) == 0  # a block's parts are sent in turn
-            self._courier.parts.figures.count(terms.asking, blocks_out=is_whole, bytes_out=frame_bytes)
+            self._courier.figures.count(terms.asking, blocks_out=is_whole, bytes_out=frame_bytes)
 
-        nonce = self._courier.parts.new_token(NONCE_BYTES)
+        nonce = self._courier.new_token(NONCE_BYTES)
         secret = pull_secret(space.grant.identity_key, terms, nonce)
         pulled = undo.pop_all()
         try:
@@ -539,25 +524,38 @@ class PeerHolder:
         except PeerFault as error:
             raise BadInput(str(error)) from None
         if not hmac.compare_digest(right, request.mac):
-            self._courier.parts.figures.refused("a caller", "mac")
+            self._courier.figures.refused("a caller", "mac")
             raise Unavailable(MissReason.KEY_MISMATCH, "another key of the tenant")
         if space is None:
             raise Unavailable(MissReason.ABSENT, "this namespace is not known")
         return space, terms
 
 
+@dataclass(eq=False)
 class Courier:
-    """Start it, close it. holder: answers other nodes."""
+    """Start it, close it. socket: `courier.sock`. peers: addresses. calls: to other nodes; None without any: then there
+    are no data servers, transports or directory either. holder: answers other nodes."""
 
-    def __init__(self, parts: CourierParts) -> None:
-        self.parts = parts
+    socket: str
+    tenants: Sequence[str]
+    clock: Clock
+    new_token: Callable[[int], bytes]
+    figures: Figures
+    calls: GrpcPeers | None = None
+    peers: Sequence[str] = ()
+    doors: dict[str, FrameDoor] = field(default_factory=dict)
+    transports: dict[str, PullTransport] = field(default_factory=dict)
+    directory: DirectoryAddress | None = None
+    remote: RemoteWays | None = None
+
+    def __post_init__(self) -> None:
         self.holder = PeerHolder(self)
         self._address = ""
         self._lock = threading.Lock()
         self._session: _NodeSession | None = None
         self._is_closed = False
-        token = parts.new_token(m.MIN_SESSION_BYTES)
-        self._tenants = [_TenantWork(self, name, token) for name in parts.tenants]
+        token = self.new_token(m.MIN_SESSION_BYTES)
+        self._tenants = [_TenantWork(self, name, token) for name in self.tenants]
 
     def runs(self) -> list[CourierRun]:
         return [run for one in self._tenants if (run := one.run) is not None]
@@ -580,12 +578,12 @@ class Courier:
             session.close()
         for one in self._tenants:
             one.close()
-        for door in self.parts.doors.values():
+        for door in self.doors.values():
             door.close()
-        if self.parts.calls is not None:
-            self.parts.calls.close()
-        if self.parts.remote is not None:
-            self.parts.remote.workers.close()
+        if self.calls is not None:
+            self.calls.close()
+        if self.remote is not None:
+            self.remote.workers.close()
 
     def session_of(self, run: CourierRun) -> _NodeSession:
         """The parts of the sidecar's present run; those of an earlier run end."""
@@ -594,7 +592,7 @@ class Courier:
             session, was = self._session, None
             if session is None or session.here != here:
                 was = session
-                session = _NodeSession(self.parts, here, lambda: self._entry(here))
+                session = _NodeSession(self, here)
                 if not self._is_closed:
                     self._session = session
                     session.start()
@@ -615,7 +613,7 @@ class Courier:
     def take_offer(self, space: CourierSpace, terms: PullTerms, seconds: float) -> tuple[int, MissReason | None]:
         """Pull what a leaving node offers; how many blocks are here afterwards, and why not all. Raises
         `Unavailable`."""
-        session, now = self._session, self.parts.clock.monotonic_seconds()
+        session, now = self._session, self.clock.monotonic_seconds()
         entry = session.table.alive(now).get(terms.asking) if session is not None else None
         if session is None or session.ways is None or entry is None:
             return 0, MissReason.UNREACHABLE  # this node does not know that one
@@ -626,13 +624,14 @@ class Courier:
         answer = session.fetcher.fetch(job)
         return answer.blocks, answer.reason
 
-    def _entry(self, here: NodeIdentity) -> NodeEntry:
+    def entry(self, here: NodeIdentity) -> NodeEntry:
+        """What the directory is told of this node."""
         prints = tuple(sorted({one.fingerprint for one in self.runs()}))[:MAX_FINGERPRINTS]
-        return NodeEntry(here.node, here.incarnation, self._address, prints, (VERSION,), tuple(self.parts.doors))
+        return NodeEntry(here.node, here.incarnation, self._address, prints, (VERSION,), tuple(self.doors))
 
-    def figures(self) -> CourierFigures:
-        parts, session, now = self.parts, self._session, self.parts.clock.monotonic_seconds()
-        counts = parts.figures
+    def told(self) -> CourierFigures:
+        """Its figures for people."""
+        session, now, counts = self._session, self.clock.monotonic_seconds(), self.figures
         sources = []
         reasons = counts.faults.reasons()
         if session is not None:
@@ -644,8 +643,7 @@ class Courier:
             if session.directory is not None:
                 sources.append(session.directory.figures())
                 reasons += [session.directory.reason] if session.directory.reason else []
-        if parts.remote is not None:
-            ways = parts.remote
+        if (ways := self.remote) is not None:
             seen = ways.workers.figures()
             one: SourceFigures = counts.told(REMOTE, ways.name, ways.name, seen.state, detail=seen.detail)
             sources.append(msgspec.structs.replace(one, failures=seen.failures))

@@ -1,4 +1,5 @@
-"""Calls to the `Peer` service of other nodes: a channel for each address and node, renewed when credentials change.
+"""Calls to the `Peer` service of other nodes: a channel for each address and node, renewed when credentials change; and
+the nodes that the configuration names.
 
 If nodes have certificates, only the intended node can answer: its certificate has the DNS name `ID.node.kvstore` beside
 the URI for its own calls, and TLS refuses any other. Without certificates, which is possible on loopback alone,
@@ -12,11 +13,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 
+from kvstore.block.errors import StoreError
+from kvstore.block.identity import INCARNATION_BYTES, NODE_BYTES, NodeIdentity
 from kvstore.config import is_loopback
+from kvstore.courier.figures import OncePerKind
+from kvstore.pool.directory import MAX_FINGERPRINTS, NODE_SECONDS, AliveTable, NodeEntry
 from kvstore.wire import peer_pb2
 from kvstore.wire.peer_pb2_grpc import PeerStub
 from tiering.clock import Clock
@@ -54,10 +59,6 @@ class Dialled:
     node: bytes
 
 
-Answers: TypeAlias = Callable[[float], list[peer_pb2.HasResponse | None]]
-"""The answers that are there after so many seconds at most; None for the others. May be called again."""
-
-
 def channel_credentials(contents: list[bytes]) -> Any:
     certificate, key, authority = contents
     return grpc.ssl_channel_credentials(authority, key, certificate)
@@ -84,23 +85,17 @@ class GrpcPeers:
         except ValueError as error:  # its channel was closed meanwhile
             raise PeerAway(str(error)) from None
 
-    def has(self, asked: Sequence[tuple[Dialled, peer_pb2.HasRequest]], seconds: float) -> Answers:
-        """Ask all nodes at once, each for that long."""
-        calls: list[Any] = []
-        for peer, request in asked:
-            call = None
-            with suppress(PeerAway, ValueError):  # ValueError: its channel was closed meanwhile
-                call = self._stub(peer).Has.future(request, timeout=seconds)
-            calls.append(call)
+    def has(self, peer: Dialled, request: peer_pb2.HasRequest, seconds: float) -> Any:
+        """Ask a node, for that long; returns the call for `answer_of`."""
+        with suppress(PeerAway, ValueError):  # ValueError: its channel was closed meanwhile
+            return self._stub(peer).Has.future(request, timeout=seconds)
+        return None
 
-        def answers(within: float) -> list[peer_pb2.HasResponse | None]:
-            ends_at = self._clock.monotonic_seconds() + within
-            return [self._taken(call, ends_at) if call is not None else None for call in calls]
-
-        return answers
-
-    def _taken(self, call: Any, ends_at: float) -> peer_pb2.HasResponse | None:
+    def answer_of(self, call: Any, ends_at: float) -> peer_pb2.HasResponse | None:
+        """The answer to `has`, if it is there by then; may be called again."""
         answer: peer_pb2.HasResponse | None = None
+        if call is None:
+            return None
         with suppress(grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
             answer = call.result(timeout=max(0.0, ends_at - self._clock.monotonic_seconds()))
         return answer
@@ -135,3 +130,83 @@ class GrpcPeers:
         for one in closing:
             one.close()
         return known[2]
+
+
+ASK_SECONDS = 1.5
+ANSWER_SECONDS = 1.0
+
+
+class NamedPeers:
+    """`network.peers`: asked for their ids at intervals. Thread-safe."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        here: NodeIdentity,
+        table: AliveTable,
+        calls: GrpcPeers,
+        faults: OncePerKind,
+        clock: Clock,
+    ) -> None:
+        """table: receives them, beside those that a directory names."""
+        self._addresses = dict.fromkeys(addresses, True)  # whether another node may be there
+        self._named: dict[str, bytes] = {}
+        self._here = here
+        self._calls = calls
+        self._faults = faults
+        self._clock = clock
+        self._table = table
+        self._ends = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._follow, args=(one,), name="kv-courier-peer", daemon=True) for one in addresses
+        ]
+
+    def start(self) -> None:
+        for one in self._threads:
+            one.start()
+
+    def nodes(self) -> set[bytes]:
+        return set(self._named.values())
+
+    def addresses(self) -> list[tuple[bytes, str]]:
+        """All but this node's own; with the id of the node that answered there last, empty if none has."""
+        return [(self._named.get(one, b""), one) for one, is_another in self._addresses.items() if is_another]
+
+    def close(self) -> None:
+        self._ends.set()
+
+    def _follow(self, address: str) -> None:
+        kind = f"peer {address}"
+        while not self._ends.is_set():
+            try:
+                entry = self._asked(address)
+                self._addresses[address] = entry is not None
+                if entry is None:
+                    self._faults.say(kind, f"network.peers: {address} is this node itself; leave it out")
+                else:
+                    self._named[address] = entry.node
+                    self._table.saw([entry], self._clock.monotonic_seconds(), NODE_SECONDS)
+                    self._faults.ended(kind, f"peer {address} answers")
+            except (PeerAway, StoreError, ValueError) as error:
+                self._faults.say(kind, f"peer {address} does not answer: {error}")
+            self._ends.wait(ASK_SECONDS)
+
+    def _asked(self, address: str) -> NodeEntry | None:
+        """The node at an address; if nodes have certificates, its certificate must have the same id. None for this
+        node."""
+        request = peer_pb2.WhoAreYouRequest(node=self._here.node)
+        first: peer_pb2.WhoAreYouResponse = self._calls.ask("WhoAreYou", Dialled(address, b""), request, ANSWER_SECONDS)
+        if first.node == self._here.node:
+            return None
+        found = self._calls.ask("WhoAreYou", Dialled(address, first.node), request, ANSWER_SECONDS)
+        return entry_of(found, address)
+
+
+def entry_of(found: peer_pb2.WhoAreYouResponse, address: str) -> NodeEntry:
+    """Raises `ValueError` for an impossible answer."""
+    if len(found.node) != NODE_BYTES or len(found.incarnation) != INCARNATION_BYTES:
+        raise ValueError("it names no node")
+    if VERSION not in found.versions:
+        raise ValueError(f"it speaks versions {list(found.versions)[:8]} of the protocol between nodes, not {VERSION}")
+    fingerprints = tuple(found.fingerprints[:MAX_FINGERPRINTS])
+    return NodeEntry(found.node, found.incarnation, address, fingerprints, (VERSION,), tuple(found.transports[:8]))

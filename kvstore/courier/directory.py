@@ -30,24 +30,27 @@ from kvstore.block.account import HitTier
 from kvstore.block.errors import BadInput, shown
 from kvstore.block.identity import NODE_BYTES, NodeIdentity
 from kvstore.courier.figures import DIRECTORY, DOWN, OPEN, UP, Figures
-from kvstore.pool.announcer import Announcer
 from kvstore.pool.directory import (
     HINT_SECONDS,
     MAX_ENTRY_BYTES,
     MAX_HOLDERS,
+    MAX_NODES,
     NODE_SECONDS,
+    AliveTable,
+    Announcer,
+    ClaimState,
     DirectoryDown,
     Holder,
+    NodeClaim,
     NodeEntry,
     entry_bytes,
     hint_value,
     leading_holders,
     read_entry,
 )
-from kvstore.pool.members import MAX_NODES, AliveTable, ClaimState, NodeClaim
 from kvstore.protocol.courier import SourceFigures
 from tiering.clock import Clock
-from tiering.remote.resp import command
+from tiering.remote.resp import ErrorReply, Reply, ReplyRoom, RespConnection, RespFault, TooLarge, command
 
 REFRESH_SECONDS, TICK_SECONDS = 1.5, 0.2
 CALL_SECONDS, CONNECT_SECONDS, LEAVE_SECONDS = 1.0, 1.0, 0.5
@@ -57,11 +60,12 @@ NODES_PER_REFRESH = 256
 """A larger pool's table is read less often, in proportion: otherwise the reads grow with the square of the nodes."""
 LOOKUP_CONNECTIONS = 8  # twice as many as one tenant's threads use at once
 FAILURES_TO_OPEN = 3
-MAX_LINE_BYTES, MAX_ELEMENTS = 4096, 2 * MAX_NODES
+MAX_ITEMS, MAX_ITEMS_PER_COMMAND = MAX_NODES, 2 * MAX_HOLDERS + 1
 ROOM_BYTES, ROOM_PER_COMMAND_BYTES = 1 << 20, 8 << 10
+"""Of all replies of a call together: items, and bytes of strings."""
+BUFFER_BYTES = 64 << 10
 MAX_TIME_MS = 1 << 48
 DEFAULT_PORT = 6379
-_DOLLAR = ord("$")
 _NODES, _NODE, _HINTS = b"kv:nodes", b"kv:n:", b"kv:h:"
 _LIST_ANEW = (b"DEL", _NODES)  # a broken set: each node enters itself again with its next refresh
 
@@ -219,7 +223,7 @@ class ValkeyDirectory:
             how = (b"PX", ttl_ms, b"FIELDS", 1, node)
             wanted = [(b"HSETEX", _HINTS + name, *how, hint_value(run, tier)) for name, tier in hints]
             replies = self._ask(wanted, seconds)
-            if not any(isinstance(reply, _ReplyError) and reply.is_unknown_command for reply in replies):
+            if not any(isinstance(reply, ErrorReply) and "unknown command" in reply.text.lower() for reply in replies):
                 return self._judge(replies)
             self._fields_age = False
         now_ms = self._server_ms()
@@ -389,8 +393,8 @@ class ValkeyDirectory:
     @staticmethod
     def _judge(replies: Sequence[object]) -> None:
         for one in replies:
-            if isinstance(one, _ReplyError) and not str(one).startswith("WRONGTYPE"):
-                raise _Refused(str(one))
+            if isinstance(one, ErrorReply) and one.code != "WRONGTYPE":
+                raise _Refused(one.text)
 
 
 class _Refused(DirectoryDown): ...
@@ -400,15 +404,9 @@ class _Oversized(DirectoryDown):
     """The reply is longer than a call's may be."""
 
 
-class _ReplyError(Exception):
-    @property
-    def is_unknown_command(self) -> bool:
-        return str(self).lower().startswith("err unknown command")
-
-
 def _fields(reply: object) -> dict[bytes, bytes]:
-    if isinstance(reply, _ReplyError) and not str(reply).startswith("WRONGTYPE"):
-        raise DirectoryDown(str(reply))
+    if isinstance(reply, ErrorReply) and reply.code != "WRONGTYPE":
+        raise DirectoryDown(reply.text)
     flat = reply if isinstance(reply, list) else []
     pairs = zip(flat[::2], flat[1::2], strict=False)
     return {node: value for node, value in pairs if isinstance(node, bytes) and isinstance(value, bytes)}
@@ -425,124 +423,65 @@ def _milliseconds(reply: Any) -> int:
 
 
 class _ValkeyWire:
-    """One connection that speaks RESP 2, for one thread at a time: each call within a deadline and a number of bytes.
-    Sizes that a server announces are checked before anything is built from them."""
+    """One connection, for one thread at a time: each call within a deadline, and its replies bounded in all."""
 
     def __init__(self, address: DirectoryAddress, clock: Clock) -> None:
         self._address = address
         self._clock = clock
-        self._socket: socket.socket | None = None
-        self._seen, self._at = b"", 0
-        self._deadline, self._room = 0.0, 0
+        self._connection: RespConnection | None = None
 
     def call(self, commands: Sequence[tuple[Any, ...]], seconds: float = CALL_SECONDS) -> list[Any]:
-        """The replies in order; the error of a single command is a `_ReplyError` among them. Connects if there is no
+        """The replies in order; the error of a single command is an `ErrorReply` among them. Connects if there is no
         connection. On failure closes it and raises `DirectoryDown`."""
         try:
-            sock = self._socket or self._connected()
-            return self._replies(sock, commands, seconds)
-        except (OSError, ValueError, _Oversized) as error:
+            connection = self._connection or self._connected()
+            return self._replies(connection, commands, seconds)
+        except (OSError, RespFault) as error:
             self.close()
-            if isinstance(error, _Oversized):
-                raise
+            if isinstance(error, TooLarge):
+                raise _Oversized(str(error)) from None
             is_late = isinstance(error, TimeoutError)
             raise DirectoryDown(f"no answer in {1e3 * seconds:.0f} ms" if is_late else str(error)[:200]) from None
 
     def close(self) -> None:
-        sock, self._socket = self._socket, None
-        if sock is not None:
-            sock.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
-    def _connected(self) -> socket.socket:
-        address, self._seen, self._at = self._address, b"", 0
+    def _connected(self) -> RespConnection:
+        address = self._address
         if address.path:
-            sock = self._socket = socket.socket(socket.AF_UNIX)
+            sock = socket.socket(socket.AF_UNIX)
             sock.settimeout(CONNECT_SECONDS)
             sock.connect(address.path)
         else:
-            sock = self._socket = socket.create_connection((address.host, address.port), CONNECT_SECONDS)
+            sock = socket.create_connection((address.host, address.port), CONNECT_SECONDS)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection = self._connection = RespConnection(sock, self._clock, BUFFER_BYTES)
         password = address.password()
         if password or address.user:
             user = (address.user.encode(),) if address.user else ()
-            (reply,) = self._replies(sock, [(b"AUTH", *user, password.encode())], CONNECT_SECONDS)
-            if isinstance(reply, _ReplyError):
-                raise ValueError(str(reply))
-        return sock
+            (reply,) = self._replies(connection, [(b"AUTH", *user, password.encode())], CONNECT_SECONDS)
+            if isinstance(reply, ErrorReply):
+                raise RespFault(reply.text)
+        return connection
 
-    def _replies(self, sock: socket.socket, commands: Sequence[tuple[Any, ...]], seconds: float) -> list[Any]:
-        if self._at != len(self._seen):
-            raise ValueError("an answer that was not asked for")
-        self._seen, self._at = b"", 0
-        self._deadline = self._clock.monotonic_seconds() + seconds
-        self._room = ROOM_BYTES + ROOM_PER_COMMAND_BYTES * len(commands)
-        sock.settimeout(max(1e-6, seconds))
+    def _replies(
+        self, connection: RespConnection, commands: Sequence[tuple[Any, ...]], seconds: float
+    ) -> list[Reply | ErrorReply]:
+        if not connection.is_in_step():
+            raise RespFault("it closed the connection, or answered what was not asked")
+        ends_at = self._clock.monotonic_seconds() + seconds
         words = [[b"%d" % word if isinstance(word, int) else word for word in one] for one in commands]
-        sock.sendall(b"".join(command(*one) for one in words))
-        return [self._read() for _ in commands]
-
-    def _read(self, depth: int = 0) -> Any:
-        line = self._line()
-        kind, rest = line[:1], line[1:]
-        if kind == b"$":
-            return self._value(int(rest))
-        if kind == b"*":
-            count = int(rest)
-            if count > MAX_ELEMENTS or depth > 1:
-                raise ValueError(f"a reply of {count} elements")
-            return self._array(count, depth) if count >= 0 else None
-        if kind == b":":
-            return int(rest)
-        if kind == b"+":
-            return rest
-        if kind == b"-":
-            return _ReplyError(rest[:200].decode("utf-8", "replace"))
-        raise ValueError("a reply in another protocol")
-
-    def _array(self, count: int, depth: int) -> list[Any]:
-        items: list[Any] = []
-        while len(items) < count:
-            seen, at = self._seen, self._at
-            end = seen.find(b"\r\n", at, at + 8)
-            size = int(seen[at + 1 : end]) if end > 0 and seen[at] == _DOLLAR else -1
-            if 0 <= size <= len(seen) - end - 4:  # most values were read already: no call
-                items.append(seen[end + 2 : end + 2 + size])
-                self._at = end + 4 + size
-            else:
-                items.append(self._read(depth + 1))
-        return items
-
-    def _value(self, size: int) -> bytes | None:
-        if size < 0:
-            return None
-        if size > self._room + len(self._seen) - self._at:
-            raise _Oversized(f"a value of {size} bytes")
-        while len(self._seen) - self._at < size + 2:
-            self._more()
-        begin, self._at = self._at, self._at + size + 2
-        return self._seen[begin : begin + size]
-
-    def _line(self) -> bytes:
-        while (end := self._seen.find(b"\r\n", self._at)) < 0:
-            if len(self._seen) - self._at > MAX_LINE_BYTES:
-                raise ValueError("a line without an end")
-            self._more()
-        begin, self._at = self._at, end + 2
-        return self._seen[begin:end]
-
-    def _more(self) -> None:
-        left = self._deadline - self._clock.monotonic_seconds()
-        if left <= 0.0:
-            raise TimeoutError
-        if self._socket is None:
-            raise ValueError("closed")
-        self._socket.settimeout(left)
-        got = self._socket.recv(min(1 << 16, self._room + 1))
-        if not got:
-            raise ValueError("closed by the server")
-        self._room -= len(got)
-        if self._room < 0:
-            raise _Oversized("more than a call may answer")
-        self._seen = self._seen[self._at :] + got
-        self._at = 0
+        connection.send([b"".join(command(*one) for one in words)], ends_at)
+        room = ReplyRoom(
+            MAX_ITEMS + MAX_ITEMS_PER_COMMAND * len(words), ROOM_BYTES + ROOM_PER_COMMAND_BYTES * len(words)
+        )
+        replies: list[Reply | ErrorReply] = []
+        for _ in words:
+            try:
+                replies.append(connection.reply(ends_at, room))
+            except ErrorReply as error:
+                replies.append(error)
+        return replies

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from math import inf
 
-from kvstore.pool.speeds import SpeedBook
+from kvstore.pool.choice import SpeedBook
 from kvstore.protocol.courier import MAX_SOURCES, MAX_WHERE_CHARACTERS, SourceFigures
 from kvstore.protocol.words import printable
 from tiering.clock import Clock

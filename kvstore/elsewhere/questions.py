@@ -65,12 +65,8 @@ class TenantQuestions:
     def __init__(self, numbers: Iterator[int]) -> None:
         """numbers: for its questions, never reused."""
         self._numbers = numbers
-        self._open: dict[int, OpenQuestion] = {}
-        self._unasked: dict[int, None] = {}  # those of them that were not handed out
-        self._over: deque[OpenQuestion] = deque()  # stay open until reported to their courier
-        self._key_bytes = 0
+        self._open: dict[int, OpenQuestion] = {}  # one that is over stays until that is reported to its courier
         self._places: OrderedDict[int, LocatedChain] = OrderedDict()
-        self._place_bytes = 0
         self._couriers: dict[Courier, None] = {}  # the one that asked last at the end
         self._is_deaf = False  # a question timed out before the courier asked for it
 
@@ -92,11 +88,10 @@ class TenantQuestions:
 
     def add(self, one: OpenQuestion) -> bool:
         """False if there are too many."""
-        if len(self._open) >= MOST_QUESTIONS or self._key_bytes + one.key_bytes > MOST_KEY_BYTES:
+        key_bytes = sum(other.key_bytes for other in self._open.values())
+        if len(self._open) >= MOST_QUESTIONS or key_bytes + one.key_bytes > MOST_KEY_BYTES:
             return False
         self._open[one.ask.number] = one
-        self._unasked[one.ask.number] = None
-        self._key_bytes += one.key_bytes
         return True
 
     def take(self, courier: Courier) -> c.QuestionsReply:
@@ -105,23 +100,21 @@ class TenantQuestions:
         self._couriers[courier] = None
         self._is_deaf = False
         asked: list[Ask] = []
-        size = 0
-        while self._unasked and (not asked or size < REPLY_BYTES):
-            one = self._open[next(iter(self._unasked))]
-            del self._unasked[one.ask.number]
+        size, unasked = 0, deque(one for one in self if one.courier is None)
+        while unasked and (not asked or size < REPLY_BYTES):
+            one = unasked.popleft()
             one.courier = courier
             asked.append(one.ask)
             size += one.key_bytes
-        over = [one for one in self._over if one.courier is courier]
+        over = [one for one in self if one.is_over and one.courier is courier]
         for one in over:
-            self._remove(one)
-        self._over = deque(one for one in self._over if one.courier is not courier)
+            del self._open[one.ask.number]
         return c.QuestionsReply(
             [one for one in asked if isinstance(one, c.LocateQuestion)],
             [one for one in asked if isinstance(one, c.FetchQuestion)],
             [one for one in asked if isinstance(one, c.Forget)],
             [one.ask.number for one in over],
-            bool(self._unasked),
+            bool(unasked),
         )
 
     def answered(self, courier: Courier, answer: c.QuestionAnswered) -> OpenQuestion | None:
@@ -130,25 +123,22 @@ class TenantQuestions:
         if one is None or one.courier is not courier or one.is_over:
             return None
         one.answer = answer
-        self._remove(one)
-        return one
+        return self._open.pop(answer.number)
 
     def no_more(self, one: OpenQuestion) -> None:
         """A question is given up; if it is a fetch, its courier gets a report."""
         if self._open.get(one.ask.number) is not one or one.is_over:
             return
-        if one.courier is None or not isinstance(one.ask, c.FetchQuestion):
-            self._remove(one)
-        else:
-            one.is_over = True
-            self._over.append(one)
+        one.is_over = one.courier is not None and isinstance(one.ask, c.FetchQuestion)
+        if not one.is_over:
+            del self._open[one.ask.number]
 
     def expire(self, now: float) -> list[OpenQuestion]:
         """The questions that timed out."""
-        late = [one for one in self._open.values() if one.until <= now]
+        late = [one for one in self if one.until <= now]
         for one in late:
             self._is_deaf |= one.courier is None
-            self._remove(one)
+            del self._open[one.ask.number]
         return late
 
     def left(self, courier: Courier) -> list[OpenQuestion]:
@@ -158,18 +148,14 @@ class TenantQuestions:
         was_latest = next(reversed(self._couriers)) is courier
         del self._couriers[courier]
         self._is_deaf &= not was_latest
-        for one in [one for one in self._open.values() if one.courier is courier]:
-            one.courier = None
-            if one.is_over:
-                self._over.remove(one)
-                self._remove(one)
-            else:
-                self._unasked[one.ask.number] = None
+        for one in self:
+            if one.courier is courier:
+                one.courier = None
+                if one.is_over:
+                    del self._open[one.ask.number]
         if self._couriers:
             return []
-        ended = list(self._open.values())
-        for one in ended:
-            self._remove(one)
+        ended, self._open = list(self), {}
         return ended
 
     # Places ----------------------------------------------------------------------------------------------------------
@@ -181,13 +167,15 @@ class TenantQuestions:
             reason, detail = (answer.reason, answer.detail) if answer is not None else (None, "")
             return c.Located(0, question.present, reason=reason, detail=detail)
         self._places[question.number] = LocatedChain(question, blocks, now + PLACE_SECONDS)
-        self._place_bytes += KEY_BYTES * len(question.keys)
         while self._place_bytes > MOST_PLACE_BYTES or len(self._places) > MOST_PLACES or self._first_until <= now:
-            _, gone = self._places.popitem(last=False)
-            self._place_bytes -= KEY_BYTES * len(gone.question.keys)
+            self._places.popitem(last=False)
         milliseconds = answer.milliseconds if answer.milliseconds >= 0 else inf  # also false for NaN
         told = answer.where, answer.reason, answer.detail
         return c.Located(question.number, blocks, answer.tier, milliseconds, *told)
+
+    @property
+    def _place_bytes(self) -> int:
+        return KEY_BYTES * sum(len(one.question.keys) for one in self._places.values())
 
     @property
     def _first_until(self) -> float:
@@ -198,29 +186,18 @@ class TenantQuestions:
         found = self._places.get(number)
         return found if found is not None and found.until > now and found.question.namespace == namespace else None
 
-    def forget(self, namespace: int | None) -> None:
-        """Drop the places of a namespace, or all."""
-        for number, one in list(self._places.items()):
-            if namespace in (None, one.question.namespace):
-                del self._places[number]
-                self._place_bytes -= KEY_BYTES * len(one.question.keys)
+    def forget(self) -> None:
+        """Drop all places."""
+        self._places.clear()
 
     def check(self) -> None:
         """Verify that the tables agree, and bounds hold."""
         assert all(number == one.ask.number for number, one in self._open.items())
-        assert self._key_bytes == sum(one.key_bytes for one in self._open.values()) <= MOST_KEY_BYTES
+        assert sum(one.key_bytes for one in self._open.values()) <= MOST_KEY_BYTES
         assert len(self._open) <= MOST_QUESTIONS and len(self._places) <= MOST_PLACES
-        assert self._place_bytes == sum(KEY_BYTES * len(one.question.keys) for one in self._places.values())
         assert self._place_bytes <= MOST_PLACE_BYTES
-        assert self._unasked.keys() == {number for number, one in self._open.items() if one.courier is None}
-        assert {*self._over} == {one for one in self._open.values() if one.is_over}
         assert all(one.courier in self._couriers for one in self._open.values() if one.courier is not None)
         assert self._couriers or not self._open, "what no courier can answer is not asked"
-
-    def _remove(self, one: OpenQuestion) -> None:
-        del self._open[one.ask.number]
-        self._unasked.pop(one.ask.number, None)
-        self._key_bytes -= one.key_bytes
 
     def __iter__(self) -> Iterator[OpenQuestion]:
         return iter(list(self._open.values()))

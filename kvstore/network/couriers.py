@@ -6,18 +6,17 @@ from collections.abc import Callable, Sequence
 
 from kvstore.block.errors import BadInput
 from kvstore.config import RemoteSettings, host_and_port
-from kvstore.courier.courier import Courier, CourierParts
+from kvstore.courier.courier import Courier
 from kvstore.courier.dialling import GrpcPeers, channel_credentials
 from kvstore.courier.directory import DirectoryAddress
 from kvstore.courier.figures import Figures
-from kvstore.courier.remote_source import RemoteWays
+from kvstore.courier.sources import RemoteWays
 from kvstore.edge.tokens import read_credential
 from kvstore.network.credentials import Rotated
 from kvstore.network.part import pems_of
-from kvstore.peers.door import SocketFrameDoor
 from kvstore.peers.reader import PullTransport
 from kvstore.peers.serving import FrameDoor
-from kvstore.peers.sockets import SocketPullTransport
+from kvstore.peers.sockets import SocketFrameDoor, SocketPullTransport
 from kvstore.peers.transport import written_address
 from kvstore.service.settings import Settings
 from tiering.clock import Clock
@@ -67,9 +66,7 @@ def make_courier(
         transports["sockets"] = SocketPullTransport(clock, seal=seal)
     writing = _remote(remote, figures, clock, new_token) if remote.url is not None else None
     peers = network.peers or ()
-    return Courier(
-        CourierParts(socket, tenants, clock, new_token, figures, calls, peers, doors, transports, directory, writing)
-    )
+    return Courier(socket, tenants, clock, new_token, figures, calls, peers, doors, transports, directory, writing)
 
 
 def _secret_of(path: str | None) -> Callable[[], bytes]:

@@ -17,6 +17,8 @@ from kvstore.peers import sealed
 from kvstore.peers import transport as t
 from kvstore.peers.tokens import hello_for, proof_of
 from tiering.clock import Clock
+from tiering.errors import BlockCorrupt
+from tiering.frame import HEADER_BYTES, FrameHeader, names_block, parse_header, verify_payload
 
 Check = Callable[[int, memoryview], bool]
 Opening = Callable[[], bool]
@@ -35,7 +37,7 @@ class FramePuller(ABC):
         self._hello = hello_for(offer.token, secret, offer.is_sealed)
         self._record = memoryview(bytearray(t.RECORD.size))
         self._checker = ThreadPoolExecutor(1, "kvstore-pull-checks")
-        self.is_refused = self._is_welcome = self._is_over = False
+        self.is_refused = self._is_welcome = self._is_over = self._has_wrong = False
         self._number = 0  # of the next frame
         self._request = 0
         self._expected: deque[bytes] = deque()  # records of requested frames
@@ -86,11 +88,12 @@ class FramePuller(ABC):
         for at, view in enumerate(views, self._number):
             if view.nbytes != sizes[at % len(sizes)]:
                 raise BadInput(f"a slot of {view.nbytes} bytes for a frame of {sizes[at % len(sizes)]}")
-        checks, is_well = _Checks(check, self._checker), False
+        checks, is_well = list[Future[bool]](), False
         try:
-            fault = self._fault_of(views, checks, deadline)
-            verified = checks.settled()
-            if fault is None and checks.has_failed:
+            fault = self._fault_of(views, check, checks, deadline)
+            results = [one.result() for one in checks]
+            verified = results.index(False) if False in results else len(results)
+            if fault is None and False in results:
                 fault = t.PeerFault("a frame that is not what was asked for")
             if fault is not None:
                 fault.verified = verified
@@ -109,16 +112,27 @@ class FramePuller(ABC):
 
     # --- frames ---
 
-    def _fault_of(self, views: Sequence[memoryview], checks: _Checks, deadline: float) -> t.PullFault | None:
+    def _fault_of(
+        self, views: Sequence[memoryview], check: Check, checks: list[Future[bool]], deadline: float
+    ) -> t.PullFault | None:
         try:
-            self._read_frames(views, checks, deadline)
+            self._read_frames(views, check, checks, deadline)
         except t.PullFault as found:
             return found
         except self.breaks as error:
             return broken(error)
         return None
 
-    def _read_frames(self, views: Sequence[memoryview], checks: _Checks, deadline: float) -> None:
+    def _read_frames(
+        self, views: Sequence[memoryview], check: Check, checks: list[Future[bool]], deadline: float
+    ) -> None:
+        """Another thread opens and checks a frame while the next one arrives."""
+
+        def is_right(at: int, view: memoryview, opening: Opening | None) -> bool:
+            found = (opening is None or opening()) and check(at, view)
+            self._has_wrong |= not found
+            return found
+
         asked = 0
         for at, view in enumerate(views):
             while asked < len(views) and asked - at <= t.FRAMES_ASKED * (t.REQUESTS_UNDER_WAY - 1):
@@ -132,7 +146,11 @@ class FramePuller(ABC):
                 raise t.PeerFault(f"an answer to another request, or of another frame or size ({record.status})")
             opening = self._fill_slot(expected, view, deadline)
             self._number += 1
-            if not checks.check(at, view, opening):
+            try:
+                checks.append(self._checker.submit(is_right, at, view, opening))
+            except RuntimeError:
+                raise t.PeerFault("the connection was closed from here") from None
+            if self._has_wrong:
                 return
 
     def _ask(self, views: Sequence[memoryview], deadline: float) -> int:
@@ -162,12 +180,6 @@ class FramePuller(ABC):
             raise t.PeerFault("a door that does not have the secret of this pull")
         self._is_welcome = True
         return True
-
-    def _left(self, deadline: float) -> float:
-        left = deadline - self._clock.monotonic_seconds()
-        if left <= 0:
-            raise t.TimedOutPull("the deadline came before the frames")
-        return left
 
 
 class PullTransport(ABC):
@@ -203,34 +215,64 @@ def broken(error: Exception) -> t.PeerFault:
     return t.PeerFault(f"the connection broke: {getattr(error, 'strerror', None) or error}")
 
 
-class _Checks:
-    """Counts the leading good frames of a pull. Another thread opens and checks a frame while the next one arrives."""
+class FrameCheck:
+    """Of one frame, while it arrives: slot class, block and part, and every digest of its payload. A layer slice is
+    compared as soon as it is whole, while the processor's caches still have it. Not thread-safe."""
 
-    def __init__(self, check: Check, checker: ThreadPoolExecutor) -> None:
-        self._check, self._checker = check, checker
-        self._under_way: deque[Future[bool]] = deque()
-        self._good = 0
-        self.has_failed = False
+    def __init__(self, stamp: bytes, key: bytes, frame: memoryview) -> None:
+        """stamp: of the slot class, packed. key: of the block. frame: the memory in which it arrives."""
+        self._stamp, self._key, self._frame = stamp, key, frame
+        self._header: FrameHeader | None = None
+        self._compared = 0
+        self._is_wrong = False
 
-    def check(self, at: int, view: memoryview, opening: Opening | None) -> bool:
-        """Returns whether to go on."""
+    @property
+    def is_right(self) -> bool:
+        """Whether header and payload have arrived, and are what they should be."""
+        return self._header is not None and self._compared == self._header.stamp.slices
 
-        def is_good() -> bool:
-            return (opening is None or opening()) and self._check(at, view)
-
+    def arrived(self, count: int) -> None:
+        """The first `count` bytes are there, and stay as they are. Never raises."""
+        if self._header is None and not self._is_wrong and count >= HEADER_BYTES:
+            self._read_header()
+        if self._header is None or self._is_wrong:
+            return
+        stamp = self._header.stamp
+        whole = min(stamp.slices, (count - HEADER_BYTES) // stamp.slice_bytes)
         try:
-            self._under_way.append(self._checker.submit(is_good))
-        except RuntimeError:
-            raise t.PeerFault("the connection was closed from here") from None
-        while self._under_way and self._under_way[0].done():
-            self._note(self._under_way.popleft().result())
-        return not self.has_failed
+            verify_payload(self._header, self._frame[HEADER_BYTES:], self._compared, whole)
+        except BlockCorrupt:
+            self._is_wrong = True
+        else:
+            self._compared = whole
 
-    def settled(self) -> int:
-        while self._under_way:
-            self._note(self._under_way.popleft().result())
-        return self._good
+    def _read_header(self) -> None:
+        raw = bytes(self._frame[:HEADER_BYTES])
+        try:
+            if names_block(raw, self._stamp, self._key):
+                self._header = parse_header(raw)
+        except BlockCorrupt:
+            pass
+        self._is_wrong = self._header is None
 
-    def _note(self, is_good: bool) -> None:
-        self.has_failed = self.has_failed or not is_good
-        self._good += not self.has_failed
+
+class FrameChecks:
+    """The `check` of a pull, for the frames of several blocks.
+
+    stamps: packed, by part, as the sidecar grants them. keys: of the blocks that the slots of this call are for, in
+    order. The sidecar checks the header's MAC, for which it alone has the key.
+    """
+
+    def __init__(self, stamps: Sequence[bytes], keys: Sequence[bytes]) -> None:
+        self._stamps, self._keys = stamps, keys
+
+    def of(self, number: int, frame: memoryview) -> FrameCheck:
+        """Of a frame that is to arrive. number: of a frame of these blocks, in the order of an offer."""
+        block, part = divmod(number, len(self._stamps))
+        return FrameCheck(self._stamps[part], self._keys[block], frame)
+
+    def __call__(self, number: int, frame: memoryview) -> bool:
+        """Whether a frame that has arrived is what it should be."""
+        check = self.of(number, frame)
+        check.arrived(len(frame))
+        return check.is_right

@@ -3,6 +3,7 @@ puller."""
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -13,6 +14,36 @@ from kvstore.peers import sealed
 from kvstore.peers import transport as t
 from kvstore.peers.tokens import HeldOffer, Offers, proof_of, seal_key
 from tiering.clock import Clock
+
+
+class Bell:
+    """Wakes a thread that sleeps on descriptors: `descriptor` is readable once `ring` was called. Thread-safe; ringing
+    a closed bell does nothing."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def ring(self) -> None:
+        """From any thread."""
+        with self._lock:
+            if not self._is_closed:  # else the descriptor's number may be another file's
+                os.eventfd_write(self.descriptor, 1)
+
+    def hear(self) -> None:
+        """Called by the woken thread."""
+        try:
+            os.eventfd_read(self.descriptor)
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        """Call once."""
+        with self._lock:
+            self._is_closed = True
+            os.close(self.descriptor)
+
 
 MOST_CONNECTIONS = 512
 MOST_STRANGERS = 128
@@ -70,7 +101,7 @@ class FrameDoor(ABC):
 
     def _has_room(self) -> bool:
         """For another connection; the oldest of too many strangers makes room."""
-        strangers = [one for one in self._connections if one.offer is None]
+        strangers = [one for one in list(self._connections) if one.offer is None]  # others end by themselves
         if len(strangers) >= MOST_STRANGERS:
             self._drop(strangers[0])
             return True

@@ -23,6 +23,7 @@ from ipaddress import IPv6Address, ip_address
 from typing import NamedTuple
 
 from kvstore.block.errors import BadInput, OutOfResources, StoreError
+from tiering.clock import Clock
 from tiering.frame import ALIGNMENT
 
 VERSION = 1
@@ -172,6 +173,14 @@ def must_seal(host: str, seal: str) -> bool:
     if seal not in ("auto", "always"):
         raise BadInput(f"seal={seal!r}; allowed: auto (sealed beyond loopback), always")
     return seal == "always" or not stays_here(host)
+
+
+def seconds_left(clock: Clock, deadline: float) -> float:
+    """Raises `TimedOutPull` if there are none."""
+    left = deadline - clock.monotonic_seconds()
+    if left <= 0:
+        raise TimedOutPull("the deadline came before the frames")
+    return left
 
 
 def as_bytes(memory: memoryview) -> memoryview:

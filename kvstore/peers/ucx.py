@@ -25,9 +25,8 @@ from typing import Any
 from kvstore.block.errors import BadInput
 from kvstore.peers import sealed
 from kvstore.peers import transport as t
-from kvstore.peers.bell import Bell
 from kvstore.peers.reader import FramePuller, PullTransport
-from kvstore.peers.serving import FrameDoor, Serving
+from kvstore.peers.serving import Bell, FrameDoor, Serving
 from kvstore.peers.tokens import Offers
 from tiering.clock import Clock
 
@@ -213,7 +212,7 @@ class UcxPullReader(FramePuller):
         while not move.is_over:
             if self._is_over:
                 raise t.PeerFault("the pull was ended from here")
-            self._worker.turn(self._left(deadline))
+            self._worker.turn(t.seconds_left(self._clock, deadline))
         self._others.remove(move)
         move.check()
 

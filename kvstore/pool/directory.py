@@ -17,7 +17,11 @@ has no hint: for these, only the nodes of `network.peers` are asked.
 from __future__ import annotations
 
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from hashlib import blake2b
 from math import ceil
 from typing import Annotated
@@ -26,7 +30,7 @@ import msgspec
 from msgspec import Meta
 
 from kvstore.block.account import HitTier, Holder
-from kvstore.block.identity import INCARNATION_BYTES, NODE_BYTES
+from kvstore.block.identity import INCARNATION_BYTES, NODE_BYTES, NodeIdentity
 
 CHUNK_BLOCKS = 16
 HINT_BYTES = 16
@@ -163,3 +167,245 @@ def read_entry(node: bytes, value: object) -> NodeEntry | None:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return entry if entry.node == node and _ADDRESS.fullmatch(entry.address) else None
+
+
+# Which nodes are alive, and whether this run may announce for its own ------------------------------------------------
+
+
+MAX_NODES = 4096
+FORGOTTEN_SECONDS = 1.5 * NODE_SECONDS
+"""After this time, an entry that is not rewritten is gone."""
+
+
+class AliveTable:
+    """The other nodes. An entry is valid for `NODE_SECONDS` after it was seen, by this host's own clock: no other
+    host's times are compared with it. Thread-safe."""
+
+    def __init__(self, here: NodeIdentity) -> None:
+        self._here = here.node
+        self._lock = threading.Lock()
+        self._seen: dict[bytes, tuple[NodeEntry, float]] = {}
+
+    def saw(self, entries: Iterable[NodeEntry], now: float, seconds: float = NODE_SECONDS) -> None:
+        """These were alive just now, and count as alive for that time; of one node the last entry counts. At most
+        `MAX_NODES` are kept."""
+        with self._lock:
+            self._seen = {node: seen for node, seen in self._seen.items() if seen[1] > now}
+            for entry in entries:
+                if entry.node != self._here and (entry.node in self._seen or len(self._seen) < MAX_NODES):
+                    self._seen[entry.node] = (entry, now + seconds)
+
+    def gone(self, node: bytes) -> None:
+        """It announced its end, or its entry is gone."""
+        with self._lock:
+            self._seen.pop(node, None)
+
+    def alive(self, now: float) -> Mapping[bytes, NodeEntry]:
+        with self._lock:
+            return {node: entry for node, (entry, until) in self._seen.items() if until > now}
+
+
+class ClaimState(StrEnum):
+    """Whether this run may announce for its node. A node has one live incarnation; two of them mean a copied data
+    directory. The second one stays silent: its entry would replace that of the first, whose hints would then lead to
+    it.
+
+    UNSURE   an entry of another run is there: of the run before, which soon expires, or of a clone
+    OURS     no entry, or ours: it is written again and again
+    CLONED   an entry of another run replaced ours, or does not go away
+    """
+
+    UNSURE = "unsure"
+    OURS = "ours"
+    CLONED = "cloned"
+
+
+class NodeClaim:
+    """Of this run. Not thread-safe: the thread that writes the entry looks first."""
+
+    def __init__(self, here: NodeIdentity) -> None:
+        self._incarnation = here.incarnation
+        self._other: tuple[bytes, float] | None = None
+        self._wrote = False
+        self.state = ClaimState.UNSURE
+
+    def look(self, found: bytes | None, now: float) -> bool:
+        """Returns whether our entry may be written; a clone's may, once the other run is gone. found: the incarnation
+        in this node's entry now; None without one."""
+        if found is None or found == self._incarnation:
+            self._other, self.state = None, ClaimState.OURS
+            return True
+        if self._other is None or self._other[0] != found:
+            self._other = (found, now)
+        if self.state == ClaimState.OURS or now - self._other[1] > FORGOTTEN_SECONDS:
+            self.state = ClaimState.CLONED
+        return False
+
+    def wrote(self) -> None:
+        """Our entry is there, for `NODE_SECONDS`."""
+        self._wrote = True
+
+    def was_lost(self, found: bytes | None) -> bool:
+        """Whether an entry that was written is gone: then our hints, or announcements since, may be lost too."""
+        return found is None and self._wrote
+
+
+# What this node announces to the directory, and when -----------------------------------------------------------------
+
+
+BATCH = 500
+MAX_QUEUED = 1 << 14
+MAX_HELD = 1 << 20
+"""The most recent chunks, which are announced again: of 16 million blocks."""
+AGAIN_SECONDS = 600.0
+AGAIN_PER_SECOND = 2000.0
+POOL_AGAIN_PER_SECOND = 100_000.0
+"""Repeated announcements that a directory can take: of one node, and of all of a pool together."""
+_NEVER = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class HintBatch:
+    """For the directory, at most `BATCH` in all. again: how many of the announcements are repeats."""
+
+    announce: list[tuple[bytes, HitTier]]
+    withdraw: list[bytes]
+    again: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.announce or self.withdraw)
+
+
+@dataclass(slots=True)
+class _ToldChunk:
+    tier: HitTier
+    told_at: float
+    told_in: int
+    """How often the directory had been emptied by then."""
+
+
+class Announcer:
+    """Of one node. Thread-safe; one thread takes batches.
+
+        stored    a chunk is committed       > announced in the next batch
+        removed   it is about to be evicted  > withdrawn in the next batch, best effort: a node that still asks for it
+                  gets the answer that it is gone
+        again     after 10 minutes, and at once if the directory lost everything; at a bounded rate, so that a pool that
+                  comes back does not flood it
+
+    The queue of news is bounded: the oldest is dropped and counted. A chunk whose announcement was dropped or failed is
+    announced with the repeats; a removal that was leaves a stale hint until it expires.
+    """
+
+    def __init__(self, most_queued: int = MAX_QUEUED, most_held: int = MAX_HELD) -> None:
+        self._most_queued, self._most_held = most_queued, most_held
+        self._lock = threading.Lock()
+        self._queue: OrderedDict[bytes, HitTier | None] = OrderedDict()
+        """News, the oldest first; None: removed."""
+        self._held: OrderedDict[bytes, _ToldChunk] = OrderedDict()
+        """What is here, least recently announced first."""
+        self._emptied = 0
+        self._allowance, self._allowed_at, self._rate = 0.0, _NEVER, AGAIN_PER_SECOND
+        self.dropped = 0
+
+    @property
+    def held(self) -> int:
+        return len(self._held)
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    def stored(self, name: bytes, tier: HitTier) -> None:
+        """The chunk's last block is committed, or in another tier now. name: by `hint_name`."""
+        with self._lock:
+            self._hold(name, tier)
+            self._enqueue(name, tier)
+
+    def kept(self, name: bytes, tier: HitTier) -> None:
+        """A node that starts has it already: it is announced after all news, as a repeat."""
+        with self._lock:
+            self._queue.pop(name, None)
+            self._hold(name, tier)
+
+    def removed(self, name: bytes) -> None:
+        """It is about to be evicted from its last tier here, or was. No effect for names that are not announced."""
+        with self._lock:
+            if self._held.pop(name, None) is not None:
+                self._enqueue(name, None)
+
+    def lost(self) -> None:
+        """The directory was emptied: everything is announced again."""
+        with self._lock:
+            self._emptied += 1
+
+    def shares(self, nodes: int) -> None:
+        self._rate = min(AGAIN_PER_SECOND, POOL_AGAIN_PER_SECOND / max(1, nodes))
+
+    def batch(self, now: float) -> HintBatch:
+        """What to announce and withdraw now; empty if there is nothing. `told` or `failed` must follow."""
+        with self._lock:
+            announce: list[tuple[bytes, HitTier]] = []
+            withdraw: list[bytes] = []
+            while self._queue and len(announce) + len(withdraw) < BATCH:
+                name, tier = self._queue.popitem(last=False)
+                if tier is None:
+                    withdraw.append(name)
+                else:
+                    announce.append((name, tier))
+                    self._note(name, now)
+            again = self._due(min(BATCH - len(announce) - len(withdraw), self._allowed(now)), now)
+            self._allowance -= len(again)
+            return HintBatch(announce + again, withdraw, len(again))
+
+    def failed(self, batch: HintBatch) -> None:
+        """The directory did not take it: announcements are repeated later, and removals precede others."""
+        with self._lock:
+            for name, tier in reversed(batch.announce):
+                one = self._held.get(name)
+                if one is not None and one.tier == tier:
+                    self._hold(name, tier)
+            for name in reversed(batch.withdraw):
+                if name in self._held or name in self._queue:
+                    continue  # it came back meanwhile
+                if len(self._queue) < self._most_queued:
+                    self._queue[name] = None
+                    self._queue.move_to_end(name, last=False)
+                else:
+                    self.dropped += 1
+
+    def _hold(self, name: bytes, tier: HitTier) -> None:
+        self._held[name] = _ToldChunk(tier, _NEVER, self._emptied)
+        self._held.move_to_end(name, last=False)
+        if len(self._held) > self._most_held:
+            self._queue.pop(self._held.popitem()[0], None)
+            self.dropped += 1
+
+    def _enqueue(self, name: bytes, tier: HitTier | None) -> None:
+        self._queue.pop(name, None)
+        self._queue[name] = tier
+        if len(self._queue) > self._most_queued:
+            oldest, was = self._queue.popitem(last=False)
+            self.dropped += 1
+            if was is not None:
+                self._hold(oldest, was)
+
+    def _note(self, name: bytes, now: float) -> None:
+        one = self._held[name]
+        one.told_at, one.told_in = now, self._emptied
+        self._held.move_to_end(name)
+
+    def _allowed(self, now: float) -> int:
+        self._allowance = min(float(BATCH), self._allowance + self._rate * max(0.0, now - self._allowed_at))
+        self._allowed_at = now
+        return int(self._allowance)
+
+    def _due(self, most: int, now: float) -> list[tuple[bytes, HitTier]]:
+        due: list[tuple[bytes, HitTier]] = []
+        while len(due) < most and self._held:
+            name, one = next(iter(self._held.items()))
+            if one.told_in == self._emptied and one.told_at > now - AGAIN_SECONDS:
+                break
+            due.append((name, one.tier))
+            self._note(name, now)
+        return due

@@ -18,22 +18,22 @@ from kvstore.block.identity import NodeIdentity
 from kvstore.courier.directory import (
     FAILURES_TO_OPEN,
     LOOKUP_CONNECTIONS,
-    REFRESH_SECONDS,
     DirectoryAddress,
     ValkeyDirectory,
 )
 from kvstore.courier.figures import Figures
-from kvstore.pool.announcer import Announcer
 from kvstore.pool.directory import (
     HINT_SECONDS,
+    MAX_NODES,
     NODE_SECONDS,
+    AliveTable,
+    Announcer,
     DirectoryDown,
     NodeEntry,
     chunk_heads,
     entry_bytes,
     hint_value,
 )
-from kvstore.pool.members import MAX_NODES, AliveTable
 from remote.between import Harm, proxy, saying
 from tiering.clock import SystemClock
 from valkey_server import ValkeyServer, valkey_server
@@ -460,10 +460,6 @@ def test_addresses_are_read(text: str, want: DirectoryAddress) -> None:
 def test_what_is_no_address_is_refused_in_a_line(text: str) -> None:
     with pytest.raises(BadInput, match="give valkey://"):
         DirectoryAddress.read(text)
-
-
-def test_it_refreshes_before_its_entry_ends() -> None:
-    assert 3 * REFRESH_SECONDS < NODE_SECONDS
 
 
 def test_who_waits_for_a_connection_in_vain_is_no_failure_of_the_directory(modern: ValkeyServer) -> None:

@@ -16,8 +16,8 @@ from courier.nodes import Asker, Node, pool, wait_for_peers  # noqa: E402
 from kvstore.block.account import MissReason  # noqa: E402
 from kvstore.block.identity import Namespace  # noqa: E402
 from kvstore.courier.link import MOST_CHAINS, Uses  # noqa: E402
+from kvstore.courier.sources import MOST_OFFERED_BLOCKS, MOST_OFFERED_CHUNKS, hottest  # noqa: E402
 from kvstore.peers.tokens import HAS, PullTerms, ask_mac  # noqa: E402
-from kvstore.pool.hottest import MOST_OFFERED_BLOCKS, MOST_OFFERED_CHUNKS, hottest  # noqa: E402
 from kvstore.wire import peer_pb2  # noqa: E402
 from kvstore.wire.peer_pb2_grpc import PeerStub  # noqa: E402
 from waiting import wait_until  # noqa: E402

@@ -10,10 +10,8 @@ import pytest
 
 from kvstore.block.account import HeldElsewhere, HitTier, Holder
 from kvstore.block.identity import NodeIdentity
-from kvstore.courier.link import Uses
 from kvstore.courier.locate import MOST_KEPT, MOST_NAMED, MOST_PLACES, Locator, Places
-from kvstore.pool.directory import CHUNK_BLOCKS, MAX_HEADS, DirectoryDown, NodeEntry
-from kvstore.pool.members import AliveTable
+from kvstore.pool.directory import CHUNK_BLOCKS, MAX_HEADS, AliveTable, DirectoryDown, NodeEntry
 from tiering.clock import SystemClock
 
 PRINT, OTHER_PRINT, RUN = b"print...", b"another.", bytes(8)
@@ -30,14 +28,6 @@ def test_places_are_of_one_tenant_s_question_and_are_taken_once() -> None:
     for number in range(MOST_KEPT + 1):
         locator.keep("a", number, of_a)
     assert locator.kept("a", 0) is None and locator.kept("a", 1) is of_a
-
-
-def test_blocks_that_the_remote_engine_did_not_have_may_be_written_to_it() -> None:
-    uses, keys = Uses(), [bytes([number]) * 32 for number in range(4)]
-    uses.came(keys)
-    assert all(map(uses.has_come, keys))
-    uses.did_not_come(keys[2:])
-    assert [uses.has_come(key) for key in keys] == [True, True, False, False]
 
 
 class HintingDirectory:

@@ -157,7 +157,7 @@ def test_without_certificates_no_other_host_is_dialled_whatever_a_directory_says
     for address in ("10.0.0.1:7470", "[2001:db8::1]:7470", "example.com:7470", "x"):
         with pytest.raises(PeerAway, match="certificate"):
             calls.ask("WhoAreYou", Dialled(address, b""), peer_pb2.WhoAreYouRequest(), 1.0)
-        assert calls.has([(Dialled(address, bytes(16)), peer_pb2.HasRequest())], 1.0)(1.0) == [None]
+        assert calls.has(Dialled(address, bytes(16)), peer_pb2.HasRequest(), 1.0) is None
     calls.close()
 
 
@@ -168,18 +168,12 @@ def test_without_certificates_no_other_host_is_dialled_whatever_a_directory_says
         (["--peer", "127.0.0.1:0"], "the port that the other node listens at"),
         pytest.param(["--pull", "127.0.0.1:7471"], "--peer or --directory", marks=SLOW),
         pytest.param(["--directory", "http://x"], "valkey://", marks=SLOW),
-        pytest.param(
-            ["--directory", "valkey://127.0.0.1:1", "--seal", "never"], "auto or always", marks=pytest.mark.slow
-        ),
+        pytest.param(["--directory", "valkey://127.0.0.1:1", "--seal", "never"], "auto or always", marks=SLOW),
         pytest.param(["--remote", "http://x"], "remote.url", marks=SLOW),
         pytest.param(
-            ["--remote", "valkey://127.0.0.1:1", "--remote-writes", "some"],
-            "all, learned or none",
-            marks=pytest.mark.slow,
+            ["--remote", "valkey://127.0.0.1:1", "--remote-writes", "some"], "all, learned or none", marks=SLOW
         ),
-        pytest.param(
-            ["--listen", "unix:/tmp/x.sock", "--peer", "127.0.0.1:1"], "no UNIX socket", marks=pytest.mark.slow
-        ),
+        pytest.param(["--listen", "unix:/tmp/x.sock", "--peer", "127.0.0.1:1"], "no UNIX socket", marks=SLOW),
         pytest.param(["--listen", "none"], "listen is missing", marks=SLOW),
     ],
 )

@@ -18,7 +18,6 @@ from kvstore.elsewhere.questions import (
     REPLY_BYTES,
     OpenQuestion,
     TenantQuestions,
-    last_of,
 )
 from kvstore.protocol import courier as c
 from kvstore.protocol.messages import MAX_KEYS
@@ -43,16 +42,6 @@ def with_courier(*couriers: str) -> TenantQuestions:
     for one in couriers:
         assert book.take(one) == c.QuestionsReply()
     return book
-
-
-def test_who_hangs_up_has_its_questions_asked_of_the_next() -> None:
-    book = with_courier("a", "b")
-    one = fetch(book)
-    assert book.take("b").fetches == [one.ask] and book.courier == "b"
-    assert book.left("b") == [] and book.courier == "a"
-    assert book.take("a").fetches == [one.ask]
-    assert book.left("a") == [one] and book.courier is None and one.answer is None
-    book.check()
 
 
 def test_questions_and_their_keys_are_bounded() -> None:
@@ -96,7 +85,7 @@ def test_places_are_kept_for_some_seconds_and_bounded() -> None:
     assert book.place(numbers[4], 0, 100.0) is None and book.place(numbers[5], 0, 100.0) is not None
     assert book.place(numbers[-1], 1, 100.0) is None, "of another namespace"
     assert book.place(numbers[-1], 0, 100.0 + PLACE_SECONDS) is None
-    book.forget(0)
+    book.forget()
     assert book.place(numbers[-1], 0, 100.0) is None
 
 
@@ -120,10 +109,6 @@ def test_what_a_courier_says_is_bounded(answer: c.QuestionAnswered | None, block
 def test_times_that_are_none_are_not_known(milliseconds: float) -> None:
     answer = c.QuestionAnswered(1, 4, HitTier.PEER, milliseconds)
     assert with_courier("a").locate(c.LocateQuestion(1, 0, KEYS, 2), answer, 0.0).milliseconds == inf
-
-
-def test_how_far_a_key_leads() -> None:
-    assert [last_of(KEYS, key) for key in (KEYS[0], KEYS[-1], bytes(32))] == [1, 8, 0]
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -31,11 +31,9 @@ from elsewhere.courier import RawCourier
 from kv_bench.process import free_port
 from kvstore.cli import ask
 from kvstore.listeners.places import Place, TakenPlaces
-from kvstore.network.callers import KEPT
-from kvstore.network.grpc_server import MOST_CONNECTIONS
+from kvstore.network.grpc_server import KEPT, MOST_CONNECTIONS
 from kvstore.peers import transport as t
-from kvstore.peers.door import SocketFrameDoor
-from kvstore.peers.sockets import SocketPullTransport
+from kvstore.peers.sockets import SocketFrameDoor, SocketPullTransport
 from kvstore.protocol import messages as m
 from network.running import beside, ended_by_peer, network, token_file, token_of
 from openai_api.running import RunningProxy

@@ -6,7 +6,7 @@ import os
 import random
 import threading
 
-from kvstore.peers.checks import FrameChecks
+from kvstore.peers.reader import FrameChecks
 from kvstore.peers.transport import OfferedFrames
 from tiering.errors import BlockCorrupt
 from tiering.frame import HEADER_BYTES, Sealer, Stamp, digest, open_header

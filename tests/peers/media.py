@@ -16,8 +16,7 @@ from typing import Any
 
 from kvstore.peers import sealed, ucx
 from kvstore.peers import transport as t
-from kvstore.peers.door import SocketFrameDoor
-from kvstore.peers.sockets import SocketPullTransport
+from kvstore.peers.sockets import SocketFrameDoor, SocketPullTransport
 from kvstore.peers.tokens import proof_of, seal_key
 from peers.frames import SECRET, Source, random_bytes
 from tiering.clock import SystemClock

@@ -12,8 +12,7 @@ import pytest
 from kvstore.block.errors import BadInput
 from kvstore.peers import sealed, serving
 from kvstore.peers import transport as t
-from kvstore.peers.door import SocketFrameDoor
-from kvstore.peers.sockets import SocketPullTransport
+from kvstore.peers.sockets import SocketFrameDoor, SocketPullTransport
 from kvstore.peers.tokens import hello_for, seal_key
 from peers.frames import SECRET, Source, random_bytes
 from tiering.clock import SystemClock

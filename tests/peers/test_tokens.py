@@ -1,4 +1,4 @@
-"""Secrets bind a pull to its nodes, namespace and keys, and tokens are good once."""
+"""Secrets bind a pull to its nodes, namespace and keys, tokens are good once, and no nonce is used for two messages."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvstore.peers import sealed
 from kvstore.peers import transport as t
 from kvstore.peers.tokens import Offers, PullTerms, ask_mac, hello_for, pull_secret, seal_key
 from peers.frames import SECRET, Source
@@ -35,27 +36,6 @@ def test_a_mac_and_a_secret_are_of_their_terms_and_tenant_alone() -> None:
     secrets += [pull_secret(b"j" * 32, TERMS, nonce), pull_secret(KEY, TERMS, b"p" * 16), mac]
     assert len(set(secrets)) == len(secrets) and {*map(len, secrets)} == {32}
     assert seal_key(b"1" * 32, SECRET) != seal_key(b"2" * 32, SECRET)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"nonce": b"short"},
-        {"asking": b""},
-        {"holding": bytes(17)},
-        {"namespace": bytes(16)},
-        {"keys": ()},
-        {"keys": (b"short",)},
-        {"keys": (bytes(32),) * (t.MOST_BLOCKS + 1)},
-        {"first_block": -1},
-        {"first_block": 1 << 64},
-    ],
-)
-def test_terms_that_cannot_be_are_a_peers_fault(changed: dict[str, object]) -> None:
-    with pytest.raises(t.PeerFault):
-        ask_mac(KEY, dataclasses.replace(TERMS, **changed))  # type: ignore[arg-type]
-    with pytest.raises(t.PeerFault):
-        pull_secret(KEY, TERMS, b"short")
 
 
 @pytest.fixture
@@ -94,3 +74,23 @@ def test_no_byte_of_a_hello_is_the_holder_s_choice() -> None:
     said = hello_for(token, SECRET, False)
     assert not any(token[at : at + 4] in said for at in range(12))
     assert said[:8] == t.HELLO_MAGIC + bytes([t.VERSION, 0, 0, 0])
+
+
+RECORD = t.RECORD.pack(t.FRAME_MAGIC, 1, 0, 3, 4, 5, 8192)
+PLAIN = bytes(range(256)) * 40
+
+
+def said(seal: sealed.FrameSeal, direction: int, number: int, record: bytes = RECORD) -> tuple[bytes, bytes]:
+    sealing, into = seal.sealing(direction, number, record), bytearray(len(PLAIN))
+    for at in range(0, len(PLAIN), 3000):
+        piece = PLAIN[at : at + 3000]
+        sealing.update_into(piece, memoryview(into)[at : at + len(piece)])
+    sealing.finalize()
+    return bytes(into), sealing.tag
+
+
+def test_no_two_messages_of_a_connection_have_one_nonce() -> None:
+    seal = sealed.FrameSeal(KEY)
+    kinds = [(direction, number) for direction in (sealed.FRAMES, sealed.ASKED) for number in range(5)]
+    assert len({said(seal, *kind)[0] for kind in kinds}) == len(kinds), "the same message is another one each time"
+    assert len({seal.tag(*kind, RECORD) for kind in kinds}) == len(kinds)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstore.block.account import HitTier
-from kvstore.pool.announcer import AGAIN_PER_SECOND, AGAIN_SECONDS, BATCH, POOL_AGAIN_PER_SECOND, Announcer, HintBatch
+from kvstore.pool.directory import AGAIN_PER_SECOND, AGAIN_SECONDS, BATCH, POOL_AGAIN_PER_SECOND, Announcer, HintBatch
 
 DRAM, NVME = HitTier.DRAM, HitTier.NVME
 NAMES = st.integers(0, 30)
@@ -121,26 +121,3 @@ def test_many_nodes_share_what_a_directory_can_take() -> None:
         announcer.kept(name(number), DRAM)
     told = sum(announcer.batch(at / 10).again for at in range(101))
     assert abs(told - BATCH - 10 * POOL_AGAIN_PER_SECOND / 1000) <= 2
-
-
-def test_news_go_first_while_all_is_told_again() -> None:
-    announcer = Announcer()
-    for number in range(5000):
-        announcer.kept(name(number), DRAM)
-    announcer.batch(0.0)
-    announcer.stored(name(9999), NVME)
-    announcer.removed(name(3))
-    batch = announcer.batch(0.1)
-    assert batch.announce[0] == (name(9999), NVME)
-    assert batch.withdraw == [name(3)]
-
-
-def test_what_is_held_is_bounded_and_names_that_are_not_known_cost_nothing() -> None:
-    announcer = Announcer(most_held=100)
-    for number in range(250):
-        announcer.stored(name(number), DRAM)
-    assert announcer.held == 100 and announcer.dropped == 150
-    while announcer.batch(0.0):
-        pass
-    announcer.removed(b"no such name")
-    assert announcer.queued == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import inf, isfinite, nan
 from random import Random
 
 import pytest
@@ -10,9 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.block.account import HitTier, Holder
-from kvstore.pool.choice import BAN_SECONDS, FAILURES, MAX_RECORDS, MOST_ASKED, HolderChoice, late_has_failed
+from kvstore.pool.choice import (
+    BAN_SECONDS,
+    FAILURES,
+    HALF_LIFE_SECONDS,
+    MAX_SOURCES,
+    MOST_ASKED,
+    PEER_PRIOR,
+    HolderChoice,
+    SourcePrior,
+    SourceSpeed,
+    SpeedBook,
+    late_has_failed,
+)
 from kvstore.pool.directory import NodeEntry
-from kvstore.pool.speeds import SpeedBook
 
 HERE = b"\xff" * 16
 RUNS = [b"run 0...", b"run 1..."]
@@ -113,15 +125,6 @@ def test_a_slow_link_is_worth_less_and_a_slightly_slower_one_is_not() -> None:
     assert choice.choose([holder(2, 48), holder(3, 64)], up, b"p", BLOCK, 20.0)[0].node == node(3)
 
 
-def test_remembered_failures_are_bounded() -> None:
-    choice = HolderChoice(HERE, SpeedBook())
-    for number in range(MAX_RECORDS + 10):
-        for _ in range(FAILURES):
-            choice.failed(node(number), RUNS[0], 0.0)
-    banned = [choice.is_banned(node(number), RUNS[0], 0.0) for number in range(MAX_RECORDS + 10)]
-    assert banned == [False] * 10 + [True] * MAX_RECORDS
-
-
 @pytest.mark.parametrize(
     ("given", "came", "has_failed"), [(0.05, 0, False), (0.3, 0, True), (0.3, 1, False), (30.0, 0, True)]
 )
@@ -139,3 +142,66 @@ def test_two_failures_of_one_run_ban_it_for_ten_seconds() -> None:
     assert choice.choose([holder(1)], alive(1), b"p", BLOCK, 101.0 + BAN_SECONDS - 0.01) == []
     assert choice.choose([holder(1)], alive(1), b"p", BLOCK, 101.0 + BAN_SECONDS) != []
     assert choice.choose([holder(1, run=1)], alive(1, run=1), b"p", BLOCK, 101.0) != [], "it was started again"
+
+
+MB = 1 << 20
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("latency", "rate"), [(0.2e-3, 8e9), (30e-3, 1e9), (1e-3, 10e6), (0.2, 50e9)])
+def test_it_learns_latency_and_rate_within_a_quarter(seed: int, latency: float, rate: float) -> None:
+    print(f"seed {seed}")
+    random, book = Random(seed), SpeedBook()
+    for at in range(200):
+        size = random.choice([MB // 16, MB, 16 * MB, 128 * MB, 512 * MB])
+        book.learn("a", size, (latency + size / rate) * random.uniform(0.9, 1.1), float(at))
+    for size in (MB, 128 * MB, 512 * MB):
+        assert book.milliseconds("a", size, 200.0) == pytest.approx(1e3 * (latency + size / rate), rel=0.25)
+
+
+def test_a_link_that_is_throttled_is_known_after_a_few_transfers_and_one_hiccup_is_not_believed() -> None:
+    book = SpeedBook()
+    for at in range(20):
+        book.learn("a", 64 * MB, 0.014, float(at))
+    book.learn("a", 64 * MB, 14.0, 20.0)
+    assert book.milliseconds("a", 64 * MB, 20.0) < 3 * 14
+    for at in range(5):
+        book.learn("a", 64 * MB, 0.14, 21.0 + at)
+    assert 100 < book.milliseconds("a", 64 * MB, 26.0) < 200
+
+
+def test_what_is_known_fades_and_sources_are_bounded() -> None:
+    book = SpeedBook()
+    unknown = book.milliseconds("a", 64 * MB, 0.0)
+    assert unknown == pytest.approx(1e3 * (PEER_PRIOR.latency_seconds + 64 * MB / PEER_PRIOR.bytes_per_second))
+    for at in range(20):
+        book.learn("a", 64 * MB, 100 * unknown / 1e3, float(at))
+    slow = book.milliseconds("a", 64 * MB, 20.0)
+    assert slow > 50 * unknown
+    assert book.milliseconds("a", 64 * MB, 20.0 + HALF_LIFE_SECONDS) == pytest.approx((slow * unknown) ** 0.5, rel=0.05)
+    assert book.milliseconds("a", 64 * MB, 20.0 + 20 * HALF_LIFE_SECONDS) == pytest.approx(unknown, rel=0.01)
+    for number in range(2 * MAX_SOURCES):
+        book.learn(number, MB, 0.001, 100.0)
+    assert len(book) == MAX_SOURCES and book.speed("a") == SourceSpeed() != book.speed(2 * MAX_SOURCES - 1)
+    assert book.milliseconds("b", 0, 0.0, SourcePrior(0.5, 1.0)) == 500.0
+
+
+@given(st.lists(st.tuples(st.integers(-1, 1 << 60), st.one_of(st.floats(), st.sampled_from([nan, inf, -inf, 0.0])))))
+def test_no_number_breaks_it(transfers: list[tuple[int, float]]) -> None:
+    book = SpeedBook()
+    for at, (size, seconds) in enumerate(transfers):
+        book.learn("a", size, seconds, float(at))
+    expected = [book.milliseconds("a", size, 1e9) for size in (-5, 0, 1, 1 << 60)]
+    assert all(isfinite(one) and one > 0 for one in expected) and expected == sorted(expected)
+
+
+def test_people_are_told_of_large_transfers_alone() -> None:
+    book = SpeedBook()
+    assert book.speed("a").bytes_per_second == 0.0
+    book.learn("a", 1000, 0.5, 0.0)
+    assert book.speed("a").bytes_per_second == 0.0
+    for at in range(100):
+        book.learn("a", 10 * MB, 1.0 if at == 7 else 0.01, float(at))
+    speed = book.speed("a")
+    assert speed.milliseconds_p99 == 1000.0
+    assert speed.bytes_per_second == pytest.approx(1000 * MB / 1.99)

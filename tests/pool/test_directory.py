@@ -8,12 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.block.account import HitTier
+from kvstore.block.identity import NodeIdentity
 from kvstore.pool.directory import (
     CHUNK_BLOCKS,
+    FORGOTTEN_SECONDS,
     HINT_SECONDS,
     MAX_ENTRY_BYTES,
     MAX_FINGERPRINTS,
     MAX_HEADS,
+    NODE_SECONDS,
+    AliveTable,
+    ClaimState,
+    NodeClaim,
     NodeEntry,
     chunk_heads,
     entry_bytes,
@@ -108,12 +114,6 @@ def test_a_stamp_counts_by_the_directory_s_clock_alone(until_ms: int, now_ms: in
     assert read_hint(hint_value(RUN, HitTier.DRAM), None) == (RUN, HitTier.DRAM)
 
 
-@given(st.one_of(st.binary(max_size=40), st.none(), st.integers(), st.text()))
-def test_what_is_no_hint_is_none(value: object) -> None:
-    found = read_hint(value, 0)
-    assert found is None or (isinstance(value, bytes) and found[0] == value[:8] and found[1] in TIERS)
-
-
 def test_an_entry_comes_back_as_it_was() -> None:
     one = NodeEntry(node(1), RUN, "10.0.0.1:7470", (b"12345678",), (1, 2), ("ucx", "sockets"))
     assert read_entry(node(1), entry_bytes(one)) == one
@@ -151,6 +151,67 @@ def test_an_address_is_a_host_and_a_port() -> None:
         assert read_entry(node(1), entry_bytes(NodeEntry(node(1), RUN, address))) is not None, address
 
 
-@given(st.binary(max_size=200))
-def test_any_bytes_are_an_entry_or_none(value: bytes) -> None:
-    assert read_entry(node(1), value) is None
+HERE = NodeIdentity(b"h" * 16, b"run now.")
+BEFORE, CLONE = b"run bef.", b"run cln."
+
+
+def test_an_entry_is_believed_for_some_seconds_and_the_last_one_counts() -> None:
+    table = AliveTable(HERE)
+    table.saw([entry(1), NodeEntry(HERE.node, CLONE, "a:1")], 100.0)
+    table.saw([entry(1, b"87654321")], 101.0)
+    assert table.alive(101.0 + NODE_SECONDS - 0.1) == {entry(1).node: entry(1, b"87654321")}
+    assert table.alive(101.0 + NODE_SECONDS) == {}
+    table.saw([entry(2)], 200.0)
+    table.gone(entry(2).node)
+    assert table.alive(200.0) == {}
+
+
+def test_the_entry_of_the_run_before_is_waited_for() -> None:
+    claim = NodeClaim(HERE)
+    assert not claim.look(BEFORE, 0.0) and claim.state == ClaimState.UNSURE
+    assert not claim.look(BEFORE, NODE_SECONDS) and claim.state == ClaimState.UNSURE
+    assert claim.look(None, NODE_SECONDS + 1) and claim.state == ClaimState.OURS
+
+
+def test_another_run_that_stays_or_takes_our_place_is_a_clone() -> None:
+    stays = NodeClaim(HERE)
+    assert not stays.look(CLONE, 0.0)
+    assert not stays.look(CLONE, FORGOTTEN_SECONDS + 0.1) and stays.state == ClaimState.CLONED
+    assert stays.look(None, 20.0) and stays.state == ClaimState.OURS, "it is gone"
+    assert not stays.look(CLONE, 21.0) and stays.state == ClaimState.CLONED, "the place was ours"
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.booleans(), st.floats(0.1, 3.0)), max_size=60), st.data())
+def test_of_two_that_look_before_they_write_one_is_left(
+    turns: list[tuple[str, bool, float]], data: st.DataObject
+) -> None:
+    """Two runs of one node, and a key that expires; each may be slow between looking and writing."""
+    runs = {"a": b"run a...", "b": b"run b..."}
+    claims = {who: NodeClaim(NodeIdentity(HERE.node, run)) for who, run in runs.items()}
+    now, key, until = 0.0, None, 0.0
+    pending: dict[str, bool] = {}
+    for who, writes, seconds in turns:
+        now += seconds
+        found = key if now < until else None
+        if who in pending:
+            pending.pop(who)
+            key, until = runs[who], now + NODE_SECONDS
+        elif claims[who].look(found, now):
+            if writes:
+                key, until = runs[who], now + NODE_SECONDS
+            else:
+                pending[who] = True  # it writes with its next turn
+    for _ in range(12):
+        for who in runs:
+            now += 0.75
+            found = key if now < until else None
+            if claims[who].look(found, now):
+                key, until = runs[who], now + NODE_SECONDS
+    assert sorted(claim.state for claim in claims.values()) == [ClaimState.CLONED, ClaimState.OURS]
+
+
+def test_a_lost_entry_is_noticed_once_it_was_written() -> None:
+    claim = NodeClaim(HERE)
+    assert not claim.was_lost(None)
+    claim.wrote()
+    assert claim.was_lost(None) and not claim.was_lost(HERE.incarnation)

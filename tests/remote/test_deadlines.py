@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
 
-from remote import test_workers
 from remote.between import Harm, proxy, saying
 from remote.distance import distance
 from remote.frames import frame, halves, key_of
 from remote.test_valkey import on, server, slot, soon
 from tiering.remote.driver import RemoteTimedOut
-from valkey_server import ValkeyServer, valkey_server
+from valkey_server import ValkeyServer
 
 __all__ = ["server"]
 LIMIT, LATE = 0.2, 0.15  # how much later on a busy machine
-
-
-def test_a_caller_waits_no_longer_than_its_deadline() -> None:
-    engine = test_workers.Lagging()
-    with test_workers.on(engine) as workers:
-        engine.goes_on.clear()
-        began = time.monotonic()
-        with pytest.raises(RemoteTimedOut):
-            test_workers.exists(workers, LIMIT).result()
-        assert LIMIT <= time.monotonic() - began < LIMIT + LATE
 
 
 @pytest.mark.parametrize("answer", [b"$", b"$6", b"$69632\r\n" + bytes(100)])
@@ -55,23 +43,6 @@ def test_a_server_that_drips_ends_at_the_deadline(after: int, server: ValkeyServ
             engine.read(key_of(1), slot(), soon(LIMIT))
         assert LIMIT <= time.monotonic() - began < LIMIT + LATE
         assert engine.read(key_of(1), into := slot()) and bytes(into) == frame(1)
-        engine.close()
-
-
-def test_a_stopped_server_costs_the_deadline_and_is_used_again(tmp_path: Path) -> None:
-    with valkey_server(tmp_path) as server:
-        engine = on(server.port, call_seconds=LIMIT, connect_seconds=LIMIT)
-        engine.write(key_of(1), *halves(1), 0)
-        server.stop()
-        for _ in range(3):
-            began = time.monotonic()
-            with pytest.raises(RemoteTimedOut):
-                engine.read(key_of(1), slot())
-            assert time.monotonic() - began < LIMIT + LATE
-        server.go_on()
-        patient = on(server.port)
-        assert patient.read(key_of(1), into := slot()) and bytes(into) == frame(1)
-        patient.close()
         engine.close()
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from itertools import combinations
 
+import pytest
+
 from remote.frames import SALT, STAMP, key_of, prefix_key, stamp_of
 from tiering.remote.driver import PREFIX, PROBE_KEY, remote_key, salt_key
+from tiering.remote.writes import RemoteWrites, WriteQueue
 
 
 def test_whatever_differs_has_another_name() -> None:
@@ -34,3 +37,32 @@ def test_nodes_that_sign_in_different_epochs_share_names() -> None:
 def test_the_parts_of_a_block_lie_together_in_a_cluster() -> None:
     tags = {name[name.index(b"{") : name.index(b"}")] for name in (key_of(1), key_of(1, stamp_of(part=1)))}
     assert len(tags) == 1 and tags != {key_of(2)[len(PREFIX) + 2 : key_of(2).index(b"}")]}
+
+
+@pytest.mark.parametrize(
+    ("policy", "wanted"),
+    [
+        ("all", {(1, False), (1, True), (2, False), (2, True)}),
+        ("learned", {(1, True), (2, False), (2, True)}),
+        ("none", set()),
+    ],
+)
+def test_what_is_wanted(policy: str, wanted: set[tuple[int, bool]]) -> None:
+    asked = [(uses, is_retained) for uses in (1, 2) for is_retained in (False, True)]
+    assert {one for one in asked if RemoteWrites(policy).wants(*one)} == wanted
+
+
+def test_a_full_queue_loses_its_oldest_and_says_so() -> None:
+    queue = WriteQueue[int](most=3)
+    for block in (1, 2, 3, 3, 4, 5):
+        queue.offer(block)
+    assert queue.dropped == 2 and [queue.take(0.0) for _ in range(4)] == [3, 4, 5, None]
+
+
+def test_what_is_forgotten_is_not_written() -> None:
+    queue = WriteQueue[int]()
+    queue.offer(1)
+    queue.offer(2)
+    queue.forget(1)
+    queue.forget(9)
+    assert len(queue) == 1 and queue.take(0.0) == 2 and queue.seconds_until_next(0.0) is None

@@ -13,7 +13,7 @@ import pytest
 from remote.frames import STAMP, halves, prefix_key
 from remote.test_valkey import CLOCK, PATIENT
 from tiering.remote.driver import RemoteFault, remote_key, salt_key
-from tiering.remote.salts import MOST_SALTS, SALT_SECONDS, WARM_SECONDS, NamespaceSalts
+from tiering.remote.salts import SALT_SECONDS, WARM_SECONDS, NamespaceSalts
 from tiering.remote.valkey import ValkeyAddress, ValkeyEngine
 from valkey_server import ValkeyServer, server_of_module
 
@@ -94,12 +94,6 @@ def test_a_lost_salt_is_another_one(engine: ValkeyEngine, server: ValkeyServer) 
     assert here.name() != before
 
 
-def test_what_is_no_salt_is_replaced(engine: ValkeyEngine) -> None:
-    engine.write(salt_key(TENANT), b"", b"short", 0)
-    here, there = Node(engine), Node(engine)
-    assert here.name() == there.name()
-
-
 def test_salts_in_use_are_read_again_before_they_have_aged(engine: ValkeyEngine) -> None:
     here = Node(engine)
     name = here.name()
@@ -122,14 +116,6 @@ def test_a_salt_is_not_asked_for_each_time(engine: ValkeyEngine, server: ValkeyS
     for _ in range(100):
         here.name()
     assert calls(server) - before < 10
-
-
-def test_salts_that_are_kept_are_bounded(engine: ValkeyEngine) -> None:
-    here = Node(engine)
-    for number in range(MOST_SALTS + 10):
-        here.salts._read[b"%d" % number] = (CLOCK.monotonic_seconds(), b"")
-    here.name()
-    assert len(here.salts._read) <= MOST_SALTS + 10
 
 
 def test_a_drop_that_cannot_be_told_is_a_fault(server: ValkeyServer) -> None:

@@ -232,14 +232,6 @@ def test_a_server_that_was_restarted_costs_no_call(tmp_path: Path) -> None:
         engine.close()
 
 
-def test_flushall_is_a_miss(server: ValkeyServer) -> None:
-    engine = on(server.port)
-    engine.write(key_of(1), *halves(1), 0)
-    server.empty()
-    assert not engine.read(key_of(1), slot()) and engine.write(key_of(1), *halves(1), 0)
-    engine.close()
-
-
 def test_a_full_server_takes_no_frame_and_serves_those_it_has(tmp_path: Path) -> None:
     with valkey_server(tmp_path, ["--maxmemory", "4mb", "--maxmemory-policy", "noeviction"]) as server:
         engine = on(server.port)

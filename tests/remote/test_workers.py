@@ -22,7 +22,7 @@ from tiering.remote.driver import (
     WrongSize,
     ignored,
 )
-from tiering.remote.workers import FIRST_PAUSE_SECONDS, MOST_FAILURES, RemoteCall, RemoteWorkers
+from tiering.remote.workers import FIRST_PAUSE_SECONDS, MOST_FAILURES, RemoteBreaker, RemoteCall, RemoteWorkers
 from waiting import wait_until
 
 CLOCK = SystemClock()
@@ -296,6 +296,20 @@ def test_a_hanging_engine_opens_it() -> None:
         engine.goes_on.set()
         wait_until(lambda: fault_of(workers) is None)
         assert FIRST_PAUSE_SECONDS > 0
+
+
+def test_pauses_before_a_probe_grow_to_a_bound() -> None:
+    one, now, pauses = RemoteBreaker(), 0.0, []
+    for _ in range(MOST_FAILURES):
+        one.failed(now, "silent")
+    for _ in range(10):
+        began = now
+        while not one.takes_probe(now):
+            now += 0.125
+        pauses.append(now - began)
+        one.probed(now, "silent")
+        assert one.is_open
+    assert pauses[:5] == [0.5, 1.0, 2.0, 4.0, 8.0] and set(pauses[4:]) == {room.LONGEST_PAUSE_SECONDS}
 
 
 # --- ends ---

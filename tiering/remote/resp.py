@@ -11,11 +11,13 @@ After any exception the socket's state is unknown: the connection is closed, nev
 
 from __future__ import annotations
 
+import re
 import select
 import socket
 import ssl
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from tiering.clock import Clock
@@ -31,26 +33,39 @@ PIECE_BYTES = 128 << 10
 POLLS = 256
 """So many calls for a value take what is there and do not wait; later ones do. A server on this host sends the rest
 meanwhile: to sleep for it and to be woken takes longer than the sending."""
-MAX_BULK_BYTES, MAX_ITEMS, MAX_DEPTH = 4096, 1024, 6
-"""Of a small reply: bytes of one string, items in all, nesting of lists."""
+MAX_STRING_BYTES, MAX_ITEMS, MAX_DEPTH = 64 << 10, 1024, 6
+"""Of a small reply: bytes of all its strings, items in all, nesting of lists."""
 SLACK_SECONDS = 0.001
 """A wait may pass the deadline by this: setting a socket's timeout is a system call, too. For the kernel 0 means
 none."""
 _TIMEVAL = struct.Struct("@ll")
-_CODE_CHARACTERS = 24
+_CODE_CHARACTERS, _TEXT_BYTES = 24, 200
 _DIGITS = 18
+_SHORT = re.compile(rb"\$([1-9]\d{0,3})\r\n")
 
 
 class RespFault(Exception):
     """The server's bytes do not answer the request."""
 
 
-class ErrorReply(RespFault):
-    """The server refused. code: the first word of its error; the rest may name keys, and is not shown."""
+class TooLarge(RespFault):
+    """More strings than a reply may have."""
 
-    def __init__(self, code: str) -> None:
+
+class ErrorReply(RespFault):
+    """The server refused. code: the first word of its error. text: all of it, which may name keys."""
+
+    def __init__(self, code: str, text: str) -> None:
         super().__init__(code)
-        self.code = code
+        self.code, self.text = code, text
+
+
+@dataclass(slots=True)
+class ReplyRoom:
+    """What small replies may still have: items, and bytes of strings."""
+
+    items: int = MAX_ITEMS
+    string_bytes: int = MAX_STRING_BYTES
 
 
 def command(*words: bytes) -> bytes:
@@ -67,10 +82,11 @@ def set_command(key: bytes, value: Sequence[Piece], ttl_ms: int) -> list[Piece]:
 class RespConnection:
     """A connected socket. Not thread-safe."""
 
-    def __init__(self, sock: socket.socket, clock: Clock) -> None:
+    def __init__(self, sock: socket.socket, clock: Clock, buffer_bytes: int = BUFFER_BYTES) -> None:
+        """buffer_bytes: a large buffer is for many small replies."""
         self._socket = sock
         self._clock = clock
-        self._buffer = bytearray(BUFFER_BYTES)
+        self._buffer = bytearray(buffer_bytes)
         self._is_tls = isinstance(sock, ssl.SSLSocket)  # its timeouts are Python's, a poll before each call
         if not self._is_tls:
             sock.settimeout(None)
@@ -113,14 +129,14 @@ class RespConnection:
         self._end_of_bulk(deadline)
         return True
 
-    def reply(self, deadline: float) -> Reply:
-        """Receive a small answer. Raises `ErrorReply`, and `RespFault` if it is malformed or too large."""
-        self._items = MAX_ITEMS
-        return self._small(deadline, MAX_DEPTH)
+    def reply(self, deadline: float, room: ReplyRoom | None = None) -> Reply:
+        """Receive a small answer. room: of several; by default this one has all of it. Raises `ErrorReply`, and
+        `RespFault` if it is malformed or too large."""
+        return self._small(deadline, MAX_DEPTH, room if room is not None else ReplyRoom())
 
-    def _small(self, deadline: float, depth: int) -> Reply:
-        self._items -= 1
-        if self._items < 0 or depth < 0:
+    def _small(self, deadline: float, depth: int, room: ReplyRoom) -> Reply:
+        room.items -= 1
+        if room.items < 0 or depth < 0:
             raise RespFault("an answer of too many items")
         line = self._line(deadline)
         kind, text = line[:1], line[1:]
@@ -132,23 +148,35 @@ class RespConnection:
             return _number(text)
         if kind == b"$":
             size = _number(text)
-            if size > MAX_BULK_BYTES:
-                raise RespFault(f"an answer of {size:,} bytes where a few were expected")
+            room.string_bytes -= size
+            if room.string_bytes < 0:
+                raise TooLarge(f"a value of {size} bytes where a few were expected")
             value = bytearray(size)
             self._fill(memoryview(value), deadline)
             self._end_of_bulk(deadline)
             return bytes(value)
         if kind in (b"*", b"~", b"%"):
             count = _number(text) * (2 if kind == b"%" else 1)
-            if count > self._items:
+            if count > room.items:
                 raise RespFault("an answer of too many items")
-            return [self._small(deadline, depth - 1) for _ in range(count)]
+            return [self._string(room) or self._small(deadline, depth - 1, room) for _ in range(count)]
         raise _fault(line)
 
-    def _line(self, deadline: float, first: int = BUFFER_BYTES) -> bytes:
+    def _string(self, room: ReplyRoom) -> bytes:
+        """A short string that is here already, as most are; else nothing."""
+        if found := _SHORT.match(self._buffer, self._at, self._end):
+            size, begin = int(found[1]), found.end()
+            end = begin + size
+            if size <= room.string_bytes and self._buffer.startswith(b"\r\n", end, self._end):
+                room.items, room.string_bytes = room.items - 1, room.string_bytes - size
+                self._at = end + 2
+                return bytes(self._buffer[begin:end])
+        return b""
+
+    def _line(self, deadline: float, first: int | None = None) -> bytes:
         while (end := self._buffer.find(b"\r\n", self._at, self._end)) < 0:
             self._receive(deadline, first)
-            first = BUFFER_BYTES
+            first = None
         line = bytes(self._buffer[self._at : end])
         self._at = end + 2
         return line
@@ -160,13 +188,13 @@ class RespConnection:
             raise RespFault("a value that does not end where it was said to")
         self._at += 2
 
-    def _receive(self, deadline: float, most: int = BUFFER_BYTES) -> None:
+    def _receive(self, deadline: float, most: int | None = None) -> None:
         if self._at:  # a few bytes
             held = self._end - self._at
             self._buffer[:held] = self._buffer[self._at : self._end]
             self._at, self._end = 0, held
-        if self._end == BUFFER_BYTES:
-            raise RespFault(f"a line of more than {BUFFER_BYTES} bytes")
+        if self._end == len(self._buffer):
+            raise RespFault(f"a line of more than {self._end} bytes")
         self._end += self._received(memoryview(self._buffer)[self._end :][:most], deadline, 0)
 
     def _fill(self, view: memoryview, deadline: float, arrived: Arrived = ignored) -> None:
@@ -234,4 +262,5 @@ def _fault(line: bytes) -> RespFault:
     if line[:1] not in (b"-", b"!"):
         return RespFault(f"an answer of a kind that was not asked for: {line[:1]!r}")
     code = line[1:].split(b" ", 1)[0][:_CODE_CHARACTERS].decode("ascii", "replace")
-    return ErrorReply(code if code.isalnum() and code.isupper() else "an error")
+    text = line[1:][:_TEXT_BYTES].decode("utf-8", "replace")
+    return ErrorReply(code if code.isalnum() and code.isupper() else "an error", text)
