@@ -12,8 +12,8 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from kvstore.block.account import REASON_OF_FINDING, HitTier, MissReason
-from kvstore.core.dram_recovery import read_first
 from kvstore.core.levels import Levels
+from kvstore.core.recovery import read_first
 from kvstore.core.room import Room
 from kvstore.core.rows.index import RowState, TierRuns
 from kvstore.core.shared import GIVE_WAY_SECONDS, Shared

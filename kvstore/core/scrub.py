@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstore.block.account import MissReason
-from kvstore.core.dram_recovery import Recovery
 from kvstore.core.levels import Levels
+from kvstore.core.recovery import Recovery
 from kvstore.core.rows.below import Lower
 from kvstore.core.rows.index import RowState
 from kvstore.core.shared import Shared

@@ -17,7 +17,7 @@ from kvstore.block.layout import Layout
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.lease import Lease
 from kvstore.config import DramConfig, Limits
-from kvstore.core.nvme_recovery import space_of
+from kvstore.core.recovery import space_of
 from kvstore.core.rows.index import OpenedNamespace
 from kvstore.node import StoreParts, build_store
 from simulation.two_tiers import Disk
