@@ -51,10 +51,9 @@ from kvstore.config import (
     parse_writes,
 )
 from kvstore.core.namespaces import DROP_SECONDS
-from kvstore.core.rows.below import Lower
 from kvstore.core.rows.index import PrefixIndex
 from kvstore.core.store import Store
-from kvstore.core.table import BlockTable
+from kvstore.core.table import BlockTable, Lower
 from kvstore.core.usage import StoreUsage
 from kvstore.keys.store_keys import Epochs, NodeLock, StoreKeys, node_of, refuse_new_keys, warn_of_left_alone
 from kvstore.protocol import messages as m

@@ -35,10 +35,9 @@ from kvstore.block.about import unpack_about
 from kvstore.block.errors import StoreError
 from kvstore.block.identity import TenantKeys, root_key
 from kvstore.config import MAX_NAMESPACES
-from kvstore.core.rows.below import Lower
 from kvstore.core.rows.index import NO_ROW, Column, OpenedNamespace, RowState
 from kvstore.core.shared import Shared
-from kvstore.core.table import BlockTable
+from kvstore.core.table import BlockTable, Lower
 from kvstore.status.tree import RecoveryStatus
 from tiering.counts.tally import CheckedAt
 from tiering.errors import BlockCorrupt, BlockMissing, TierError, TierUnavailable

@@ -1,1 +1,1 @@
-"""Blocks as rows, without lock and leases: which there are, which NVMe has, and the order of reclaim."""
+"""Blocks as rows, without lock and leases: which there are, and the order of reclaim."""
