@@ -34,7 +34,7 @@ from kv_kernels.pinned import PinnedExtents
 from kv_kernels.plain import PoolTable
 from kv_kernels.transfer import LayerSlice, PageMover, Transfer, layer_slices
 from kvstore.block.codec import codec_named
-from kvstore.block.payload import RAW, int8_form
+from kvstore.block.pages import RAW, int8_form
 from kvstore.config import format_size
 from kvstore.traffic.row import MS, BenchResult, Row, Section, Target
 from tiering.dram.extents import Extent

@@ -14,9 +14,8 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from kvstore.block.about import check_can_be_kept
 from kvstore.block.errors import BadInput
-from kvstore.block.identity import Namespace, TenantKeys
+from kvstore.block.identity import Namespace, TenantKeys, check_can_be_kept
 from kvstore.core.leases import Leasing
 from kvstore.core.levels import Levels
 from kvstore.core.recovery import Recovery

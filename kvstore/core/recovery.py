@@ -31,9 +31,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from kvstore.block.about import unpack_about
 from kvstore.block.errors import StoreError
-from kvstore.block.identity import TenantKeys, root_key
+from kvstore.block.identity import TenantKeys, root_key, unpack_about
 from kvstore.config import MAX_NAMESPACES
 from kvstore.core.rows.index import NO_ROW, Column, OpenedNamespace, RowState
 from kvstore.core.shared import Shared

@@ -17,8 +17,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from kvstore.block.about import sealers_of, stamps_of
-from kvstore.block.identity import Namespace, TenantKeys
+from kvstore.block.identity import Namespace, TenantKeys, sealers_of, stamps_of
 from kvstore.core.rows.index import NO_ROW, Column, OpenedNamespace, PrefixIndex, RowState
 from kvstore.core.rows.reclaim import ExtentReclaim, SlabReclaim, givers
 from tiering.counts.tally import CAUSE_OF, CopyKind, EvictedTo, EvictionCause, Tally, TierName

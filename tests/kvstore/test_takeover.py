@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.block.about import pack_about
 from kvstore.block.account import HitTier, MissReason
-from kvstore.block.identity import KeyRing, Prompt, TenantKeys
+from kvstore.block.identity import KeyRing, Prompt, TenantKeys, pack_about
 from kvstore.block.layout import Layout
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.lease import Lease

@@ -24,9 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.block.about import pack_about
 from kvstore.block.account import HitTier
-from kvstore.block.identity import Namespace
+from kvstore.block.identity import Namespace, pack_about
 from tiering.counts.awaits import Awaits
 from tiering.counts.changes import BlockChanges, BlockPlace
 from tiering.frame import Sealer, Stamp
