@@ -49,8 +49,8 @@ from kvstore.config import (
     parse_rate,
     parse_writes,
 )
+from kvstore.core.index import PrefixIndex
 from kvstore.core.namespaces import DROP_SECONDS
-from kvstore.core.rows.index import PrefixIndex
 from kvstore.core.store import Store
 from kvstore.core.table import BlockTable, Lower
 from kvstore.core.usage import StoreUsage

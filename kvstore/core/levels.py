@@ -21,8 +21,8 @@ from itertools import count, takewhile
 
 from kvstore.block.account import REASON_OF_FINDING, MissReason
 from kvstore.config import format_size
+from kvstore.core.index import NO_ROW, OpenedNamespace, RowState
 from kvstore.core.room import Room
-from kvstore.core.rows.index import NO_ROW, OpenedNamespace, RowState
 from kvstore.core.shared import Shared, SlotRequest
 from kvstore.core.table import Lower, Promotion
 from tiering.counts.tally import CheckedAt

@@ -34,7 +34,7 @@ from msgspec.structs import replace
 from kvstore.block.errors import StoreError
 from kvstore.block.identity import TenantKeys, root_key, unpack_about
 from kvstore.config import MAX_NAMESPACES
-from kvstore.core.rows.index import NO_ROW, Column, OpenedNamespace, RowState
+from kvstore.core.index import NO_ROW, Column, OpenedNamespace, RowState
 from kvstore.core.shared import Shared
 from kvstore.core.table import BlockTable, Lower
 from kvstore.status.tree import RecoveryStatus

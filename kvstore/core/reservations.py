@@ -35,9 +35,9 @@ import msgspec
 
 from kvstore.block.account import MissReason
 from kvstore.block.identity import root_key
+from kvstore.core.index import NO_ROW, RowState
 from kvstore.core.leases import Leasing
 from kvstore.core.room import Room
-from kvstore.core.rows.index import NO_ROW, RowState
 from kvstore.core.shared import GIVE_WAY_SECONDS, ReservationRecord, Shared
 from kvstore.protocol.door import Collective
 from kvstore.protocol.messages import ReserveReply

@@ -28,7 +28,7 @@ import numpy as np
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.config import Limits
-from kvstore.core.rows.index import TierRuns
+from kvstore.core.index import TierRuns
 from kvstore.core.table import BlockTable
 from tiering.clock import Clock
 from tiering.nvme.tier import NvmeTier

@@ -19,13 +19,13 @@ from kvstore.block.account import REASON_OF_FINDING, HitTier, MissReason
 from kvstore.block.errors import BadInput, StoreClosed
 from kvstore.block.identity import NOWHERE, Identity, Namespace, NodeIdentity, TenantKeys
 from kvstore.config import Limits, check_pieces
+from kvstore.core.index import NO_ROW, TierRuns, tier_runs
 from kvstore.core.leases import IS_CLOSED, IS_DROPPED, Leasing
 from kvstore.core.levels import Levels
 from kvstore.core.namespaces import NamespaceVerbs
 from kvstore.core.recovery import Recovery
 from kvstore.core.reservations import Reservations
 from kvstore.core.room import Room
-from kvstore.core.rows.index import NO_ROW, TierRuns, tier_runs
 from kvstore.core.scrub import Scrubbing
 from kvstore.core.shared import Shared
 from kvstore.core.table import BlockTable

@@ -18,8 +18,16 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from kvstore.block.identity import Namespace, TenantKeys, sealers_of, stamps_of
-from kvstore.core.rows.index import NO_ROW, Column, OpenedNamespace, PrefixIndex, RowState
-from kvstore.core.rows.reclaim import ExtentReclaim, SlabReclaim, givers
+from kvstore.core.index import (
+    NO_ROW,
+    Column,
+    ExtentReclaim,
+    OpenedNamespace,
+    PrefixIndex,
+    RowState,
+    SlabReclaim,
+    givers,
+)
 from tiering.counts.tally import CAUSE_OF, CopyKind, EvictedTo, EvictionCause, Tally, TierName
 from tiering.dram.extents import Extent
 from tiering.dram.tier import DramTier

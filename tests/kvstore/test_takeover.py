@@ -16,8 +16,8 @@ from kvstore.block.layout import Layout
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.lease import Lease
 from kvstore.config import DramConfig, Limits
+from kvstore.core.index import OpenedNamespace
 from kvstore.core.recovery import space_of
-from kvstore.core.rows.index import OpenedNamespace
 from kvstore.node import StoreParts, build_store
 from simulation.two_tiers import Disk
 from tiering.dram.extents import MappedExtent

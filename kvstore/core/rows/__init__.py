@@ -1,1 +1,0 @@
-"""Blocks as rows, without lock and leases: which there are, and the order of reclaim."""
