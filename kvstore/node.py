@@ -18,7 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, TypeVar, cast
 
-from kvstore.block import payload
 from kvstore.block.account import MissReason
 from kvstore.block.display_names import DisplayNames, checked_name
 from kvstore.block.errors import BadInput, DirectoryInUse, KeysUnusable, StoreClosed
@@ -33,7 +32,7 @@ from kvstore.block.identity import (
 )
 from kvstore.block.key_file import KeyFile
 from kvstore.block.layout import Layout
-from kvstore.block.pages import Codec
+from kvstore.block.pages import Codec, codec_meant
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.pending import LeaseThreads, ParkedReply, ReadyReply
 from kvstore.config import (
@@ -50,11 +49,10 @@ from kvstore.config import (
     parse_rate,
     parse_writes,
 )
+from kvstore.core.index import PrefixIndex
 from kvstore.core.namespaces import DROP_SECONDS
-from kvstore.core.rows.below import Lower
-from kvstore.core.rows.index import PrefixIndex
 from kvstore.core.store import Store
-from kvstore.core.table import BlockTable
+from kvstore.core.table import BlockTable, Lower
 from kvstore.core.usage import StoreUsage
 from kvstore.keys.store_keys import Epochs, NodeLock, StoreKeys, node_of, refuse_new_keys, warn_of_left_alone
 from kvstore.protocol import messages as m
@@ -260,7 +258,7 @@ class EmbeddedStore:
         shard: for one rank of `layout.head_shards`, whose pages have its own heads only: what it gets and puts are the
         parts of that shard (`Layout.parts_of`). The namespace is the same for all ranks. Raises `BadInput`.
         """
-        codec = payload.codec_meant(codec)
+        codec = codec_meant(codec)
         chosen = self._codecs(codec)
         for key, value in (config or {}).items():
             if not isinstance(key, str) or not isinstance(value, str):

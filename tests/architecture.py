@@ -63,7 +63,7 @@ ROOMS_IMPORT_ONLY = {
     "kvstore.keys": "kvstore.block kvstore.config tiering",
     "kvstore.core": "kvstore.block kvstore.protocol kvstore.status kvstore.config tiering",
     # Pure: callers hold the store's lock.
-    "kvstore.core.rows": "kvstore.block tiering",
+    "kvstore.core.index": "kvstore.block tiering",
     # A part of the sidecar that is handed in where couriers are wanted.
     "kvstore.elsewhere": (
         "kvstore.block kvstore.protocol kvstore.status kvstore.core kvstore.service kvstore.node tiering"

@@ -171,7 +171,10 @@ class Residency:
     # What happened -------------------------------------------------------------------------------------------------
 
     def child_came(self, parent: int) -> None:
-        """A child of `parent` is about to get a place here: the parent cannot be evicted before it."""
+        """A child of `parent` is about to get a place here: the parent cannot be evicted before it. parent: a row, or a
+        negative number."""
+        if parent < 0:
+            return
         self._children[parent] += 1
         if self._children[parent] == 1 and self._listed[parent]:
             self.policy.became_inner(parent)

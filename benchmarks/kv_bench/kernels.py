@@ -41,7 +41,7 @@ from kv_kernels.host import Paged
 from kv_kernels.int8_form import KC64, SliceForm
 from kv_kernels.plain import PoolTable
 from kvstore.block.codec import codec_named
-from kvstore.block.payload import RAW, int8_form
+from kvstore.block.pages import RAW, int8_form
 from kvstore.config import format_size
 from kvstore.traffic.row import MS, BenchResult, Row, Section, Target
 from tiering.dram.extents import Extent

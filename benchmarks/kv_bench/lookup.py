@@ -30,7 +30,7 @@ from kvstore.block.errors import StoreError
 from kvstore.block.identity import KeyRing, Namespace, PrefixHasher, TenantKeys, token_bytes
 from kvstore.client.handle import NamespaceHandle
 from kvstore.config import MIN_DRAM_BYTES, Limits
-from kvstore.core.rows.index import NO_ROW, PrefixIndex
+from kvstore.core.index import NO_ROW, PrefixIndex
 from kvstore.core.store import Store
 from kvstore.core.table import BlockTable
 from kvstore.node import EmbeddedDoor, SystemClock

@@ -26,12 +26,12 @@ from kv_bench.measure import Against, Say, Together, Turn, against, available_by
 from kv_bench.process import LOOK_SECONDS, Sidecar
 from kv_bench.rig import MODEL, PROMPTS, BlockShape, PagePool, PromptTraffic
 from kv_bench.script import enough, one_of
+from kv_kernels.copies import Digest
 from kvstore.block.account import MissReason
 from kvstore.block.codec import RawCodec
 from kvstore.block.errors import StoreError
 from kvstore.block.identity import KeyRing, Namespace, TenantKeys
 from kvstore.block.layout import Layout
-from kvstore.block.pages import Digest
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.sidecar_store import SidecarStore
 from kvstore.config import MIN_DRAM_BYTES, MIN_EXTENT_BYTES, DramConfig, Limits, format_size

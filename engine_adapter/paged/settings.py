@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from kvstore.block import payload
 from kvstore.block.layout import MAX_BLOCK_TOKENS
+from kvstore.block.pages import CODEC_NAMES, codec_meant
 from kvstore.config import SettingsSection, one_of, read
 
 MAX_DEADLINE_MS = 60_000
@@ -54,7 +54,7 @@ class ConnectorSettings(SettingsSection, frozen=True):
     saved blocks, -100 .. 100; above 0 they are retained for nine seconds times the priority after their last use."""
 
     url: Annotated[str, Meta(pattern="^unix:", description='a sidecar\'s socket, as "unix:/run/kvstore/kvstore.sock"')]
-    codec: Annotated[str, one_of("auto", *sorted(payload.CODEC_NAMES))] = "auto"
+    codec: Annotated[str, one_of("auto", *sorted(CODEC_NAMES))] = "auto"
     save: SavePolicy = SavePolicy.ALL
     load: LoadMode = LoadMode.AUTO
     match_deadline_ms: _Deadline = 20.0
@@ -79,5 +79,5 @@ class ConnectorSettings(SettingsSection, frozen=True):
             _log.warning("kv_connector_extra_config: sketch_every was removed, and prompts are judged by kvstore lint")
             given = {name: value for name, value in given.items() if name != "sketch_every"}
         if "codec" in given:
-            given = {**given, "codec": payload.codec_meant(given["codec"])}
+            given = {**given, "codec": codec_meant(given["codec"])}
         return read(ConnectorSettings, given, "kv_connector_extra_config: ")

@@ -20,11 +20,10 @@ import torch
 
 from kv_kernels import host, int8, routes
 from kv_kernels.copies import BlockCopy
-from kvstore.block import payload
 from kvstore.block.errors import BadInput, LayoutMismatch
 from kvstore.block.layout import Layout, Part
-from kvstore.block.pages import Codec, Pages, page_numbers
-from kvstore.block.payload import default_codec as default_codec
+from kvstore.block.pages import RAW, Codec, Pages, int8_form, page_numbers, payload_bytes
+from kvstore.block.pages import default_codec as default_codec
 
 CLOSE_SECONDS = 10.0
 """How long the close of a store waits for a GPU."""
@@ -41,13 +40,13 @@ class _PartCodec:
 
     def payload_bytes(self, part: Part) -> int:
         """Of all layer slices. Raises `BadInput` for numbers of a dtype that the codec does not write."""
-        return payload.payload_bytes(self.name, part)
+        return payload_bytes(self.name, part)
 
 
 class RawCodec(_PartCodec):
     """The engine's numbers, bit for bit."""
 
-    name = payload.RAW
+    name = RAW
     is_exact = True
 
     def prepare(self, layout: Layout) -> None:
@@ -72,7 +71,7 @@ class Int8Codec(_PartCodec):
         """Host memory goes through compiled loops; see `routes` for pages on a device."""
         paged = _checked(pages, layout, part)
         try:
-            form = payload.int8_form(self.name, part)
+            form = int8_form(self.name, part)
             return routes.block_copy(form, paged, part.group.dtype, self._devices)
         except ValueError as error:
             raise LayoutMismatch(f"layers {list(part.layers)}: {error}") from None

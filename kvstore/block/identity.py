@@ -11,19 +11,22 @@ KV to be interchangeable. xxHash is a checksum, and is not used here. Token ids 
 from __future__ import annotations
 
 import json
+import struct
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import count
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from kvstore.block.errors import BadInput, shown
 from kvstore.block.layout import MAX_BLOCK_TOKENS, MAX_GROUPS, MAX_LAYERS, KvGroup, Layout, is_whole
-from tiering.frame import KEY_BYTES, KEY_ID_BYTES, NAMESPACE_BYTES, TENANT_BYTES
+from tiering.frame import KEY_BYTES, KEY_ID_BYTES, MAX_SLICES, NAMESPACE_BYTES, TENANT_BYTES, Sealer, Stamp
 from tiering.slab_header import MAX_ABOUT_BYTES
 
 CHAIN_VERSION = 1
@@ -40,6 +43,11 @@ MAX_PACKED_BYTES = MAX_ABOUT_BYTES
 """Of a packed namespace: what a slab's header, which is kept beside its blocks, has room for."""
 MAX_UNPACKED_BYTES = 64 << 10
 """Of its text once inflated: deflate can make a thousand bytes of one."""
+MOST_PAYLOAD, LEAST_PAYLOAD = 2, 64
+"""Bounds of a payload, relative to the bytes of its numbers: at most MOST_PAYLOAD times as many, at least
+1/LEAST_PAYLOAD."""
+SLICE_PARAMETER_BYTES = 4096
+"""Room for a codec's parameters, beside the codes of a layer slice."""
 NUMBER_KEY_BYTES = 16
 NUMBER_ROUNDS = 6
 _WORD_BYTES = 8
@@ -301,6 +309,27 @@ def as_extra_keys(extra_keys: Sequence[ExtraKey | bytes | str]) -> tuple[ExtraKe
     return tuple(keys)
 
 
+class _PackedGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    name: str
+    layers: Annotated[list[int], Meta(min_length=1, max_length=MAX_LAYERS)]
+    kv_heads: int
+    plane_widths: Annotated[list[int], Meta(min_length=1, max_length=2)]
+    dtype: str
+    attention: str
+    window: int = 0
+    row_tokens: int = 1
+
+
+class _Packed(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    version: Annotated[int, Meta(ge=NAMESPACE_VERSION, le=NAMESPACE_VERSION)]
+    model: str
+    weights_epoch: int
+    codec: str
+    config: dict[str, str]
+    groups: Annotated[list[_PackedGroup], Meta(min_length=1, max_length=MAX_GROUPS)]
+    cut: tuple[Annotated[int, Meta(ge=1, le=MAX_BLOCK_TOKENS)], int, int, str]
+
+
 @dataclass(frozen=True, slots=True)
 class Namespace:
     """Everything besides prompt and tenant that must be equal for KV to be interchangeable.
@@ -395,20 +424,12 @@ class Namespace:
         The input comes from other processes, and off disks: everything is checked before anything is built.
         """
         try:
-            version, model, epoch, codec, config, groups, cut = _listed(_inflated(packed), 7, 7)
-            if not is_whole(version, NAMESPACE_VERSION, NAMESPACE_VERSION):
-                raise ValueError(f"a namespace of version {shown(version)}")
-            block_tokens, head_shards, layer_shards, packing = _listed(cut, 4, 4)
-            if not is_whole(block_tokens, 1, MAX_BLOCK_TOKENS):
-                raise BadInput(f"blocks of {shown(block_tokens)} tokens")
-            kinds = []
-            for group in _listed(groups, 1, MAX_GROUPS):
-                name, layers, heads, widths, dtype, attention, *further = _listed(group, 6, 8)
-                layers, widths = _listed(layers, 1, MAX_LAYERS), _listed(widths, 1, 2)
-                kinds.append(KvGroup(name, tuple(layers), heads, tuple(widths), dtype, attention, *further))
-            layout = Layout(tuple(kinds), block_tokens, 1, head_shards, layer_shards, packing)
-            return Namespace(model, layout, codec, epoch, config)
-        except BadInput as error:
+            found = msgspec.json.decode(_inflated(packed), type=_Packed)
+            groups = tuple(KvGroup(*msgspec.structs.astuple(one)) for one in found.groups)
+            block_tokens, head_shards, layer_shards, packing = found.cut
+            layout = Layout(groups, block_tokens, 1, head_shards, layer_shards, packing)
+            return Namespace(found.model, layout, found.codec, found.weights_epoch, found.config)
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"not a packed namespace ({error})") from None
 
     def difference(self, other: Namespace) -> str:
@@ -419,6 +440,86 @@ class Namespace:
             if mine.get(name) != theirs.get(name):
                 return f"{name} is {mine.get(name, 'not set')} here and {theirs.get(name, 'not set')} there"
         return ""
+
+
+# The record that is kept beside blocks, on NVMe and by a keeper ------------------------------------------------------
+#
+#     about    number of parts, 2 bytes > payload bytes of each part, 8 bytes each > `Namespace.pack`
+#
+# It must fit into a slab's header, and each part's payload into a frame. If they do not, the store refuses the
+# namespace when a client opens it, and skips it when recovery finds it on a disk, written by another version.
+
+
+def pack_about(namespace: Namespace, payload_bytes: Sequence[int]) -> bytes:
+    """The record of a namespace. payload_bytes: of each part."""
+    return struct.pack(f"<H{len(payload_bytes)}Q", len(payload_bytes), *payload_bytes) + namespace.pack()
+
+
+def unpack_about(about: bytes) -> tuple[list[int], Namespace]:
+    """The mirror of `pack_about`, checked as an opened namespace is. Raises `ValueError`."""
+    try:
+        (parts,) = struct.unpack_from("<H", about)
+        payloads = list(struct.unpack_from(f"<{parts}Q", about, 2))
+    except struct.error as error:
+        raise ValueError(f"not what a slab says of its namespace ({error})") from None
+    namespace = Namespace.unpack(about[2 + 8 * parts :])
+    check_can_be_kept(namespace, payloads)
+    return payloads, namespace
+
+
+def stamps_of(keys: TenantKeys, namespace: Namespace, payload_bytes: Sequence[int]) -> tuple[Stamp, ...]:
+    """The stamp of each part, in the tenant's first epoch: clients and slab headers have this one in every epoch."""
+    layout, digest = namespace.layout, namespace.digest()
+    return tuple(
+        Stamp(
+            key_id=keys.fingerprint,
+            epoch=keys.first_epoch,
+            tenant=keys.tenant,
+            namespace=digest,
+            codec=namespace.codec,
+            part=part.index,
+            parts=len(layout.parts),
+            block_tokens=layout.block_tokens,
+            slices=len(part.layers),
+            payload_bytes=payload,
+        )
+        for part, payload in zip(layout.parts, payload_bytes, strict=True)
+    )
+
+
+def sealers_of(keys: TenantKeys, stamps: Sequence[Stamp]) -> tuple[Sealer, ...]:
+    """The sealer of each part, in the epoch of these keys."""
+    return tuple(Sealer(replace(one, key_id=keys.key_id, epoch=keys.epoch), keys.mac) for one in stamps)
+
+
+def check_can_be_kept(namespace: Namespace, payload_bytes: Sequence[int]) -> None:
+    """Raises `BadInput` if blocks of a namespace, with these payloads, can be neither framed nor kept."""
+    parts = namespace.layout.parts
+    if len(payload_bytes) != len(parts):
+        raise BadInput(f"{len(payload_bytes)} payload sizes; the layout has {len(parts)} parts, so give one for each")
+    for part, size in zip(parts, payload_bytes, strict=True):
+        slices = len(part.layers)
+        if slices > MAX_SLICES:
+            raise BadInput(
+                f"a part of {slices} layers; a frame holds at most {MAX_SLICES}: set layer_shards in the layout"
+            )
+        most = MOST_PAYLOAD * part.raw_bytes + slices * SLICE_PARAMETER_BYTES
+        if not is_whole(size, -(-part.raw_bytes // LEAST_PAYLOAD), most) or size % slices:
+            raise BadInput(
+                f"a payload of {shown(size)} bytes for {part.raw_bytes} bytes of numbers in {slices} layers; a codec "
+                f"makes as many equal slices, of 1/{LEAST_PAYLOAD} to {MOST_PAYLOAD} times the numbers in all"
+            )
+    about_bytes = len(pack_about(namespace, payload_bytes))
+    if about_bytes > MAX_ABOUT_BYTES:
+        raise BadInput(
+            f"what is kept of this namespace beside its blocks has {about_bytes} bytes, {len(parts)} parts and config "
+            f"included, and there is room for {MAX_ABOUT_BYTES}: give fewer shards, or digests in place of long config "
+            "values"
+        )
+    try:
+        Namespace.unpack(namespace.pack())
+    except ValueError as error:
+        raise BadInput(f"this namespace cannot be kept: {error}; give digests in place of long config values") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -474,32 +575,19 @@ def _is_ascii_text(given: str) -> bool:
     return given.isascii() and given.isprintable()
 
 
-def _inflated(packed: bytes) -> Any:
+def _inflated(packed: bytes) -> bytes:
     if len(packed) > MAX_PACKED_BYTES:
         raise ValueError(f"{len(packed)} bytes; a packed namespace has at most {MAX_PACKED_BYTES}")
     inflating = zlib.decompressobj()
     try:
         text = inflating.decompress(packed, MAX_UNPACKED_BYTES + 1)
     except zlib.error as error:
-        raise ValueError(f"not a packed namespace ({error})") from None
+        raise ValueError(str(error)) from None
     if len(text) > MAX_UNPACKED_BYTES:
-        raise ValueError(f"a packed namespace of more than {MAX_UNPACKED_BYTES} bytes of text")
+        raise ValueError(f"more than {MAX_UNPACKED_BYTES} bytes of text")
     if not inflating.eof or inflating.unused_data:
-        raise ValueError("not a packed namespace (it is cut short, or something follows it)")
-    try:
-        return json.loads(text.decode(), parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:  # numbers of too many digits are the former
-        raise ValueError(f"not a packed namespace (no JSON: {type(error).__name__})") from None
-
-
-def _no_number(given: str) -> None:
-    raise ValueError(f"{given} is no number")
-
-
-def _listed(given: object, least: int, most: int) -> list[Any]:
-    if not isinstance(given, list) or not least <= len(given) <= most:
-        raise BadInput(f"{shown(given)} where a list of {least} to {most} values should be")
-    return given
+        raise ValueError("it is cut short, or something follows it")
+    return text
 
 
 def _derived(secret: bytes, label: str, epoch: int) -> bytes:

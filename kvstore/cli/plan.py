@@ -74,7 +74,7 @@ def plan(
     Nothing is measured here: speeds are those that you give, or assumed ones, and the output says which.
     """
     from kvstore.block.layout import MAX_KV_HEADS, MAX_LAYERS, MAX_PLANE_WIDTH
-    from kvstore.block.payload import codec_meant
+    from kvstore.block.pages import codec_meant
     from kvstore.insight import models as known
     from kvstore.insight import plan as plans
 
@@ -215,7 +215,7 @@ class ServedRow:
 
 def row_of(model: Any) -> ServedRow:
     from kvstore.block.layout import default_block_tokens
-    from kvstore.block.payload import default_codec
+    from kvstore.block.pages import default_codec
     from kvstore.insight.models import KvKind
     from kvstore.insight.plan import PlanRequest, layout_of
     from kvstore.insight.served import Engine, served, vllm_page_tokens

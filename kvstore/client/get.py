@@ -21,11 +21,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from kv_kernels.copies import BlockCopy
+from kv_kernels.copies import BlockCopy, Digest
 from kvstore.block.account import Account, MissReason
 from kvstore.block.errors import LayoutMismatch, StoreClosed, Unreachable
 from kvstore.block.layout import Attention, KvGroup, Layout, Part
-from kvstore.block.pages import Codec, Digest, Pages
+from kvstore.block.pages import Codec, Pages
 from kvstore.client.lease import Lease
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import Door

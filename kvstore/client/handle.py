@@ -21,12 +21,12 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from kv_kernels.copies import BlockCopy, Flaw
+from kv_kernels.copies import BlockCopy, Digest, Flaw
 from kvstore.block.account import REASON_OF_FLAW, Account, HitTier, MissReason
 from kvstore.block.errors import BadInput, LayoutMismatch, LeaseExpired, StoreClosed
 from kvstore.block.identity import ExtraKey, Namespace, PrefixHasher, Prompt, as_extra_keys, token_bytes
 from kvstore.block.layout import Layout
-from kvstore.block.pages import Codec, Digest, Pages, cut
+from kvstore.block.pages import Codec, Pages, cut
 from kvstore.client.get import GetOperation, GetSource, Loaded
 from kvstore.client.lease import Lease
 from kvstore.client.pending import AWAIT_GRACE_SECONDS, PendingReply, ReadyReply

@@ -10,12 +10,11 @@ import os
 from collections.abc import Callable, Mapping
 from types import TracebackType
 
-from kvstore.block import payload
 from kvstore.block.display_names import checked_name
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import Namespace
 from kvstore.block.layout import Layout
-from kvstore.block.pages import Codec
+from kvstore.block.pages import Codec, codec_meant
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.socket_door import CallLimits, SocketDoor
 from kvstore.config import MAX_SOCKET_BYTES
@@ -47,7 +46,7 @@ class SidecarStore:
         name: str = "",
     ) -> NamespaceHandle:
         """As in an embedded store. Raises `Unreachable` if no sidecar answers for some time."""
-        codec = payload.codec_meant(codec)
+        codec = codec_meant(codec)
         namespace = Namespace(model, layout, codec, weights_epoch, dict(config or {}))
         return NamespaceHandle(self._door, namespace, self._codecs(codec), shard=shard, name=checked_name(name))
 

@@ -12,10 +12,10 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from kvstore.block.account import REASON_OF_FINDING, HitTier, MissReason
-from kvstore.core.dram_recovery import read_first
+from kvstore.core.index import RowState, TierRuns
 from kvstore.core.levels import Levels
+from kvstore.core.recovery import read_first
 from kvstore.core.room import Room
-from kvstore.core.rows.index import RowState, TierRuns
 from kvstore.core.shared import GIVE_WAY_SECONDS, Shared
 from kvstore.core.table import LOCKED_BLOCKS
 from kvstore.protocol.messages import LeaseReply

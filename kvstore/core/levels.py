@@ -21,11 +21,10 @@ from itertools import count, takewhile
 
 from kvstore.block.account import REASON_OF_FINDING, MissReason
 from kvstore.config import format_size
-from kvstore.core.collective import SlotRequest
+from kvstore.core.index import NO_ROW, OpenedNamespace, RowState
 from kvstore.core.room import Room
-from kvstore.core.rows.below import Lower, Promotion
-from kvstore.core.rows.index import NO_ROW, OpenedNamespace, RowState
-from kvstore.core.shared import Shared
+from kvstore.core.shared import Shared, SlotRequest
+from kvstore.core.table import Lower, Promotion
 from tiering.counts.tally import CheckedAt
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
 from tiering.faults import NVME_READS, NVME_WRITES
@@ -426,7 +425,7 @@ class Levels:
                     placed, columns = self._make_room(number, left[:GROUP_BLOCKS])
                 wanted = len(placed)
                 with self._lock:
-                    standing = list(takewhile(lambda row: self._stands(row, chosen[row]), placed))
+                    standing = list(takewhile(lambda row: blocks.stands(row, chosen[row]), placed))
                     self._below.not_demoted(placed[len(standing) :])
                     placed, columns = standing, [column[: len(standing)] for column in columns]
                     frames = [
@@ -454,15 +453,6 @@ class Levels:
                 self.pinned_for_demotion = [one for one in self.pinned_for_demotion if one is not pinned]
                 self._unpin(number, pinned)
                 self._changed.notify_all()
-
-    def _stands(self, row: int, generation: int) -> bool:
-        """Whether DRAM still has what was to be written. Under the lock."""
-        blocks = self._blocks
-        return (
-            blocks.index.state(row) is RowState.VISIBLE
-            and blocks.is_above(row)
-            and blocks.residency.generation(row) == generation
-        )
 
     def _commit_good(
         self,
@@ -495,7 +485,7 @@ class Levels:
                     is_right = False
                 if not is_right:
                     with self._lock:
-                        if not self.is_over and self._stands(row, generation):
+                        if not self.is_over and blocks.stands(row, generation):
                             blocks.tally.checked(CheckedAt.MOVE, 0, is_sound=blocks.quarantine(row))
                     return good
             good.append(row)

@@ -14,15 +14,14 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from kvstore.block.about import check_can_be_kept
 from kvstore.block.errors import BadInput
-from kvstore.block.identity import Namespace, TenantKeys
-from kvstore.core.dram_recovery import Recovery
+from kvstore.block.identity import Namespace, TenantKeys, check_can_be_kept
+from kvstore.core.index import RowState
 from kvstore.core.leases import Leasing
 from kvstore.core.levels import Levels
+from kvstore.core.recovery import Recovery
 from kvstore.core.reservations import ABORTED_PLACES, Reservations
 from kvstore.core.room import Room
-from kvstore.core.rows.index import RowState
 from kvstore.core.shared import GIVE_WAY_SECONDS, Shared
 from kvstore.core.usage import check_fits
 from kvstore.protocol.messages import Grant

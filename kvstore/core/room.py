@@ -13,8 +13,7 @@ from numbers import Integral
 
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput
-from kvstore.core.collective import SlotRequest
-from kvstore.core.shared import GIVE_WAY_SECONDS, Shared
+from kvstore.core.shared import GIVE_WAY_SECONDS, Shared, SlotRequest
 from tiering.counts.tally import CheckedAt
 from tiering.dram.extents import Extent
 from tiering.dram.tier import FrameCopy, MoveOutcome, Mover

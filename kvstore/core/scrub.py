@@ -20,20 +20,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from kvstore.block.account import MissReason
-from kvstore.core.dram_recovery import Recovery
 from kvstore.core.levels import Levels
-from kvstore.core.rows.below import Lower
-from kvstore.core.rows.index import RowState
+from kvstore.core.recovery import Recovery
 from kvstore.core.shared import Shared
+from kvstore.core.table import Lower
 from tiering.errors import BlockCorrupt, BlockMissing, EpochRetired, TierUnavailable
 from tiering.faults import NVME_READS
-from tiering.frame import ALIGNMENT, HEADER_BYTES, Stamp, open_header, verify_payload
+from tiering.frame import Stamp, verify_frame
 from tiering.move_queue import Move, Priority
 from tiering.nvme.scrub import CheckResult, Scrub, ScrubLimits
 from tiering.nvme.slab import slab_name
+from tiering.nvme.slab_files import private_pages
 from tiering.nvme.tier import NvmeTier, Resident
 from tiering.tier import TierMiss, extent_of, slot_of
 
@@ -212,14 +210,11 @@ class Scrubbing:
 
     def _check(self, frame: Resident, aim: Aim) -> None:
         if len(self._buffer) < frame.frame_bytes:
-            self._buffer = _aligned(frame.frame_bytes)
+            self._buffer = private_pages(frame.frame_bytes).view
         view = self._buffer[: frame.frame_bytes]
         self.scrub.spent(frame)
         self._lower.tier.read(frame.place, view)
-        header = open_header(bytes(view[:HEADER_BYTES]), self._keys)
-        if (header.stamp, header.prefix_key, header.generation) != (aim.stamp, aim.key, aim.generation):
-            raise BlockCorrupt("another block's frame")
-        verify_payload(header, view[HEADER_BYTES:])
+        verify_frame(view, self._keys, aim.stamp, aim.key, aim.generation)
 
     # Damage --------------------------------------------------------------------------------------------------------
 
@@ -245,13 +240,7 @@ class Scrubbing:
 
     def _is_lost(self, row: int, generation: int) -> bool:
         """Whether DRAM has the block and NVMe does not. Under the lock."""
-        blocks = self._blocks
-        return (
-            blocks.index.state(row) is RowState.VISIBLE
-            and blocks.is_above(row)
-            and not blocks.is_below(row)
-            and blocks.residency.generation(row) == generation
-        )
+        return self._blocks.stands(row, generation) and not self._blocks.is_below(row)
 
     def _mend(self) -> None:
         if not self._to_mend or self._clock.monotonic_seconds() < self._next_mend:
@@ -291,9 +280,3 @@ def _drive(reference: weakref.ref[Scrubbing], wake: threading.Event) -> None:
         del scrubbing
         wake.wait(seconds)
         wake.clear()
-
-
-def _aligned(size_bytes: int) -> memoryview:
-    memory = bytearray(size_bytes + ALIGNMENT)
-    start = -np.frombuffer(memory, np.uint8).ctypes.data % ALIGNMENT
-    return memoryview(memory)[start : start + size_bytes]

@@ -19,16 +19,16 @@ from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from math import inf
+from typing import ClassVar
 
 import numpy as np
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.config import Limits
-from kvstore.core.collective import CollectivePuts, ReservationRecord
-from kvstore.core.rows.index import TierRuns
+from kvstore.core.index import TierRuns
 from kvstore.core.table import BlockTable
 from tiering.clock import Clock
 from tiering.nvme.tier import NvmeTier
@@ -41,6 +41,61 @@ ENDED_PLACES = 4096
 """Rows and places of ending leases per piece: the lock is held for less than a millisecond."""
 LEASE_COST, PART_COST = 16, 64
 """What one lease, and one part of a lease, counts for at least, however short it is."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SlotRequest:
+    """Blocks that need slots in DRAM: for a promotion or, as a `ReservationRecord`, for a put. `Room` finds them.
+
+    rows: the blocks, in chain order. places: of each part, the slots of the first `filled` blocks. cancelled: it needs
+    no more. detail: why it got no more. room_until: until when it waits for room, if it set a limit. is_collective:
+    other processes wait for its answer. is_fetched: a courier fills it.
+    """
+
+    is_put: ClassVar[bool] = False
+    namespace: int
+    rows: list[int] = field(default_factory=list)
+    places: list[list[int]]
+    filled: int = 0
+    cancelled: bool = False
+    detail: str = ""
+    room_until: float | None = None
+    is_collective: bool = False
+    is_fetched: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class ReservationRecord(SlotRequest):
+    """A put in progress. Its blocks become visible one after another, each when all its parts are committed and its
+    parent is visible.
+
+    rows, parents, indexes: the blocks to fill, in chain order. done: of each part, the committed blocks.
+
+    repairs: lost rows among them, pinned while the reservation lives. abandoned_slots: places of a reservation that
+    ended while a producer may still write. depends_on: reservations of the same session whose blocks these follow, and
+    which must become visible first. is_ending: it is being aborted. is_cancelling: its producer was lost, and writes no
+    more of it. fetched_from: where a courier has its blocks from.
+    """
+
+    is_put: ClassVar[bool] = True
+    number: int
+    priority: int
+    expires_at: int
+    done: list[int]
+    parents: list[bytes] = field(default_factory=list)
+    indexes: list[int] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
+    repairs: set[int] = field(default_factory=set)
+    published: int = 0
+    abandoned_slots: list[int] = field(default_factory=list)
+    depends_on: set[int] = field(default_factory=set)
+    is_ending: bool = False
+    is_cancelling: bool = False
+    fetched_from: HitTier = HitTier.PEER
+
+    @property
+    def parts(self) -> int:
+        return len(self.done)
 
 
 class Fetched:
@@ -330,7 +385,6 @@ class Shared(ABC):
         self.new_number = new_number or count(1).__next__
         self.leases = Leases(self)
         self.reservations: dict[int, ReservationRecord] = {}
-        self.collective = CollectivePuts(limits.joint_seconds)
         self.fetched = Fetched()
         self.closed = False
         self.renew_lock()

@@ -19,13 +19,13 @@ from kvstore.block.account import REASON_OF_FINDING, HitTier, MissReason
 from kvstore.block.errors import BadInput, StoreClosed
 from kvstore.block.identity import NOWHERE, Identity, Namespace, NodeIdentity, TenantKeys
 from kvstore.config import Limits, check_pieces
-from kvstore.core.dram_recovery import Recovery
+from kvstore.core.index import NO_ROW, TierRuns, tier_runs
 from kvstore.core.leases import IS_CLOSED, IS_DROPPED, Leasing
 from kvstore.core.levels import Levels
 from kvstore.core.namespaces import NamespaceVerbs
+from kvstore.core.recovery import Recovery
 from kvstore.core.reservations import Reservations
 from kvstore.core.room import Room
-from kvstore.core.rows.index import NO_ROW, TierRuns, tier_runs
 from kvstore.core.scrub import Scrubbing
 from kvstore.core.shared import Shared
 from kvstore.core.table import BlockTable
@@ -265,7 +265,7 @@ class Store(Shared):
     @property
     def runs_out_at(self) -> float:
         """When the next collective put or fetched block expires, in monotonic seconds; inf without any."""
-        return min(self.collective.due_at, self.fetched.due_at)
+        return min(self._puts.collective.due_at, self.fetched.due_at)
 
     def expire_due(self) -> None:
         """End collective puts that have expired, also without requests. Takes the lock only if one is due."""
@@ -278,7 +278,7 @@ class Store(Shared):
     def collective_puts(self) -> dict[bytes, int]:
         """How many collective puts have slots, by session."""
         with self.lock:
-            return self.collective.under_way()
+            return self._puts.collective.under_way()
 
     def spans(self, places: Sequence[int]) -> list[FrameSpan]:
         """The bytes at reserved or leased places, up to the first whose extent is gone. Raises `StoreClosed`."""
@@ -458,7 +458,7 @@ class Store(Shared):
             namespaces = map(self.blocks.index.namespace_of, pins)
             assert self.blocks.pinned_bytes == sum(self.blocks.spaces[number].block_bytes for number in namespaces)
             self.blocks.check(pins)
-            self.collective.check(self.reservations)
+            self._puts.collective.check(self.reservations)
 
     def eviction_of(self, number: int, key: bytes) -> tuple[Eviction | None, bool]:
         """How a missing block was evicted, and whether it had a ttl. Takes no lock."""
@@ -502,5 +502,5 @@ class Store(Shared):
             leases.work()
         if now >= self.fetched.due_at:
             self.fetched.expire()
-        if now >= self.collective.due_at:
+        if now >= self._puts.collective.due_at:
             self._puts.expire_due(now)

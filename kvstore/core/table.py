@@ -10,21 +10,29 @@ that has it. A quarantined row is listed in DRAM's, without frames, until a put 
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Generic
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
-from kvstore.block.about import sealers_of, stamps_of
-from kvstore.block.identity import Namespace, TenantKeys
-from kvstore.core.rows.below import DirtyBlocks, Lower, Promotion, TierBelow
-from kvstore.core.rows.index import NO_ROW, Column, OpenedNamespace, PrefixIndex, RowState
-from kvstore.core.rows.reclaim import ExtentReclaim, SlabReclaim, givers
+from kvstore.block.identity import Namespace, TenantKeys, sealers_of, stamps_of
+from kvstore.core.index import (
+    NO_ROW,
+    Column,
+    ExtentReclaim,
+    OpenedNamespace,
+    PrefixIndex,
+    RowState,
+    SlabReclaim,
+    givers,
+)
 from tiering.counts.tally import CAUSE_OF, CopyKind, EvictedTo, EvictionCause, Tally, TierName
 from tiering.dram.extents import Extent
 from tiering.dram.tier import DramTier
 from tiering.errors import BlockCorrupt
 from tiering.frame import HEADER_BYTES, KEY_BYTES, MacKeys, digest, epoch_in, open_header, verify_payload
+from tiering.move_queue import Move, MoveQueue
+from tiering.policies.admission import Admission
 from tiering.residency import LastUses, Residency
 from tiering.slots import FrameState
 from tiering.tier import NO_PLACE, LowerTier, SlotClass, TierMiss, extent_of, slot_of
@@ -39,6 +47,133 @@ GROWN_AT_ONCE = 1024
 
 Unsealed = tuple[int, bytes, int, int, Sequence[bytes]]
 """Row, key of the parent, blocks before it, generation, and the digests of its layer slices."""
+
+
+class DirtyBlocks:
+    """Blocks that DRAM alone holds: rows, each with its bytes, and in which order they are written to NVMe. Pure.
+
+        stored > waits > used: last in the order > its turn > written: NVMe has it
+                                                            > declined: stays, and waits again once it is used
+               > a client asked to retain it: before all others, from then on until its turn
+
+    One that NVMe has too, or that left DRAM, is not here.
+    """
+
+    def __init__(self) -> None:
+        self._prioritized: OrderedDict[int, int] = OrderedDict()
+        self._waiting: OrderedDict[int, int] = OrderedDict()
+        self._declined: dict[int, int] = {}
+        self.waiting_bytes = 0
+        self.missed = 0
+        """Dirty blocks that left DRAM before their turn; the flusher resets it when it looks at the rest."""
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._prioritized) + len(self._waiting)
+
+    def __contains__(self, row: int) -> bool:
+        return self.waits(row) or row in self._declined
+
+    def came(self, row: int, size_bytes: int) -> None:
+        """DRAM alone has the block: it is looked at after all others."""
+        self.discard(row)
+        self._waiting[row] = size_bytes
+        self.waiting_bytes += size_bytes
+
+    def discard(self, row: int) -> None:
+        """NVMe has it too, or DRAM has it no more. Idempotent."""
+        if self.waits(row):
+            self.waiting_bytes -= self._pop(row)
+        else:
+            self._declined.pop(row, None)
+
+    def prioritize(self, row: int) -> None:
+        """Move a block to the front of the order, even if it was declined."""
+        if row in self._declined:
+            self.came(row, self._declined[row])
+        if row in self._waiting:
+            self._prioritized[row] = self._waiting.pop(row)
+
+    def requeue(self, row: int) -> None:
+        """Move a waiting block to the end of the order."""
+        self._waiting[row] = self._pop(row)
+
+    def used(self, rows: Iterable[int]) -> None:
+        """Move these to the end of the order, in turn, except prioritized ones; declined ones wait again."""
+        waiting, declined = self._waiting, self._declined
+        for row in rows:
+            if row in waiting:
+                waiting.move_to_end(row)
+            elif row in declined:
+                self.came(row, declined[row])
+
+    def waits(self, row: int) -> bool:
+        """Whether the flusher has yet to look at it."""
+        return row in self._waiting or row in self._prioritized
+
+    @property
+    def is_any_prioritized(self) -> bool:
+        return bool(self._prioritized)
+
+    def prioritized(self, count: int) -> list[int]:
+        return [row for row, _ in zip(self._prioritized, range(count), strict=False)]
+
+    def oldest(self, count: int) -> list[int]:
+        return [row for row, _ in zip(self._waiting, range(count), strict=False)]
+
+    def decline(self, row: int) -> None:
+        """The admission policy declines a waiting block."""
+        size_bytes = self._pop(row)
+        self.waiting_bytes -= size_bytes
+        self._declined[row] = size_bytes
+
+    def was_declined(self, row: int) -> bool:
+        return row in self._declined
+
+    def declined(self) -> dict[int, int]:
+        """Declined blocks, with the bytes of each."""
+        return dict(self._declined)
+
+    def check(self, rows: Sequence[int]) -> None:
+        """Verify that only these rows, which DRAM alone has, are here, and that bytes are the sum of those that wait. A
+        block that NVMe gave up again is not here."""
+        all_here = [*self._prioritized, *self._waiting, *self._declined]
+        assert len(set(all_here)) == len(all_here)
+        assert set(all_here) <= set(rows)
+        assert self.waiting_bytes == sum(self._prioritized.values()) + sum(self._waiting.values())
+
+    def _pop(self, row: int) -> int:
+        return (self._waiting if row in self._waiting else self._prioritized).pop(row)
+
+
+TierBelow = TypeVar("TierBelow", bound=LowerTier, covariant=True)
+
+
+@dataclass
+class Lower(Generic[TierBelow]):
+    """NVMe: its tier, the blocks in it, and the policy that admits blocks to it. queue: runs the moves between it and
+    DRAM; None where there are none, as in a replay.
+
+    gone: called with namespace number and prefix key of each block that NVMe gives up, before its frames go; it runs
+    under the lock and must not call the store. Blocks whose frames failed a check are not reported.
+    """
+
+    tier: TierBelow
+    residency: Residency
+    admission: Admission
+    queue: MoveQueue | None = None
+    gone: Callable[[int, bytes], None] | None = None
+
+
+@dataclass(slots=True)
+class Promotion:
+    """A block being promoted. waiting: leases that wait for it. settled: its slots are in use or were freed."""
+
+    number: int
+    row: int
+    move: Move | None = None
+    waiting: int = 1
+    settled: bool = False
 
 
 class BlockTable(Generic[TierBelow]):
@@ -123,7 +258,7 @@ class BlockTable(Generic[TierBelow]):
         row = self.index.insert(number, key, parent, priority, expires_at)
         if row >= self._rows:
             self.grow_to(row + GROWN_AT_ONCE)
-        _child_came(self.residency, parent)
+        self.residency.child_came(parent)
         return row
 
     def place(self, number: int, rows: Sequence[int]) -> list[list[int]]:
@@ -289,10 +424,7 @@ class BlockTable(Generic[TierBelow]):
     def orphan(self, row: int) -> list[int]:
         """Remove a block that was never published; its children went before. Returns its places, which stay taken: its
         producer may still be writing."""
-        places = self.residency.forget(row)
-        self.residency.unlisted(row)
-        _child_went(self.residency, self.index.remove(row))
-        return places
+        return self.residency.left(row, self.index.remove(row))
 
     def drop(self, row: int) -> None:
         """Remove a readable or lost leaf with its namespace. Its pins ended before."""
@@ -301,10 +433,9 @@ class BlockTable(Generic[TierBelow]):
         self.free(self.residency.forget(row))
         if self.below is not None and self.below.has(row):
             self.below.leave(row)
-        if is_listed := self.residency.is_listed(row):
-            self.residency.unlisted(row)
         parent = self.index.remove(row, remember=True, stamp=self.tally.stamp(TierName.DRAM, EvictionCause.DROP))
-        _child_went(self.residency, parent if is_listed else NO_ROW)
+        if self.residency.is_listed(row):
+            self.residency.left(row, parent)
 
     def quarantine(self, row: int) -> bool:
         """A check failed: no frame of the block is ever used again, and the row stays, lost, so that its children keep
@@ -325,7 +456,7 @@ class BlockTable(Generic[TierBelow]):
     def _lost_above(self, row: int, why: TierMiss) -> None:
         self.dirty.discard(row)
         if self.is_below(row):  # NVMe's frames are different ones
-            self._leave(row)
+            self.residency.left(row, self.index.parent(row))
             self.index.moved_below(row)
         else:
             self.index.mark_lost(row, why)
@@ -372,6 +503,11 @@ class BlockTable(Generic[TierBelow]):
         """Whether DRAM has the block of a visible row."""
         return self.residency.is_listed(row)
 
+    def stands(self, row: int, generation: int) -> bool:
+        """Whether DRAM has the block that had this row and generation."""
+        is_here = self.index.state(row) is RowState.VISIBLE and self.residency.is_listed(row)
+        return is_here and self.residency.generation(row) == generation
+
     def expect(self, blocks: int) -> None:
         """Make columns for that many blocks, which are about to be recovered."""
         self.grow_to(self.index.expect(blocks))
@@ -379,7 +515,7 @@ class BlockTable(Generic[TierBelow]):
     def make_place_above(self, number: int, rows: Sequence[int]) -> list[list[int]]:
         """Slots in DRAM for blocks that are about to be promoted, by part."""
         for row in rows:
-            _child_came(self.residency, self.index.parent(row))
+            self.residency.child_came(self.index.parent(row))
         return self.place(number, rows)
 
     def promoted(self, row: int, header_digests: Sequence[bytes]) -> None:
@@ -405,7 +541,7 @@ class BlockTable(Generic[TierBelow]):
         """
         residency = self.residency
         if self.index.state(row) is RowState.VISIBLE:
-            _child_came(self.residency, self.index.parent(row))
+            self.residency.child_came(self.index.parent(row))
         else:
             self.index.publish(row)
             if self.lower is not None:
@@ -423,8 +559,7 @@ class BlockTable(Generic[TierBelow]):
 
     def not_promoted(self, row: int) -> None:
         """The read failed: free its slots in DRAM."""
-        self.dram.abort(self.residency.forget(row))
-        _child_went(self.residency, self.index.parent(row))
+        self.dram.abort(self.residency.left(row, self.index.parent(row)))
 
     def retire_empty(self, number: int, most: int) -> list[Extent]:
         """Take up to so many empty extents of a namespace out of the pool; they are unmapped with the returned list."""
@@ -497,25 +632,11 @@ class BlockTable(Generic[TierBelow]):
         dram.retain(held)
         dram.delete(written)
 
-    def _leave(self, row: int) -> None:
-        self.residency.unlisted(row)
-        _child_went(self.residency, self.index.parent(row))
-
     def grow_to(self, row: int) -> None:
         self._rows = max(self._rows, row + 1)
         self.last_uses.grow_to(row)
         for residency in self.residencies:
             residency.grow_to(row)
-
-
-def _child_came(residency: Residency, parent: int) -> None:
-    if parent != NO_ROW:
-        residency.child_came(parent)
-
-
-def _child_went(residency: Residency, parent: int) -> None:
-    if parent != NO_ROW:
-        residency.child_went(parent)
 
 
 class BlocksBelow:
@@ -566,7 +687,7 @@ class BlocksBelow:
         assert all([len(places) == len(rows) for places in columns]), "asked for slots that are not there"
         residency.reserved(rows, columns)
         for row in rows:
-            _child_came(self._residency, self._index.parent(row))
+            self._residency.child_came(self._index.parent(row))
         return columns
 
     def demoted(self, number: int, rows: Sequence[int], generations: Sequence[int]) -> None:
@@ -596,8 +717,7 @@ class BlocksBelow:
     def not_demoted(self, rows: Sequence[int]) -> None:
         """The write failed: free their places on NVMe."""
         for row in rows:
-            self._tier.abort(self._residency.forget(row))
-            _child_went(self._residency, self._index.parent(row))
+            self._tier.abort(self._residency.left(row, self._index.parent(row)))
 
     # Recovery ------------------------------------------------------------------------------------------------------
 
@@ -612,7 +732,7 @@ class BlocksBelow:
     def adopt(self, row: int, generation: int, places: Sequence[int]) -> None:
         """A readable block was also found on NVMe, from before a restart."""
         self._residency.reserved([row], [[place] for place in places])
-        _child_came(self._residency, self._index.parent(row))
+        self._residency.child_came(self._index.parent(row))
         self._residency.published(row, generation)
         self._residency.listed(row)
         self._dirty.discard(row)
@@ -691,12 +811,11 @@ class BlocksBelow:
         """A frame read from NVMe failed a check, or its epoch was retired, in which case its slots are free. Without a
         copy in DRAM the row stays, lost."""
         index, is_retired = self._index, why is TierMiss.RETIRED
-        (self._tier.delete if is_retired else self._tier.quarantine)(self._residency.forget(row))
-        self._residency.unlisted(row)
-        _child_went(self._residency, self._index.parent(row))
+        places = self._residency.left(row, index.parent(row))
+        (self._tier.delete if is_retired else self._tier.quarantine)(places)
         if not self._above.is_listed(row):
             index.mark_lost(row, why)
-            _child_came(self._above, index.parent(row))
+            self._above.child_came(index.parent(row))
             self._above.listed(row)
         elif index.state(row) is RowState.VISIBLE:
             self.lacks(row)
@@ -709,10 +828,8 @@ class BlocksBelow:
         return self._forget(row, claim=claim)
 
     def _forget(self, row: int, *, claim: bool = False) -> list[int]:
-        places = self._residency.forget(row)
+        places = self._residency.left(row, self._index.parent(row))
         self._tier.delete(places, claim=claim)
-        self._residency.unlisted(row)
-        _child_went(self._residency, self._index.parent(row))
         return places
 
     def _gives_up(self, number: int, key: bytes) -> None:

@@ -11,8 +11,8 @@ from operator import mul
 
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import Namespace
-from kvstore.core.dram_recovery import Recovery
-from kvstore.core.rows.index import OpenedNamespace
+from kvstore.core.index import OpenedNamespace
+from kvstore.core.recovery import Recovery
 from kvstore.core.scrub import Scrubbing
 from kvstore.core.shared import Shared
 from kvstore.protocol.words import printable

@@ -26,8 +26,8 @@ from msgspec.structs import replace
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.block.identity import Identity
+from kvstore.core.index import RowState, TierRuns
 from kvstore.core.leases import join_runs
-from kvstore.core.rows.index import RowState, TierRuns
 from kvstore.core.shared import Fetched
 from kvstore.core.store import Store
 from kvstore.elsewhere.questions import FETCHED_TIERS, NO_COURIER, UNREACHABLE, OpenQuestion, TenantQuestions, last_of

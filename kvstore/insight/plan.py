@@ -19,7 +19,7 @@ from rich.text import Text
 
 from kvstore.block.errors import BadInput
 from kvstore.block.layout import DTYPE_BYTES, Attention, KvGroup, Layout
-from kvstore.block.payload import RAW, block_bytes, default_codec, payload_bytes
+from kvstore.block.pages import RAW, block_bytes, default_codec, payload_bytes
 from kvstore.block.states import DEFAULT_SHARE, StatePolicy
 from kvstore.config import format_size
 from kvstore.insight.models import KvKind, KvLayers, ModelKv

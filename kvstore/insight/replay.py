@@ -29,9 +29,8 @@ from kvstore.block.identity import SECRET_BYTES, KeyRing, Namespace, TenantKeys
 from kvstore.block.layout import Layout
 from kvstore.block.states import DEFAULT_SHARE, StatePolicy
 from kvstore.config import format_size
-from kvstore.core.rows.below import Lower
-from kvstore.core.rows.index import NO_ROW, PrefixIndex
-from kvstore.core.table import BlockTable
+from kvstore.core.index import NO_ROW, PrefixIndex
+from kvstore.core.table import BlockTable, Lower
 from kvstore.insight.trace import Column, Trace
 from tiering.dram.extents import BlankPool
 from tiering.dram.tier import DramTier

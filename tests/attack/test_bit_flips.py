@@ -195,31 +195,13 @@ def two_chains(opened: OpenStore) -> Owned:
     return space
 
 
-def another_block(opened: OpenStore, space: Owned) -> bytes:
-    return bytes_of(space, B, 1, part=2)
-
-
-def the_block_before(opened: OpenStore, space: Owned) -> bytes:
-    return bytes_of(space, A, 0, part=2)
-
-
-def another_part(opened: OpenStore, space: Owned) -> bytes:
-    return bytes_of(space, A, 1, part=3)
-
-
-def another_namespace(opened: OpenStore, space: Owned) -> bytes:
-    other = opened.namespace("b", SHARDED)
+def of_another_namespace(opened: OpenStore, *name: str) -> bytes:
+    other = opened.namespace(name[0], SHARDED, *name[1:])
     assert other.put(A).stored == 3
     return bytes_of(other, A, 1, part=2)
 
 
-def another_tenant(opened: OpenStore, space: Owned) -> bytes:
-    other = opened.namespace("a", SHARDED, "other")
-    assert other.put(A).stored == 3
-    return bytes_of(other, A, 1, part=2)
-
-
-def another_store(opened: OpenStore, space: Owned) -> bytes:
+def of_another_store(opened: OpenStore, space: Owned) -> bytes:
     """The same block, committed first in another store: equal in all but its generation and its keys."""
     with temporary_directory() as directory:
         other = open_store(directory)
@@ -230,55 +212,38 @@ def another_store(opened: OpenStore, space: Owned) -> bytes:
     return frame
 
 
-def an_older_generation(opened: OpenStore, space: Owned) -> bytes:
-    """The same block as it was before it was evicted, other KV and all, under the same keys."""
+def of_an_older_generation(opened: OpenStore, space: Owned, version: int) -> bytes:
+    """The same block as it was before it was evicted, under the same keys."""
     old = bytes_of(space, A, 1, part=2)
     opened.drop(space)
-    assert space.put(A, version=1).stored == 3
+    assert space.put(A, version=version).stored == 3
     return old
 
 
-def an_older_generation_of_the_same_bytes(opened: OpenStore, space: Owned) -> bytes:
-    old = bytes_of(space, A, 1, part=2)
-    opened.drop(space)
-    assert space.put(A).stored == 3
-    return old
+def crossed_frames(header: bytes, payload: bytes) -> bytes:
+    return header[:HEADER_BYTES] + payload[HEADER_BYTES:]
 
 
-def only_the_header_of_another(opened: OpenStore, space: Owned) -> bytes:
-    return bytes_of(space, B, 1, part=2)[:HEADER_BYTES] + bytes_of(space, A, 1, part=2)[HEADER_BYTES:]
-
-
-def only_the_payload_of_another(opened: OpenStore, space: Owned) -> bytes:
-    return bytes_of(space, A, 1, part=2)[:HEADER_BYTES] + bytes_of(space, B, 1, part=2)[HEADER_BYTES:]
-
-
-def nothing(opened: OpenStore, space: Owned) -> bytes:
-    return bytes(len(bytes_of(space, A, 1, part=2)))
-
-
-MISPLACED = (
-    another_block,
-    the_block_before,
-    another_part,
-    another_namespace,
-    another_tenant,
-    another_store,
-    an_older_generation,
-    an_older_generation_of_the_same_bytes,
-    only_the_header_of_another,
-    only_the_payload_of_another,
-    nothing,
-)
+MISPLACED: dict[str, Callable[[OpenStore, Owned], bytes]] = {
+    "another block": lambda opened, space: bytes_of(space, B, 1, part=2),
+    "the block before": lambda opened, space: bytes_of(space, A, 0, part=2),
+    "another part": lambda opened, space: bytes_of(space, A, 1, part=3),
+    "another namespace": lambda opened, space: of_another_namespace(opened, "b"),
+    "another tenant": lambda opened, space: of_another_namespace(opened, "a", "other"),
+    "another store": of_another_store,
+    "an older generation": lambda opened, space: of_an_older_generation(opened, space, 1),
+    "an older generation of the same bytes": lambda opened, space: of_an_older_generation(opened, space, 0),
+    "the header of another": lambda _, space: crossed_frames(bytes_of(space, B, 1, 2), bytes_of(space, A, 1, 2)),
+    "the payload of another": lambda _, space: crossed_frames(bytes_of(space, A, 1, 2), bytes_of(space, B, 1, 2)),
+    "nothing": lambda opened, space: bytes(len(bytes_of(space, A, 1, part=2))),
+}
 
 
 @pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("source", MISPLACED, ids=lambda source: source.__name__)
-def test_a_frame_that_stands_where_it_does_not_belong(
-    opened: OpenStore, source: Callable[[OpenStore, Owned], bytes], when: str
-) -> None:
+@pytest.mark.parametrize("source", MISPLACED)
+def test_a_frame_that_stands_where_it_does_not_belong(opened: OpenStore, source: str, when: str) -> None:
     space = two_chains(opened)
-    wrong = source(opened, space)
+    wrong = MISPLACED[source](opened, space)
     match = space.match(A)
     lease = space.handle.lease(match)
     assert lease.blocks == 3

@@ -7,9 +7,7 @@ nevertheless, and whatever it delivers has to be right.
 from __future__ import annotations
 
 import ast
-import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -25,6 +23,7 @@ import kvstore
 from kvstore.block.account import MissReason
 from kvstore.block.errors import DirectoryInUse
 from kvstore.node import EmbeddedStore
+from programs import start_python
 from torture.child import DEPTH, LETTERS, SIZES, SPACES, Space
 from workbench import one_line
 
@@ -33,8 +32,6 @@ COPIES = 5
 PIECE_BYTES = 16 << 10
 LONG_MS = 30_000
 ANSWERS_WITHIN_SECONDS = 60
-TESTS = Path(__file__).resolve().parent.parent
-PATHS = os.pathsep.join(map(str, (TESTS.parent, TESTS.parent / "kernels", TESTS)))
 
 
 def opened(directory: Path) -> tuple[EmbeddedStore, list[Space]]:
@@ -92,13 +89,7 @@ def read(*directories: str) -> None:
 def process(work: Callable[..., None], *arguments: object) -> Any:
     """One of the above in a process of its own, which does not outlive the test."""
     program = f"import sys; from attack.test_copied_directory import {work.__name__} as work; work(*sys.argv[1:])"
-    child = subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": PATHS},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    child = start_python(program, *arguments)
     try:
         yield child
     finally:

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.block.about import sealers_of, stamps_of
 from kvstore.block.account import HitTier
-from kvstore.block.identity import Namespace, TenantKeys, root_key
+from kvstore.block.identity import Namespace, TenantKeys, root_key, sealers_of, stamps_of
 from kvstore.protocol import courier as c
 from kvstore.protocol import messages as m
 from kvstore.protocol.messages import ReserveReply

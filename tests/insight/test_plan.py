@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvstore.block.errors import BadInput
 from kvstore.block.layout import Layout
-from kvstore.block.payload import block_bytes, default_codec, payload_bytes
+from kvstore.block.pages import block_bytes, default_codec, payload_bytes
 from kvstore.insight.models import MODELS, described
 from kvstore.insight.plan import PlanRequest, TierSpeed, TraceFigures, plan
 

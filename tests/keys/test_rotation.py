@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import secrets
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 
 import pytest
 
@@ -19,7 +16,6 @@ from kvstore.config import KeysOptions
 from kvstore.keys import pool_keys
 from kvstore.keys.pool_keys import SecretDirectory, TenantSecrets
 from kvstore.node import EmbeddedDoor, EmbeddedStore
-from service.sidecar import Sidecar
 from tiering.frame import epoch_in
 from tiering.nvme.lmdb_index import LmdbMaker
 from waiting import wait_until
@@ -243,68 +239,3 @@ def test_a_namespace_that_is_opened_after_a_rotation(tmp_path: Path, pool: Pool)
         pool.retire(1)
         settle(store)
         assert read(handle, 1) == (BLOCKS, None)
-
-
-# Under load -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def sidecar(tmp_path: Path, pool: Pool) -> Iterator[Sidecar]:
-    options = {**SIZES, "nvme": "8MiB", "indexes": LmdbMaker, "keys": pool.options}
-    with Sidecar(tmp_path, **options) as one:
-        assert one.store.warmed(60)
-        yield one
-
-
-def test_under_load_no_request_fails_and_no_byte_is_wrong(sidecar: Sidecar, pool: Pool) -> None:
-    """Engines store and read through the socket all the time, while ten epochs begin and nine end."""
-    seed = 20261126
-    print(f"seed {seed}")
-    ends, faults, counts = threading.Event(), [], {"read": 0, "retired": 0}
-
-    def engine(number: int) -> None:
-        random = Random(seed + number)
-        try:
-            with sidecar.client() as store:
-                handle = store.namespace(model=MODEL, layout=LAYOUT)
-                while not ends.is_set():
-                    prompt, blocks = random.randrange(8), random.randrange(1, BLOCKS + 1)
-                    how = random.choice(["volatile", "disk"])
-                    done = put_prompt(handle, prompt, blocks, of=BLOCKS, durability=how)
-                    assert done.reason in (None, MissReason.IN_FLIGHT, MissReason.KEY_MISMATCH), done
-                    found, why = read(handle, prompt)
-                    allowed = (
-                        None,
-                        MissReason.ABSENT,
-                        MissReason.EVICTED,
-                        MissReason.KEY_MISMATCH,
-                        MissReason.IN_FLIGHT,
-                    )
-                    assert why in (*allowed, MissReason.DIVERGED), (found, why)
-                    counts["read"] += found
-                    counts["retired"] += why is MissReason.KEY_MISMATCH
-        except BaseException as error:
-            faults.append(error)
-            raise
-
-    engines = [threading.Thread(target=engine, args=(number,)) for number in range(3)]
-    for one in engines:
-        one.start()
-    try:
-        for epoch in range(1, 11):
-            before = counts["read"]
-            pool.rotate()
-            sidecar.store.rotation.step()
-            wait_until(lambda before=before: counts["read"] > before + 20 or bool(faults))
-            assert not faults
-            if epoch < 10:
-                pool.retire(epoch)
-                settle(sidecar.store)
-    finally:
-        ends.set()
-        for one in engines:
-            one.join()
-    assert not faults and counts["read"] > 200, counts
-    assert quarantined(sidecar.store) == 0 and sidecar.store.usage().counters["retired_blocks"] > 0
-    assert sidecar.store.keys.told()[0].accepted == [10, 11]
-    print(counts, dict(sidecar.store.usage().counters))

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.block.about import check_can_be_kept, pack_about, unpack_about
 from kvstore.block.errors import BadInput
-from kvstore.block.identity import Namespace
+from kvstore.block.identity import Namespace, check_can_be_kept, pack_about, unpack_about
 from kvstore.block.layout import Layout
 from tiering.frame import MAX_SLICES
 from tiering.slab_header import MAX_ABOUT_BYTES

@@ -17,7 +17,7 @@ from kvstore.block.identity import Prompt
 from kvstore.core.store import Store
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
-from tiering.counts.awaits import MAX_AWAIT_SECONDS, MOST_PARKED, AwaitEnd, Awaits, ParkedAwait
+from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd, Awaits, ParkedAwait
 from waiting import FakeClock, wait_until
 from workbench import MODEL, ids, open_at, plausible_pages, random_pages, small_layout
 
@@ -134,20 +134,6 @@ def test_what_ended_early_is_not_kept_for_its_time() -> None:
 # With a store ---------------------------------------------------------------------------------------------------------
 
 
-def test_who_waits_is_told_when_the_block_can_be_read_and_not_before(store: EmbeddedStore) -> None:
-    handle = store.namespace(model=MODEL, layout=LAYOUT)
-    told, prompt, door = Told(store._store), handle.hashed(ids(256)), Asking(handle.door)
-    one = told.park(handle.number, prompt.keys)
-    reply = door.reserve(handle.number, prompt.keys)
-    for block in range(4):
-        assert one.end is None
-        for part, slices in enumerate(SLICES):
-            door.commit(reply.reservation, part, block, [[bytes(16)] * slices])
-    assert one.end is AwaitEnd.READABLE and told.counts == {one: 1}
-    assert store._store.awaited(one) == m.Awaited(4, AwaitEnd.READABLE)
-    assert told.park(handle.number, prompt.keys).end is AwaitEnd.READABLE, "it is there"
-
-
 @pytest.mark.parametrize("committed", [0, 1, 3])
 def test_a_put_that_ends_short_ends_the_waits_for_what_it_would_have_stored(
     store: EmbeddedStore, committed: int
@@ -192,18 +178,6 @@ def test_a_drop_and_a_close_end_all_waits(tmp_path: Path) -> None:
     store.close()
     assert theirs.end is AwaitEnd.GONE and told.core.awaited(theirs).blocks == 0
     assert told.park(two.number, [key(1)]).end is AwaitEnd.GONE
-
-
-def test_more_than_a_tenant_may_park_is_answered_at_once(store: EmbeddedStore) -> None:
-    handle = store.namespace(model=MODEL, layout=LAYOUT)
-    told = Told(store._store)
-    parked = [told.park(handle.number, [key(at)]) for at in range(MOST_PARKED)]
-    assert told.park(handle.number, [key(MOST_PARKED)]).end is AwaitEnd.FULL
-    handle.put(ids(64), plausible_pages(LAYOUT, 1))
-    told.core.awaits.end(parked[:1], AwaitEnd.CANCELLED)
-    assert told.park(handle.number, handle.hashed(ids(64)).keys).end is AwaitEnd.READABLE
-    told.core.awaits.end_all(AwaitEnd.CANCELLED)
-    assert told.core.awaits.counts().ended[AwaitEnd.FULL] == 1
 
 
 def test_a_thread_that_may_wait_and_one_that_must_not(store: EmbeddedStore) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.core.rows.recovery_order import AT_ROOT, ELSEWHERE, recovery_order, split_keys
+from kvstore.core.recovery import AT_ROOT, ELSEWHERE, recovery_order, split_keys
 from tiering.nvme.slab import ENTRY, HELD, entry_of, split_entries
 from tiering.nvme.slab_recovery import Found
 from tiering.slab_header import SlabHeader

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvstore.core.rows.reclaim
-from kvstore.core.rows.index import NO_ROW, PrefixIndex
-from kvstore.core.rows.reclaim import ReclaimPlan, SlabReclaim
+import kvstore.core.index
+from kvstore.core.index import NO_ROW, PrefixIndex, ReclaimPlan, SlabReclaim
 from kvstore.insight.replay import CountingTier
 from tiering.policies.lru import LeafFirstLru
 from tiering.policies.retention import Retention
@@ -153,7 +152,7 @@ def test_one_slab_is_chosen_and_what_follows_it(seed: int, blocks: int, most: in
     disk = Disk(Random(seed), blocks)
     first = disk.first_empty()
     choice = SlabReclaim(ASKER, disk.index, disk.residency, disk.tier, disk.dram)
-    with patch.object(kvstore.core.rows.reclaim, "MOST_LOOKED_AT", most):
+    with patch.object(kvstore.core.index, "MOST_LOOKED_AT", most):
         for leaf in disk.residency.worst():
             if choice.look_at(leaf):
                 break

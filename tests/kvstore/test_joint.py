@@ -19,7 +19,7 @@ from kvstore.block.layout import KvGroup, Layout
 from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle, PutResult
 from kvstore.config import Limits
-from kvstore.core.collective import (
+from kvstore.core.reservations import (
     ALL_ENDED_KEPT,
     ENDED_KEPT,
     ENDED_SECONDS,

@@ -17,8 +17,8 @@ import kvstore
 from asking import Asking
 from kvstore.block.account import HitTier, MissReason
 from kvstore.client.handle import NamespaceHandle
-from kvstore.core import nvme_recovery as loading
-from kvstore.core.nvme_recovery import NvmeRecovery
+from kvstore.core import recovery as loading
+from kvstore.core.recovery import NvmeRecovery
 from kvstore.node import EmbeddedStore
 from kvstore.protocol.messages import ReserveReply
 from tiering.errors import TierUnavailable

@@ -13,7 +13,7 @@ import pytest
 import kvstore
 from kvstore.block.account import MissReason
 from kvstore.client.handle import NamespaceHandle
-from kvstore.core.rows.recovery_order import recovery_order
+from kvstore.core.recovery import recovery_order
 from kvstore.node import EmbeddedStore
 from tiering.frame import HEADER_BYTES, parse_header
 from workbench import blank_pages, ids, random_pages, same_tokens, small_layout
@@ -106,7 +106,7 @@ def test_what_is_being_written_down_while_its_old_frames_are_found_is_durable(
         assert may_write.wait(30)
         commit(*arguments)
 
-    monkeypatch.setattr("kvstore.core.nvme_recovery.recovery_order", wait_and_load)
+    monkeypatch.setattr("kvstore.core.recovery.recovery_order", wait_and_load)
     with kvstore.open(f"embedded:{tmp_path}", **shape) as store, ThreadPoolExecutor(1) as pool:
         handle = namespace(store)
         lower = store._store.blocks.lower

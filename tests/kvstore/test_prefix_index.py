@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.core.rows.index import NO_ROW, PrefixIndex
+from kvstore.core.index import NO_ROW, PrefixIndex
 from tiering.tier import TierMiss
 
 TENANTS = [b"one", b"one", b"two"]  # of namespaces 0, 1 and 2

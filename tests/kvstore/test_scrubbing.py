@@ -21,7 +21,7 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
 from kvstore.config import Limits, parse_rate
-from kvstore.core.nvme_recovery import NvmeRecovery
+from kvstore.core.recovery import NvmeRecovery
 from kvstore.core.scrub import Scrubbing
 from kvstore.node import EmbeddedStore
 from tiering.faults import NVME_READS

@@ -17,7 +17,7 @@ from kvstore import Share
 from kvstore.block.account import MissReason
 from kvstore.client.handle import Lease, NamespaceHandle
 from kvstore.config import Limits
-from kvstore.core.rows.index import RowState
+from kvstore.core.index import RowState
 from kvstore.node import EmbeddedStore
 from model.store_model import WHOLE, Prompt, open_store
 from simulation.two_tiers import wait_until_idle

@@ -10,7 +10,7 @@ import pytest
 from kvstore import Limits, MissReason
 from kvstore.block.identity import KeyRing
 from kvstore.client.handle import NamespaceHandle
-from kvstore.core.rows.index import PrefixIndex
+from kvstore.core.index import PrefixIndex
 from kvstore.core.store import Store
 from kvstore.core.table import BlockTable
 from kvstore.protocol.messages import ReserveReply

@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 
-from kvstore.block.about import pack_about
 from kvstore.block.account import HitTier, MissReason
-from kvstore.block.identity import KeyRing, Prompt, TenantKeys
+from kvstore.block.identity import KeyRing, Prompt, TenantKeys, pack_about
 from kvstore.block.layout import Layout
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.lease import Lease
 from kvstore.config import DramConfig, Limits
-from kvstore.core.nvme_recovery import space_of
-from kvstore.core.rows.index import OpenedNamespace
+from kvstore.core.index import OpenedNamespace
+from kvstore.core.recovery import space_of
 from kvstore.node import StoreParts, build_store
 from simulation.two_tiers import Disk
 from tiering.dram.extents import MappedExtent

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.core.rows.below import DirtyBlocks
+from kvstore.core.table import DirtyBlocks
 
 ACTS = st.lists(
     st.tuples(st.sampled_from(["came", "discard", "used", "prioritize", "requeue", "decline"]), st.integers(0, 5)),

@@ -28,7 +28,7 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.client import handle
 from kvstore.client.handle import Lease, Match
 from kvstore.config import Limits
-from kvstore.core.rows.index import NO_ROW, RowState
+from kvstore.core.index import NO_ROW, RowState
 from kvstore.insight.replay import CoinAdmission
 from model.store_model import BLOCK_TOKENS, LATENT, SHARDED, WHOLE, Chain, OpenStore, Owned, PagedKv, Prompt
 from simulation.two_tiers import Disk, Sizes, bugs, nothing, open_two_tiers, wait_until_idle

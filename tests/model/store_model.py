@@ -30,7 +30,7 @@ from kvstore.block.layout import KvGroup, Layout
 from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
 from kvstore.config import DramConfig, Limits
-from kvstore.core.rows.index import PrefixIndex
+from kvstore.core.index import PrefixIndex
 from kvstore.core.store import Store
 from kvstore.core.table import BlockTable
 from kvstore.keys.store_keys import StoreKeys

@@ -144,7 +144,7 @@ class JointMachine(RuleBasedStateMachine):
 
     def _under_way(self) -> set[str]:
         """Names of puts that are not lost, and of those that became visible just now."""
-        known = self.store.collective
+        known = self.store._puts.collective
         lost = {name[2] for name, ended in known._ended.items() if ended.ending.reason is MissReason.DISABLED}
         return set(self.done) - lost
 
@@ -218,7 +218,7 @@ class JointMachine(RuleBasedStateMachine):
         there = {index.key(row) for row in index.rows(self.ranks.whole.number) if self.store.blocks.is_above(row)}
         assert there <= self.may_be_there, "a block without all its parts"
         usage = self.store.usage()
-        assert usage.reservations == sum(self.store.collective_puts().values())
+        assert usage.reservations == sum(self.store._puts.collective_puts().values())
 
     def teardown(self) -> None:
         for rank in list(self.ranks.ranks):

@@ -24,7 +24,7 @@ from kvstore.block.errors import StoreClosed
 from kvstore.client import get as getting
 from kvstore.client import handle
 from kvstore.config import Limits
-from kvstore.core.rows.index import NO_ROW
+from kvstore.core.index import NO_ROW
 from model.store_model import BLOCK_TOKENS, LATENT, SHARDED, WHOLE, OpenStore, Owned, Prompt
 from simulation.two_tiers import Disk, Sizes, bugs, open_two_tiers, wait_until_idle
 from tiering.errors import TierUnavailable

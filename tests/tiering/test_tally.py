@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.core.rows.index import NO_ROW, PrefixIndex
+from kvstore.core.index import NO_ROW, PrefixIndex
 from tiering.counts.histogram import HistogramCounts
 from tiering.counts.tally import EVICTIONS, CheckedAt, EvictedTo, Eviction, EvictionCause, Tally, TierName
 from tiering.residency import LastUses

@@ -1,11 +1,12 @@
 """Attacks on a real sidecar's sockets: messages that are none, connections that say nothing, floods.
 
-messages    seeded mutations of every verb, on tenants' sockets and the admin socket, delivered in every odd way; what
+messages    seeded mutations of every verb, and of namespaces within (`torture.nested`), on tenants' sockets and the
+            admin socket, delivered in every odd way; what
             the bytes deserve is known beforehand (`mutations.expected`), and nothing of another tenant may be answered
             or changed
 half-open   connections that are silent, stop within a hello, or never read: others are let in, and all of it is given
             back
-flood       clients in a cgroup with a limit of CPU time; see `torture.flood`
+flood       clients that ask as fast as they may; see `torture.flood`
 
 Every campaign ends with a sidecar that is the same process, has nothing in its log, and ends in order.
 """
@@ -20,6 +21,8 @@ from collections import Counter
 from dataclasses import replace
 from random import Random
 
+import msgspec
+
 from asking import Asking
 from kvstore.protocol import messages as m
 from service.sidecar import number_of
@@ -28,6 +31,7 @@ from tiering.tier import SLOT_BITS
 from torture import Report, quiet
 from torture.doorstep import OTHER_TENANT, SLACK_BYTES, Household, Sidecar, visit
 from torture.mutations import ADMIN, OFTEN, VALID, Booty, attack, expected
+from torture.nested import packed_bytes, some_payloads
 from torture.peer import LONG_SECONDS, Peer, packed_namespace
 
 BATCH = 500
@@ -131,7 +135,12 @@ def _attack_once(sidecar: Sidecar, random: Random, victim: Victim, most: int, co
         )
         sent: list[bytes] = []
         while len(sent) < number and not expected(b"".join(sent), is_greeted).is_last:
-            sent.append(attack(random, booty, random.choice(OFTEN), ADMIN if is_admin else tuple(VALID)))
+            if is_admin or random.random() < 0.8:
+                sent.append(attack(random, booty, random.choice(OFTEN), ADMIN if is_admin else tuple(VALID)))
+            else:
+                sizes = some_payloads(random, random.choice((1, 1, 2, 16, 512)))
+                body = msgspec.msgpack.encode([len(sent) + 1, ["namespace", packed_bytes(random), sizes]])
+                sent.append(len(body).to_bytes(m.LENGTH_BYTES, "little") + body)
         counts["messages"] += len(sent)
         stream = b"".join(sent)
         if delivery == "bytes" and len(stream) > 3000:

@@ -29,10 +29,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvstore.block.about import check_can_be_kept, pack_about, unpack_about
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.errors import BadInput
-from kvstore.block.identity import MAX_PACKED_BYTES, Namespace, TenantKeys
+from kvstore.block.identity import MAX_PACKED_BYTES, Namespace, TenantKeys, check_can_be_kept, pack_about, unpack_about
 from kvstore.block.layout import Attention, KvGroup, Layout
 from kvstore.cli.ask import read_prompts
 from kvstore.cli.report import namespaces_report, stat_report

@@ -1,1 +1,0 @@
-"""Blocks as rows, without lock and leases: which there are, which NVMe has, and the orders of reclaim and recovery."""
