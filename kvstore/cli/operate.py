@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from kvstore.cli.flags import Given, flags_of, with_settings
-from kvstore.cli.plan import given_model
+from kvstore.cli.insight import given_model
 from kvstore.cli.terminal import (
     CHECK_FAILED,
     OK,
