@@ -4,7 +4,6 @@ Planted changes are each named right and found at their place, and nothing is fo
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from timeit import repeat
 from typing import Any
 
@@ -65,11 +64,6 @@ def test_a_time_near_the_start() -> None:
         "that were stored. Move what changes to the end."
     )
     assert result.possible_hit_rate == pytest.approx(20 * 2960 / (21 * 3016))
-
-
-def test_without_it_they_are_found() -> None:
-    result = judged(*(SYSTEM + tokens(10, seed) for seed in range(21)))
-    assert result.groups == () and result.hit_tokens == 20 * (3000 // 64 * 64)
 
 
 def test_an_insertion_in_some() -> None:
@@ -316,15 +310,3 @@ def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         read_file_prompts("some.jsonl", ["[1, 2, 3]"] * 3, None)
     with pytest.raises(BadInput, match="has no prompt in it; on each line give"):
         read_file_prompts("some.jsonl", ["", " "], None)
-
-
-def test_progress_is_told() -> None:
-    told: list[tuple[str, int, int]] = []
-
-    def tell(doing: str, done: int, steps: int) -> None:
-        told.append((doing, done, steps))
-
-    lines: Sequence[str] = [json.dumps(tokens(100, seed)) for seed in range(50)]
-    prompts = read_file_prompts("some.jsonl", lines, None, tell)
-    lint("some.jsonl", prompts, progress=tell)
-    assert told[0] == ("reading line 1", 0, 0) and told[-1] == ("comparing some.jsonl", 50, 50)

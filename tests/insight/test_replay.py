@@ -114,12 +114,6 @@ def test_the_same_again_gives_the_same(policy: str) -> None:
     assert (first.dram_hits == again.dram_hits).all() and (first.dram_writes == again.dram_writes).all()
 
 
-def test_blocks_are_in_the_stores_own_index() -> None:
-    replay = Replay(MAKERS["lru"], 4)
-    replay.run(made_of([1, 2], [1, 3]))
-    assert replay._blocks.index.visible_blocks() == 3
-
-
 def rows_of(trace: Trace, **options: object) -> list[replays.ReplayRow]:
     """Of `lru`."""
     given = ReplayOptions(**{"blocks": [4], **options})  # type: ignore[arg-type]
