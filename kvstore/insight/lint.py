@@ -36,8 +36,6 @@ MOST_PROMPTS = 1 << 20
 MOST_SKETCHES = 1 << 16
 """Later prompts are compared with the last so many."""
 SHOWN_GROUPS = 10
-_MOST_STARTS = 4
-"""Prompts with the same start that later ones are compared with, and as many that differ in salt or namespace."""
 _BEFORE_CHARACTERS = 24
 """How much text before the place is shown."""
 
@@ -58,7 +56,7 @@ SAME_PLACE_TOKENS = 32
 MOST_PAIRS = 4096
 """Order is compared for at most this many runs; of more, for every n-th."""
 MOST_OWNERS = 8
-"""The newest prompts are listed per hash, so that a phrase which all share does not list them all."""
+"""The newest prompts are listed per hash and start, so that a phrase which all share does not list them all."""
 
 _U64 = np.uint64
 _DIGEST = blake2b(digest_size=32, key=b"kvstore lint", person=b"kv-shingles-v1").digest()
@@ -553,8 +551,8 @@ class _Judge:
         self._prompts = prompts
         self._block_tokens = block_tokens
         self._stored: set[bytes] = set()
-        self._starts: defaultdict[bytes, list[int]] = defaultdict(list)
-        self._owners: defaultdict[int, list[int]] = defaultdict(list)
+        self._owners: defaultdict[int | bytes, list[int]] = defaultdict(list)
+        """Prompts by the hashes in their sketch, and by their start."""
         self._hashers: dict[str, PrefixHasher] = {}
 
     def take(self, number: int) -> None:
@@ -569,18 +567,12 @@ class _Judge:
         missed = len(prompt.tokens) - hit
         if missed >= min(LEAST_EQUAL_TOKENS, self._block_tokens):
             near = self.nearest(number, hashes[places >= hit]) if missed >= LEAST_EQUAL_TOKENS else []
-            alike = self._starts[start] if not hit else []
+            alike = self._owners[start] if not hit else []
             self._compare(number, hit, list(dict.fromkeys((*near, *alike))))
-        for one in np.unique(hashes).tolist():
+        for one in [start, *np.unique(hashes).tolist()] if len(prompt.tokens) >= LEAST_START_TOKENS else []:
             owners = self._owners[one]
             owners.append(number)
             del owners[:-MOST_OWNERS]
-        if len(prompt.tokens) >= LEAST_START_TOKENS:
-            starts = self._starts[start]
-            if len(starts) < _MOST_STARTS or (
-                len(starts) < 2 * _MOST_STARTS and not any(prompt.shares_keys(self._prompts[one]) for one in starts)
-            ):
-                starts.append(number)
 
     def nearest(self, number: int, hashes: Column) -> list[int]:
         """The four prompts before this one that share most of these hashes, best first. Leaves out those that share

@@ -31,8 +31,6 @@ from kvstore.insight.curve import (
     MOST_QUEUED_LOOKUPS,
     NAMES,
     SCALES,
-    SIZE,
-    TOKENS,
     TURN_SECONDS,
     WEIGHED_AFTER_WORK_SECONDS,
     LruCurve,
@@ -142,10 +140,9 @@ def test_with_nothing_sampled_out_it_is_exact(prompts: list[tuple[list[int], int
     assert curve.threshold == MARKS
     found = distances_of(requests)
     edges = [*curve.edges(), inf]
-    assert curve.hit_rates(edges, SIZE) == pytest.approx(rates(requests, found, edges), abs=1e-12)
     alike = [(names, 1) for names, _ in requests]
-    assert curve.hit_rates(edges, TOKENS) == pytest.approx(rates(alike, found, edges), abs=1e-12)
-    assert curve.asked(TOKENS) == 16 * sum(len(names) for names, _ in requests)
+    assert curve.hit_rates(edges) == pytest.approx(rates(alike, found, edges), abs=1e-12)
+    assert curve.asked_tokens == 16 * sum(len(names) for names, _ in requests)
 
 
 def test_keys_that_are_no_chain_are_judged_as_exactly() -> None:
@@ -224,7 +221,7 @@ def test_what_is_hot_is_always_taken_and_is_as_others_later() -> None:
         names = [*prompt, *(("own", at, n) for n in range(int(random.integers(1, 10))))]
         curve.requests(marks(names), [len(names)], 1.0, 16.0)
     assert curve.hot_names == len(prompt)
-    exact = 10 * 999 / curve.asked()
+    exact = 10 * 999 * 16 / curve.asked_tokens
     assert curve.hit_rates([100.0])[0] == pytest.approx(exact, abs=0.03)
     for at in range(12_000):
         curve.requests(marks([("other", at)]), [1], 1.0, 16.0)
@@ -316,7 +313,7 @@ def errors_of(name: str, seed: int, names: int = NAMES, *, is_weighted: bool = F
         for chain, weight in requests:
             blocks = np.array(chain, int)
             its = small[blocks] if weight == 1 else large[-1 - blocks]
-            curve.requests(its, [len(chain)], float(weight), 1.0)
+            curve.requests(its, [len(chain)], float(weight), float(weight))
     else:
         curve = curve_of(trace, names, seed)
         curve.check()
