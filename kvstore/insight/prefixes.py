@@ -132,9 +132,7 @@ class PrefixBook:
     def looked_up(self, tenant: bytes, namespace: int, keys: Sequence[bytes], blocks: int) -> None:
         mine = self._tenants.get(tenant)
         if mine is not None and (weight := mine.lookups.weight(self._clock.monotonic_seconds())):
-            if self._follow(mine, namespace, keys[:blocks], None, weight):
-                mine.sampled += 1
-            else:
+            if not self._follow(mine, namespace, keys[:blocks], None, weight):
                 mine.dropped += weight
 
     def granted(self, tenant: bytes, namespace: int, keys: Sequence[bytes], first_block: int, blocks: int) -> None:
@@ -161,6 +159,7 @@ class PrefixBook:
             return False
         try:
             self._fade()
+            mine.sampled += first_block is None
             if not keys:
                 return True
             is_first = not mine.trees
