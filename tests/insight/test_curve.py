@@ -154,7 +154,7 @@ def test_keys_that_are_no_chain_are_judged_as_exactly() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
-def test_with_hot_blocksit_is_exact_as_well(seed: int) -> None:
+def test_with_hot_names_it_is_exact_as_well(seed: int) -> None:
     """Prompts share all or a part of a long start. Some names become hot, and after the middle others do, while those
     are so no more."""
     random = np.random.default_rng(seed)
@@ -231,7 +231,7 @@ def test_what_is_hot_is_always_taken_and_is_as_others_later() -> None:
     assert curve.hot_names == 0
 
 
-def test_hot_blocksare_looked_for_in_requests_of_all_kinds() -> None:
+def test_hot_names_are_looked_for_in_requests_of_all_kinds() -> None:
     """Two engines ask in turns, each behind a system prompt of its own."""
     curve = LruCurve(LEAST_NAMES)
     told(curve, [([("system", at % 2)], 1) for at in range(50_000)], 500)
@@ -278,7 +278,7 @@ def test_a_long_prompt_of_every_second_request_bends_nothing(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_blocksthat_are_in_a_request_twice_break_nothing(seed: int) -> None:
+def test_names_that_are_in_a_request_twice_break_nothing(seed: int) -> None:
     """A client may name a block twice: what a look-up found is not compared."""
     random = np.random.default_rng(seed)
     curve = LruCurve(int(random.choice((LEAST_NAMES, 64, 300))))
@@ -338,7 +338,7 @@ def test_it_is_near_enough_with_any_of_ten_seeds(name: str, is_weighted: bool) -
 @pytest.mark.parametrize(("names", "most"), [(1_024, 0.018), (256, 0.036)])
 @pytest.mark.parametrize("name", PUBLIC)
 @pytest.mark.slow
-def test_with_fewer_blocksit_is_off_by_more(name: str, names: int, most: float) -> None:
+def test_with_fewer_names_it_is_off_by_more(name: str, names: int, most: float) -> None:
     means = [errors_of(name, seed, names)[0] for seed in SEEDS]
     print(f"{names} names: MAE mean {np.mean(means):.4f}, worst seed {max(means):.4f}")
     assert max(errors_of(name, seed)[0] for seed in SEEDS) < max(means) <= most
@@ -526,7 +526,7 @@ def test_the_words_say_how_far_to_trust_it() -> None:
 
 
 @pytest.mark.slow
-def test_where_sampling_takes_much_of_the_work_fewer_blocksare_sampled_and_later_more_again() -> None:
+def test_where_sampling_takes_much_of_the_work_fewer_names_are_sampled_and_later_more_again() -> None:
     clock = FakeClock()
     whatif = WhatIf(clock, SALT, 2_048)
 
@@ -549,7 +549,7 @@ def test_where_sampling_takes_much_of_the_work_fewer_blocksare_sampled_and_later
     assert told > FEWEST_NAMES
 
 
-def test_a_worker_that_takes_far_too_much_samples_far_fewer_blocksat_once() -> None:
+def test_a_worker_that_takes_far_too_much_samples_far_fewer_names_at_once() -> None:
     """Until then a sidecar that starts under load spends much of a core on it."""
     whatif = WhatIf(FakeClock(), SALT, 2_048)
     ask_for(whatif, 3_000)
@@ -559,7 +559,7 @@ def test_a_worker_that_takes_far_too_much_samples_far_fewer_blocksat_once() -> N
     assert FEWEST_NAMES / 2 <= whatif.snapshot(10**9).sampled_names <= FEWEST_NAMES
 
 
-def test_where_few_blockstake_too_much_work_hot_ones_are_followed_less_often_to_the_same_curve() -> None:
+def test_where_few_names_take_too_much_work_hot_ones_are_followed_less_often_to_the_same_curve() -> None:
     """Two prompts that are asked for all the time, each time with other questions."""
     prompts, questions = [chain([at, *range(59)]) for at in range(2)], [key(at) for at in range(3_000)]
     rates, seconds = [], []
@@ -586,7 +586,7 @@ def test_a_burst_of_work_is_weighed_at_once_and_a_little_every_five_seconds(monk
     whatif = WhatIf(clock, SALT, 2_048)
     ask_for(whatif, 3_000)
 
-    def blocksafter(steps: int, worker_seconds: float) -> int:
+    def names_after(steps: int, worker_seconds: float) -> int:
         """After so many steps of 0.2 s, of which the worker takes some."""
         stop, calls = threading.Event(), count()
 
@@ -601,11 +601,11 @@ def test_a_burst_of_work_is_weighed_at_once_and_a_little_every_five_seconds(monk
         whatif.run(stop, worked)
         return whatif.snapshot(10**9).sampled_names
 
-    assert blocksafter(25, 0.001) == 2_048, "not weighed yet"
-    assert blocksafter(1, 1.5 * WEIGHED_AFTER_WORK_SECONDS) <= FEWEST_NAMES, "weighed at once"
+    assert names_after(25, 0.001) == 2_048, "not weighed yet"
+    assert names_after(1, 1.5 * WEIGHED_AFTER_WORK_SECONDS) <= FEWEST_NAMES, "weighed at once"
     whatif = WhatIf(clock, SALT, 2_048)
     ask_for(whatif, 3_000)
-    assert 2_048 // 6 <= blocksafter(26, 0.001) <= 2_048 // 4, "weighed after five seconds: five times too much"
+    assert 2_048 // 6 <= names_after(26, 0.001) <= 2_048 // 4, "weighed after five seconds: five times too much"
 
 
 def test_the_rate_of_tokens_is_what_was_asked_for_in_a_second() -> None:
