@@ -38,9 +38,8 @@ from kv_bench.process import Sidecar, viewed
 from kv_bench.traffic_engines import KVSTORE, Engines, vllm_server
 from kv_bench.ttft_vllm import connector
 from kvstore.insight.trace import Trace
-from kvstore.traffic.run import Endpoint, TrafficOptions
+from kvstore.traffic.run import Endpoint, TrafficOptions, Workload
 from kvstore.traffic.run import run as run_traffic
-from kvstore.traffic.workload import Workload
 from kvstore.wire.store_pb2 import MatchRequest, NamespacesRequest, Prompt
 from kvstore.wire.store_pb2_grpc import StoreStub
 from tiering.frame import KEY_BYTES

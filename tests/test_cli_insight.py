@@ -14,8 +14,7 @@ import pytest
 
 pytest.importorskip("typer", reason="typer is not installed (extra: server)")
 
-from kvstore.insight.models import MODELS
-from kvstore.insight.served import Engine, Verdict, shapes
+from kvstore.insight.served import Engine, Verdict
 from recorded import line
 from test_cli import NO_TORCH, Here, error_line, run_cli
 
@@ -65,27 +64,14 @@ def test_the_first_line_is_one_line_and_says_what_was_put_in_order(tmp_path: Pat
     )
 
 
-@pytest.mark.slow
-def test_curves_are_drawn(trace: Path, here: Here) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
-    picture = trace.with_name("curves.png")
-    given = ("--blocks", "2,4,8", "--block-tokens", "16", "--plot", str(picture))
-    done = here("replay", str(trace), *given)
-    assert (done.returncode, done.stderr) == (0, "") and picture.read_bytes().startswith(b"\x89PNG")
-    svg = trace.with_name("curves.svg")
-    here("replay", str(trace), *given[:-1], str(svg))
-    assert "optimum" in svg.read_text() and "some.jsonl" in svg.read_text()
-    loud = trace.with_name("curves.PNG")
-    assert here("replay", str(trace), *given[:-1], str(loud)).returncode == 0
-    assert loud.read_bytes().startswith(b"\x89PNG")
-
-
 def test_with_a_tier_below_a_row_for_each_admission(trace: Path, here: Here) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
-    picture = trace.with_name("curves.png")
+    picture, svg = trace.with_name("curves.PNG"), trace.with_name("curves.svg")
     given = ("--dram-blocks", "3", "--nvme-blocks", "8", "--block-tokens", "16", "--admission", "learned,oracle")
     shown = here("replay", str(trace), *given, "--plot", str(picture))
     assert (shown.returncode, shown.stderr) == (0, "") and picture.read_bytes().startswith(b"\x89PNG")
+    here("replay", str(trace), *given, "--plot", str(svg))
+    assert "optimum" in svg.read_text() and "some.jsonl" in svg.read_text()
     assert "to NVMe" in shown.stdout and "learned" in shown.stdout
     told = json.loads(here("replay", str(trace), *given, "--json").stdout)
     assert [row["admission"] for row in told["rows"]] == ["all", "learned", "oracle", None]
@@ -283,12 +269,6 @@ def test_the_page_is_what_the_command_writes(here: Here) -> None:
     assert here("models", "--markdown").stdout == PAGE.read_text("utf-8"), "kvstore models --markdown > docs/models.md"
 
 
-def test_the_page_has_all_models_and_architectures() -> None:
-    text = PAGE.read_text("utf-8")
-    assert len(MODELS) == 65 and all(f"| {name} |" in text for name in MODELS)
-    assert len(shapes()) == 48 and all(name in text for name, _, _ in shapes())
-
-
 def test_a_model_by_name_by_directory_and_by_file_is_the_same(tmp_path: Path, here: Here) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
@@ -379,12 +359,9 @@ REFUSED = [
     ("replay {trace} --blocks 4 --policy arc", "--policy 'arc'; give lru, adaptive, or several with commas"),
     ("replay {trace} --blocks 4 --policy ,", "--policy ','; give lru, adaptive"),
     ("replay {trace} --policy lru", "no size was given; give --blocks"),
-    ("replay {trace} --blocks 1e3", "--blocks '1e3'; give whole numbers"),
     ("replay {trace} --blocks '²'", "--blocks '²'; give whole numbers"),
     ("replay {trace} --blocks {nines}", "give whole numbers"),
     ("replay {trace} --blocks 0", "--blocks '0'; give whole numbers from 1 to 4194304"),
-    ("replay {trace} --blocks -5", "--blocks '-5'; give whole numbers from 1 to 4194304"),
-    ("replay {trace} --blocks 9999999999999", "--blocks '9999999999999'; give whole numbers from 1 to 4194304"),
     ("replay {trace} --blocks 1,000",
      "--blocks '000'; give whole numbers from 1 to 4194304, with commas between them and not"),
     ("replay {trace} --blocks ''", "--blocks ''; give whole numbers"),
@@ -393,7 +370,6 @@ REFUSED = [
     ("replay {trace} --blocks 4 --warmup 5%", "--warmup '5%'; give the share of requests that is not counted, 0 to"),
     ("replay {trace} --blocks 4 --seed x", "--seed 'x'; give a whole number from 0 to 2147483647"),
     ("replay {trace} --blocks 4 --block-tokens 0", "--block-tokens '0'; give a whole number from 1 to 2147483647"),
-    ("replay {trace} --blocks 4 --block-tokens 9223372036854775808", "give a whole number from 1 to 2147483647"),
     ("replay {trace} --blocks 4 --prefill-rate fast", "--prefill-rate 'fast'; give tokens per second"),
     ("replay {trace} --blocks 4 --kv-bytes-per-token 1.5", "--kv-bytes-per-token '1.5'; give a whole number from 1 to"),
     ("replay {trace} --blocks 4 --plot no/such/place.png",
@@ -415,7 +391,6 @@ REFUSED = [
     ("replay {trace} --dram-blocks x", "--dram-blocks 'x'; give whole numbers from 1 to 4194304"),
     ("whatif {trace} --block-tokens 16 --policy arc", "--policy 'arc'; give lru or adaptive"),
     ("whatif {trace} --block-tokens 16 --sizes 1e3", "--sizes '1e3'; give whole numbers from 1 to 4194304"),
-    ("whatif {trace} --block-tokens 16 --sizes ''", "--sizes ''; give whole numbers"),
     ("whatif {trace} --block-tokens 16 --dram much", "--dram='much' is not a size; write a number with"),
     ("whatif {trace} --block-tokens 16 --dram ,", "--dram ','; give sizes with commas between them, as 64GiB,128GiB"),
     ("whatif {trace} --block-tokens 16 --dram 1KiB",

@@ -21,8 +21,7 @@ from kv_bench.process import HOST, Server, Sidecar, free_port
 from kv_bench.script import one_of
 from kv_bench.ttft_vllm import VLLM_SETTINGS, connector
 from kvstore.block.errors import BadInput
-from kvstore.traffic.run import Endpoint, EngineStarter, Progress
-from kvstore.traffic.workload import Workload
+from kvstore.traffic.run import Endpoint, EngineStarter, Progress, Workload
 
 NONE, OWN, KVSTORE, PD = KINDS = ("none", "own", "kvstore", "pd")
 PARTS = {PD: {f"{PD}-prefill": "kv_producer", f"{PD}-decode": "kv_consumer"}}

@@ -138,17 +138,15 @@ def traffic_command(choose: EngineChoice | None = None) -> Callable[..., int]:
         """
         from kvstore.insight.trace import read_trace
         from kvstore.traffic import run as traffic
-        from kvstore.traffic.replay import PromptForm
-        from kvstore.traffic.result import Slo
 
         if bool(endpoint) == bool(engines):
             raise typer.BadParameter("give --endpoint NAME=URL, or --engines NAME,.. to start some")
         if engines is None and shape is not None:
             raise typer.BadParameter("--shape belongs to --engines; leave it out")
-        if form not in [*PromptForm]:
-            raise typer.BadParameter(f"--form {form[:40]!r}; allowed: {', '.join(PromptForm)}")
+        if form not in [*traffic.PromptForm]:
+            raise typer.BadParameter(f"--form {form[:40]!r}; allowed: {', '.join(traffic.PromptForm)}")
         slos = tuple(
-            Slo(real(ttft, "--ttft-slo", _MS), real(itl, "--itl-slo", _MS))
+            traffic.Slo(real(ttft, "--ttft-slo", _MS), real(itl, "--itl-slo", _MS))
             for ttft in listed([ttft_slo], "--ttft-slo", _MS)
             for itl in listed([itl_slo], "--itl-slo", _MS)
         )
@@ -160,7 +158,7 @@ def traffic_command(choose: EngineChoice | None = None) -> Callable[..., int]:
             vocabulary=vocabulary,
             seed=seed,
             turns=turns,
-            form=PromptForm(form),
+            form=traffic.PromptForm(form),
             model=model,
             request_seconds=request_seconds,
             slos=slos,

@@ -31,7 +31,6 @@ import kvstore.cli.engines
 import kvstore.cli.insight
 import kvstore.cli.keys
 import kvstore.cli.operate
-import kvstore.cli.plan
 import kvstore.cli.prove
 import kvstore.cli.run
 from kvstore.block.errors import OutOfResources, StoreError

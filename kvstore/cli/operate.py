@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-from kvstore.cli.plan import given_model
+from kvstore.cli.insight import given_model
 from kvstore.cli.terminal import (
     CHECK_FAILED,
     OK,

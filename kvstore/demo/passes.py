@@ -25,11 +25,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib import resources
-from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from rich.table import Table
@@ -93,8 +93,8 @@ class PassResult:
             "prompt_tokens": sum(map(len, self.prompts)),
             "hits": _sums(report.account.hits for report in self.reports),
             "misses": _sums(report.account.misses for report in self.reports),
-            "ttft_ms": _percentiles([report.ttft_ms for report in self.reports]),
-            "itl_ms": _percentiles(gaps),
+            "ttft_ms": percentiles([report.ttft_ms for report in self.reports]),
+            "itl_ms": percentiles(gaps),
             "tokens_per_second": 1e3 * len(gaps) / sum(gaps) if gaps else 0.0,
             "saved_blocks": sum(report.saved_blocks for report in self.reports),
             "faults": sum(report.faults for report in self.reports),
@@ -380,14 +380,10 @@ def _generate_plainly(model: Any, number: int, prompt: list[int]) -> tuple[float
         return 1e3 * (time.perf_counter() - start), int(output[0, -1])
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
+def percentiles(values: Sequence[float]) -> dict[str, float]:
     """By nearest rank: of twenty values the 99th percentile is the largest. 0 without values."""
-    ranked = sorted(values)
-    return ranked[max(0, ceil(len(ranked) * percent / 100) - 1)] if ranked else 0.0
-
-
-def _percentiles(values: Sequence[float]) -> dict[str, float]:
-    return {f"p{percent}": percentile(values, percent) for percent in (50, 99)}
+    p50, p99 = np.percentile(values or [0.0], [50, 99], method="inverted_cdf").tolist()
+    return {"p50": p50, "p99": p99}
 
 
 def _sums(counts: Iterable[Mapping[Any, int]]) -> dict[str, int]:

@@ -74,8 +74,6 @@ _FLAGGED_BITS = np.uint64(2)
 FULLEST = 0.8
 """With a larger share of flags set, the table is ignored and the sample used."""
 
-TOKENS, SIZE = MEASURES = (0, 1)
-"""Hits are counted in tokens and in units of the sizes."""
 _COLD = 0  # bins of names that are not hot
 _ASKED, _ASKED_COLD, _FIRST, _SAMPLED = range(4)  # what is counted
 
@@ -101,9 +99,9 @@ class LruCurve:
         self._hot_one_in = 1  # run of requests whose hot names are followed
         self._now = self._requests = self._blocks = 0
         self._seen = _SeenNames()
-        # All of these decay. By measure, tokens or sizes: asked for; of these, cold names; first references, by the
+        # All of these decay, and are in tokens: asked for; of these, cold names; first references, by the
         # table; sampled references of cold names. And by bin: references that were used before, cold ones and hot ones.
-        self._totals, self._bins = np.zeros((4, len(MEASURES))), np.zeros((2, len(MEASURES), BINS + 1))
+        self._totals, self._bins = np.zeros(4), np.zeros((2, BINS + 1))
 
     @property
     def names(self) -> int:
@@ -119,8 +117,9 @@ class LruCurve:
         """The share of names that are sampled, not counting hot ones."""
         return self.threshold / MARKS
 
-    def asked(self, measure: int = SIZE) -> float:
-        return float(self._totals[_ASKED, measure])
+    @property
+    def asked_tokens(self) -> float:
+        return float(self._totals[_ASKED])
 
     def requests(self, marks: Marks, lengths: Sequence[int], size: float, tokens: float) -> None:
         """Take in some requests, in order. marks: of all their blocks, request after request. lengths: blocks of each
@@ -138,7 +137,7 @@ class LruCurve:
             is_followed = np.where(is_hot, np.repeat(runs % self._hot_one_in == 0, lengths), is_followed)
         followed = np.flatnonzero(is_followed)
         numbers = np.searchsorted(np.cumsum(lengths), followed, "right")  # of their requests
-        amounts, begin = np.array((tokens, size)), 0
+        begin = 0
         while begin < len(followed):
             end = _whole_requests(numbers, begin, PART)
             names = marks[followed[begin:end]]
@@ -147,10 +146,10 @@ class LruCurve:
             end = min(end, _whole_requests(numbers, begin, few_new))
             part = np.flatnonzero(self._is_sampled(names[: end - begin]) | is_hot[followed[begin:end]])
             at = followed[begin + part]
-            self._take(marks[at], used[part], numbers[begin + part], is_hot[at], size, amounts)
+            self._take(marks[at], used[part], numbers[begin + part], is_hot[at], size, tokens)
             begin = end
         counts = np.array((len(marks), len(marks) - is_hot.sum(), first_ones))
-        self._totals[:_SAMPLED] += np.outer(counts, amounts)
+        self._totals[:_SAMPLED] += counts * tokens
 
     def narrow(self, names: int) -> None:
         """From now on sample at most so many names, `LEAST_NAMES` or more: each sampled name costs time."""
@@ -176,14 +175,14 @@ class LruCurve:
         self._bins[:] = 0.0
         self.sampled_references = 0
 
-    def hit_rates(self, sizes: Sequence[float], measure: int = SIZE) -> list[float]:
-        """For each size, the share of what was asked for that a store of that size would have found; size `inf` gives
+    def hit_rates(self, sizes: Sequence[float]) -> list[float]:
+        """For each size, the share of asked tokens that a store of that size would have found; size `inf` gives
         the ceiling. 0 if nothing was asked for. Linear between two edges of a bin."""
-        asked, asked_cold = self._totals[_ASKED, measure], self._totals[_ASKED_COLD, measure]
+        asked, asked_cold = self._totals[:_FIRST]
         if not asked:
             return [0.0] * len(sizes)
         hits = np.zeros(BINS + 1)
-        for bins, found in zip(self._bins[:, measure], (self._found_again(measure), asked - asked_cold), strict=True):
+        for bins, found in zip(self._bins, (self._found_again(), asked - asked_cold), strict=True):
             if total := bins.sum():
                 hits += np.cumsum(bins) * (found / total)
         hits = np.minimum(hits / asked, 1.0)
@@ -191,7 +190,7 @@ class LruCurve:
 
     def edges(self) -> list[float]:
         """Bin edges from the last one without hits to the first with all: `hit_rates` is not interpolated there."""
-        counted = np.flatnonzero(self._bins[:, SIZE].sum(0))
+        counted = np.flatnonzero(self._bins.sum(0))
         if not len(counted):
             return []
         return [_edge(at) for at in range(max(0, int(counted[0]) - 1), int(counted[-1]) + 1)]
@@ -210,15 +209,15 @@ class LruCurve:
     def _is_sampled(self, marks: Marks) -> Any:
         return marks <= np.uint64(self.threshold - 1)
 
-    def _found_again(self, measure: int) -> float:
+    def _found_again(self) -> float:
         """How much of what was asked for, hot names apart, was asked for before. Taken from the table of flags, or from
         the sample if that is all names or the table is full."""
-        asked, first, sampled = (float(one) for one in self._totals[_ASKED_COLD:, measure])
+        asked, first, sampled = (float(one) for one in self._totals[_ASKED_COLD:])
         if self.threshold < MARKS and not self._seen.is_full:
             return max(0.0, asked - first)
-        return float(self._bins[_COLD, measure].sum()) / sampled * asked if sampled else 0.0
+        return float(self._bins[_COLD].sum()) / sampled * asked if sampled else 0.0
 
-    def _take(self, marks: Marks, before: Any, numbers: Any, is_hot: Any, size: float, amounts: Any) -> None:
+    def _take(self, marks: Marks, before: Any, numbers: Any, is_hot: Any, size: float, tokens: float) -> None:
         """Judge the followed names of some requests, then use them. before: when they were used, or -1. numbers: of
         their requests."""
         first, last = (np.searchsorted(numbers, numbers, side) for side in ("left", "right"))
@@ -228,7 +227,7 @@ class LruCurve:
         are_same = marks[by_name[1:]] == marks[by_name[:-1]]
         sooner = by_name[:-1][are_same]
         before[by_name[1:][are_same]] = used_at[sooner]
-        self._judge(before, used_at, numbers, is_hot, size, amounts)
+        self._judge(before, used_at, numbers, is_hot, size, tokens)
         stays = np.ones(len(self._marks), bool)
         stays[np.searchsorted(self._times, before[(before >= 0) & (before < self._now)])] = False
         is_last = np.ones(len(marks), bool)
@@ -242,7 +241,7 @@ class LruCurve:
         self._now += len(marks)
         self._trim()
 
-    def _judge(self, before: Any, used_at: Any, numbers: Any, is_hot: Any, size: float, amounts: Any) -> None:
+    def _judge(self, before: Any, used_at: Any, numbers: Any, is_hot: Any, size: float, tokens: float) -> None:
         """Count references, and the distance of each whose name was used before: the weight of the names that were used
         since, last before this part or first within it, by an earlier request."""
         scale = MARKS / self.threshold  # names that one sampled name stands for
@@ -267,10 +266,8 @@ class LruCurve:
         bins = np.minimum(np.ceil(BINS_PER_DOUBLING * np.log2(distances)), BINS).astype(np.intp)
         cold = len(before) - int(is_hot.sum())
         self.sampled_references += cold
-        self._totals[_SAMPLED] += cold * scale * amounts
-        stands_for = np.where(is_hot[again], 1.0, scale)
-        for measure in MEASURES:
-            np.add.at(self._bins[:, measure], (is_hot[again].astype(np.intp), bins), stands_for * amounts[measure])
+        self._totals[_SAMPLED] += cold * scale * tokens
+        np.add.at(self._bins, (is_hot[again].astype(np.intp), bins), np.where(is_hot[again], tokens, scale * tokens))
 
     def _note(self, marks: Marks) -> None:
         noted = np.append(self._noted, marks[_spread(self._blocks, len(marks), self._one_in)])
@@ -381,10 +378,9 @@ MOST_QUEUED_BLOCKS = 1 << 15
 milliseconds, during which other threads run as usual. Each array operation releases the interpreter lock and takes it
 again, at the cost of the thread that serves: a few long arrays delay look-ups less than many short ones."""
 MOST_QUEUED_LOOKUPS = 1 << 11
-WAIT_SECONDS, LEAST_WAIT_SECONDS, FILLED = 0.2, 0.01, 0.75
-"""From one step to the next. The longer the wait, the fewer steps take the interpreter lock from the thread that
-serves. It is shorter if so much of the queue fills sooner: above 123,000 blocks a second. At 3.2 million some are
-dropped."""
+WAIT_SECONDS, FILLED_BLOCKS = 0.2, MOST_QUEUED_BLOCKS * 3 // 4
+"""From one step to the next, unless so many blocks wait before. The longer the wait, the fewer steps take the
+interpreter lock from the thread that serves."""
 FEW_SAMPLED, FEW_NAMES = 2_000, 3_072
 """Below so many sampled references, or names, the snapshot's words warn. With 1,024 names the worst of ten samples of a
 public trace was off by 0.018 on average over sizes, with 256 by 0.035."""
@@ -431,8 +427,9 @@ class WhatIf:
         self._kinds: dict[int, _Kind] = {}  # of namespaces that were opened
         self._queue: list[_Waiting] = []
         self._queue_lock = threading.Lock()  # held for an addition
+        self._is_filled = threading.Event()
         self._queued_blocks = 0
-        self._taken_lookups = self._dropped_lookups = self._dropped_blocks = 0
+        self._taken_lookups = self._dropped_lookups = 0
         self._lock = threading.Lock()  # guards the estimators; held for a batch
         now = clock.monotonic_seconds()
         self._turns = [_Turn(now, LruCurve(names), counts=True)]
@@ -456,9 +453,10 @@ class WhatIf:
             if self._queued_blocks + count <= MOST_QUEUED_BLOCKS and len(self._queue) < MOST_QUEUED_LOOKUPS:
                 self._queued_blocks += count
                 self._queue.append((b"".join(keys), kind))
+                if self._queued_blocks >= FILLED_BLOCKS:
+                    self._is_filled.set()
                 return True
             self._dropped_lookups += 1
-            self._dropped_blocks += count
         return False
 
     def step(self) -> int:
@@ -484,15 +482,10 @@ class WhatIf:
         """Step until `stop` is set; what is queued then is dropped. worked: CPU seconds of this thread and of the
         process."""
         weighed_at, (mine, everybodys) = self._clock.monotonic_seconds(), worked()
-        pause, dropped = WAIT_SECONDS, 0
         while not stop.is_set():
-            worked_through = self.step()
-            just_dropped = self._dropped_blocks - dropped
-            dropped += just_dropped
-            came = max(1, worked_through + just_dropped)
-            pause *= FILLED * MOST_QUEUED_BLOCKS / came  # by then so much is queued, at that rate
-            pause = min(WAIT_SECONDS, max(LEAST_WAIT_SECONDS, pause))
-            stop.wait(pause)
+            self.step()
+            self._is_filled.wait(WAIT_SECONDS)
+            self._is_filled.clear()
             now = self._clock.monotonic_seconds()
             mine_now, everybodys_now = worked()
             if now - weighed_at >= WEIGHED_EVERY_SECONDS or mine_now - mine >= WEIGHED_AFTER_WORK_SECONDS:
@@ -525,16 +518,16 @@ class WhatIf:
             self._pass_time()
             turn = self._turns[0]
             curve, edges = turn.curve, _thinned(turn.curve.edges())
-            rates = curve.hit_rates([inf if isinf(scale) else scale * budget_bytes for scale in SCALES], TOKENS)
+            rates = curve.hit_rates([inf if isinf(scale) else scale * budget_bytes for scale in SCALES])
             points = [
                 WhatIfPoint(None, None, rate) if isinf(scale) else WhatIfPoint(round(scale * budget_bytes), scale, rate)
                 for scale, rate in zip(SCALES, rates, strict=True)
             ]
             whole = [
                 WhatIfPoint(round(size), size / budget_bytes if budget_bytes else inf, rate)
-                for size, rate in zip(edges, curve.hit_rates(edges, TOKENS), strict=True)
+                for size, rate in zip(edges, curve.hit_rates(edges), strict=True)
             ]
-            seconds, asked = self._clock.monotonic_seconds() - turn.began_at, curve.asked(TOKENS)
+            seconds, asked = self._clock.monotonic_seconds() - turn.began_at, curve.asked_tokens
             return WhatIfStatus(
                 budget_bytes,
                 points,

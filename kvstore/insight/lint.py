@@ -36,8 +36,6 @@ MOST_PROMPTS = 1 << 20
 MOST_SKETCHES = 1 << 16
 """Later prompts are compared with the last so many."""
 SHOWN_GROUPS = 10
-_MOST_STARTS = 4
-"""Prompts with the same start that later ones are compared with, and as many that differ in salt or namespace."""
 _BEFORE_CHARACTERS = 24
 """How much text before the place is shown."""
 
@@ -58,10 +56,13 @@ SAME_PLACE_TOKENS = 32
 MOST_PAIRS = 4096
 """Order is compared for at most this many runs; of more, for every n-th."""
 MOST_OWNERS = 8
-"""The newest prompts are listed per hash, so that a phrase which all share does not list them all."""
+"""The newest prompts are listed per hash and start, so that a phrase which all share does not list them all."""
 
 _U64 = np.uint64
-
+_DIGEST = blake2b(digest_size=32, key=b"kvstore lint", person=b"kv-shingles-v1").digest()
+_TOKEN, _XOR, _BASE, _FINAL = np.frombuffer(_DIGEST, "<u8") | np.array([1, 0, 5, 1], _U64)
+_POWERS = [(length, _U64(pow(int(_BASE), length, 1 << 64))) for length in (1, 2, 4, 8, 16)]
+"""By the length of a run, that of the base."""
 
 _FORMS = (
     'give a list of token ids, a text, or an object with "token_ids", "prompt" (either) or "messages", and perhaps '
@@ -263,52 +264,33 @@ def _content(message: Mapping[str, Any]) -> str:
 # Comparing -------------------------------------------------------------------------------------------------------
 
 
-class TokenRuns:
-    """Hashes runs of tokens. Equal runs have equal hashes, wherever they stand, and others have not.
+def run_hashes(tokens: Column) -> Column:
+    """Hash every run. tokens: uint32. Returns uint64, one for each first token: len(tokens) - 31 of them. Equal runs
+    have equal hashes, wherever they stand, and others have not.
 
-    With t_i = a mixed number of token i, B odd and all modulo 2**64, the run at i has sum(t_(i+k) * B**k): the
-    difference of two prefix sums of t_i * B**i, divided by B**i, which is possible since B is odd. R. M. Karp and M. O.
-    Rabin, IBM J. Res. Dev. 31 (2), 1987; sampling by value: U. Manber, USENIX Winter 1994.
+    With t_i = a mixed number of token i, B odd and all modulo 2**64, the run at i has sum(t_(i+k) * B**(31-k)); one of
+    2n tokens is made of two of n. R. M. Karp and M. O. Rabin, IBM J. Res. Dev. 31 (2), 1987.
     """
-
-    def __init__(self) -> None:
-        digest = blake2b(digest_size=32, key=b"kvstore lint", person=b"kv-shingles-v1").digest()
-        token, xor, base, final = (int.from_bytes(digest[at : at + 8], "little") for at in (0, 8, 16, 24))
-        self._token, self._xor, self._final = _U64(token | 1), _U64(xor), _U64(final | 1)
-        self._base = base | 5
-        self._powers = self._inverses = np.zeros(0, _U64)
-
-    def hashes(self, tokens: Column) -> Column:
-        """Hash every run. tokens: uint32. Returns uint64, one for each first token: len(tokens) - 31 of them."""
-        count = len(tokens)
-        if count < SHINGLE_TOKENS:
-            return np.zeros(0, _U64)
-        if len(self._powers) < count:
-            size = 1 << (count - 1).bit_length()
-            self._powers = _powers(self._base, size)
-            self._inverses = _powers(pow(self._base, -1, 1 << 64), size) * self._final
-        sums = np.zeros(count + 1, _U64)
-        np.cumsum((np.multiply(tokens, self._token, dtype=_U64) ^ self._xor) * self._powers[:count], out=sums[1:])
-        found: Column = sums[SHINGLE_TOKENS:] - sums[:-SHINGLE_TOKENS]
-        found *= self._inverses[: len(found)]
-        return found
-
-    def sketch(self, tokens: Column) -> tuple[Column, Column]:
-        """One hash in 64, chosen by its value: the first tokens of these runs, in order, and their hashes. Takes 0.1 ms
-        for 32,768 tokens."""
-        found = self.hashes(tokens)
-        places = np.flatnonzero(found < _U64((1 << 64) // SKETCH_EVERY))
-        return places, found[places]
+    found: Column = np.multiply(tokens, _TOKEN, dtype=_U64) ^ _XOR
+    spare = np.empty_like(found)
+    for length, power in _POWERS:
+        longer: Column = np.multiply(found[:-length], power, out=spare[: max(0, len(found) - length)])
+        longer += found[length:]
+        found, spare = longer, found
+    found *= _FINAL
+    return found
 
 
-def _powers(base: int, count: int) -> Column:
-    powers = np.full(count, base, _U64)
-    powers[0] = 1
-    return np.multiply.accumulate(powers)
+def sketch(tokens: Column) -> tuple[Column, Column]:
+    """One hash in 64, chosen by its value: the first tokens of these runs, in order, and their hashes. Takes 0.1 ms for
+    32,768 tokens. Sampling by value: U. Manber, USENIX Winter 1994."""
+    found = run_hashes(tokens)
+    places = np.flatnonzero(found < _U64((1 << 64) // SKETCH_EVERY))
+    return places, found[places]
 
 
 def compare_prompts(
-    earlier: FilePrompt, prompt: FilePrompt, block_tokens: int, runs: TokenRuns, stored_tokens: int = 0
+    earlier: FilePrompt, prompt: FilePrompt, block_tokens: int, stored_tokens: int = 0
 ) -> Divergence | None:
     """Compare a prompt with an earlier one by the tokens of both.
 
@@ -326,7 +308,7 @@ def compare_prompts(
         return Divergence(kind, 0, None, None, lost, what=what)
     if place == min(len(earlier.tokens), len(prompt.tokens)):
         return None
-    found = _behind(earlier.tokens, prompt.tokens, place, runs, stored_tokens)
+    found = _behind(earlier.tokens, prompt.tokens, place, stored_tokens)
     if found is None and LEAST_START_TOKENS <= place < block_tokens and not stored_tokens:
         return Divergence(PromptChange.SHORT, place, None, None, 0)
     return found
@@ -346,8 +328,8 @@ def _other_field(earlier: Mapping[str, str], fields: Mapping[str, str]) -> str:
     return ""
 
 
-def _behind(old: Column, new: Column, place: int, runs: TokenRuns, stored_tokens: int) -> Divergence | None:
-    old_hashes, new_hashes = runs.hashes(old[place:]), runs.hashes(new[place:])
+def _behind(old: Column, new: Column, place: int, stored_tokens: int) -> Divergence | None:
+    old_hashes, new_hashes = run_hashes(old[place:]), run_hashes(new[place:])
     equal = _covered(np.isin(new_hashes, old_hashes), len(new) - place, stored_tokens - place)
     if equal < LEAST_EQUAL_TOKENS:
         return None
@@ -569,9 +551,8 @@ class _Judge:
         self._prompts = prompts
         self._block_tokens = block_tokens
         self._stored: set[bytes] = set()
-        self._starts: defaultdict[bytes, list[int]] = defaultdict(list)
-        self._runs = TokenRuns()
-        self._owners: defaultdict[int, list[int]] = defaultdict(list)
+        self._owners: defaultdict[int | bytes, list[int]] = defaultdict(list)
+        """Prompts by the hashes in their sketch, and by their start."""
         self._hashers: dict[str, PrefixHasher] = {}
 
     def take(self, number: int) -> None:
@@ -581,23 +562,17 @@ class _Judge:
         hit = blocks * self._block_tokens
         self.hit_tokens += hit
         self._stored.update(keys[blocks:])
-        places, hashes = self._runs.sketch(prompt.tokens)
+        places, hashes = sketch(prompt.tokens)
         start = prompt.tokens[:LEAST_START_TOKENS].tobytes()
         missed = len(prompt.tokens) - hit
         if missed >= min(LEAST_EQUAL_TOKENS, self._block_tokens):
             near = self.nearest(number, hashes[places >= hit]) if missed >= LEAST_EQUAL_TOKENS else []
-            alike = self._starts[start] if not hit else []
+            alike = self._owners[start] if not hit else []
             self._compare(number, hit, list(dict.fromkeys((*near, *alike))))
-        for one in np.unique(hashes).tolist():
+        for one in [start, *np.unique(hashes).tolist()] if len(prompt.tokens) >= LEAST_START_TOKENS else []:
             owners = self._owners[one]
             owners.append(number)
             del owners[:-MOST_OWNERS]
-        if len(prompt.tokens) >= LEAST_START_TOKENS:
-            starts = self._starts[start]
-            if len(starts) < _MOST_STARTS or (
-                len(starts) < 2 * _MOST_STARTS and not any(prompt.shares_keys(self._prompts[one]) for one in starts)
-            ):
-                starts.append(number)
 
     def nearest(self, number: int, hashes: Column) -> list[int]:
         """The four prompts before this one that share most of these hashes, best first. Leaves out those that share
@@ -612,7 +587,7 @@ class _Judge:
         prompts = self._prompts
         candidates.sort(key=lambda one: -shared_start(prompts[one].tokens, prompts[number].tokens))
         for earlier in candidates:
-            found = compare_prompts(prompts[earlier], prompts[number], self._block_tokens, self._runs, hit)
+            found = compare_prompts(prompts[earlier], prompts[number], self._block_tokens, hit)
             if found is not None:
                 self.found.append(_Parting(number, earlier, found))
                 return

@@ -10,6 +10,7 @@ A model that this file does not understand is refused by name, never guessed. Op
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -124,10 +125,8 @@ MODELS: dict[str, ModelKv] = {
     for name, row in tomllib.loads(files("kvstore.insight").joinpath("models.toml").read_text("utf-8")).items()
 }
 _PICTURES = "pictures"
-_REFUSED = {
-    "deepseek-v4": "its KV is compressed 4:1 and 128:1, and layers share it",
-    "deepseek-v4.1": "its KV is compressed 4:1 and 128:1, and layers share it",
-}
+_REFUSED = re.compile(r"deepseek-v4(\.1)?(-.*)?")
+_WHY_REFUSED = "its KV is compressed 4:1 and 128:1, and layers share it; this store does not plan for it"
 _SUFFIXES = ("-instruct", "-it", "-pt", "-chat", "-base", "-thinking", "-hf")
 """Suffixes of names that change no KV."""
 _NAME_SHOWN = 80
@@ -141,9 +140,8 @@ def model_named(given: str) -> ModelKv:
     name = given.strip().lower().rpartition("/")[2].removeprefix("meta-")
     for suffix in _SUFFIXES:
         name = name.removesuffix(suffix)
-    for refused, why in _REFUSED.items():
-        if name == refused or name.startswith(f"{refused}-"):
-            raise BadInput(f"model {shown(given[:_NAME_SHOWN])}: {why}; this store does not plan for it")
+    if _REFUSED.fullmatch(name):
+        raise BadInput(f"model {shown(given[:_NAME_SHOWN])}: {_WHY_REFUSED}")
     if name not in MODELS:
         near = get_close_matches(name[:_NAME_SHOWN], MODELS, 3, 0.6)
         near_ones = f"near it: {', '.join(near)}; " if near else ""
@@ -229,7 +227,7 @@ class _ConfigReader:
         self._config = config
         self._type = str(given).removesuffix("_text") if isinstance(given, str) else ""
         if self._type.startswith("deepseek_v4"):
-            raise BadInput(f"model_type {shown(given)}: {_REFUSED['deepseek-v4']}; this store does not plan for it")
+            raise BadInput(f"model_type {shown(given)}: {_WHY_REFUSED}")
         if self._type not in KNOWN_TYPES:
             raise BadInput(
                 f"model_type {shown(given)} is not known, and what its layers keep is not guessed; allowed: "

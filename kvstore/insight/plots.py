@@ -17,13 +17,12 @@ from matplotlib.lines import Line2D
 from kvstore.insight.replay import ADMISSIONS, OPTIMUM, ReplayResult, ReplayRow
 from kvstore.insight.whatif import WhatIfResult
 
-TIB = 1 << 40
+GIB, TIB = 1 << 30, 1 << 40
 MARKS = "osD^vP*X"
 DASHES: tuple[Any, ...] = ("--", ":", "-.", (0, (8, 3)), (0, (1, 4)), (0, (8, 2, 1, 2, 1, 2)))
 """One for each size's optimum."""
-LARGEST_MARK, LARGEST_LINE = 11.0, 3.5
-"""In points, for the first curve; those drawn above it are smaller."""
 _INCHES_A_LINE = 0.21
+_OPTIMUM: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1}
 
 
 def draw_replay(result: ReplayResult) -> Figure:
@@ -40,6 +39,27 @@ def draw_replay(result: ReplayResult) -> Figure:
             if row.trace == trace.name
         ]
         _finish(axes, trace.name, draw_panel(axes, rows, trace.block_tokens))
+    return figure
+
+
+def draw_whatif(result: WhatIfResult) -> Figure:
+    """Hit rates over sizes in GiB, the ceiling as a line, the full replay's results as marks."""
+    figure = Figure(figsize=(8.4, 4.4), layout="constrained")
+    axes: Any = figure.subplots()
+    sizes = [row.size_bytes / GIB for row in result.rows]
+    handles = axes.plot(
+        sizes,
+        [row.hit_rate for row in result.rows],
+        "o-",
+        fillstyle="none",
+        label=f"{result.options.policy}, estimated",
+    )
+    if result.options.is_exact:
+        exact = [row.exact_hit_rate for row in result.rows]
+        handles += axes.plot(sizes, exact, linestyle="", marker="x", color="black", label="replayed in full")
+    handles.append(axes.axhline(result.rows[0].ceiling, label="ceiling", **_OPTIMUM))
+    _label_sizes(axes, sizes, ",.3g", f"size, GiB ({result.options.kv_bytes_per_token:,} bytes per token)")
+    _finish(axes, result.trace.name, handles)
     return figure
 
 
@@ -62,15 +82,13 @@ def _label_sizes(axes: Any, sizes: Sequence[float], form: str, label: str) -> No
 
 def _draw_sizes(axes: Any, rows: Sequence[ReplayRow], block_tokens: int) -> list[Any]:
     policies = [policy for policy in dict.fromkeys(row.policy for row in rows) if policy != OPTIMUM]
-    colours = colours_of(len(policies))
     handles = []
     for at, policy in enumerate([*policies, OPTIMUM]):
         curve = sorted((row.dram_blocks, row.block_hit_rate) for row in rows if row.policy == policy)
-        if policy == OPTIMUM:
-            style: dict[str, Any] = {"color": "black", "linestyle": "--", "marker": ".", "linewidth": 1}
-        else:
-            style = {"color": colours[at], **_style(at, len(policies)), "marker": MARKS[at % len(MARKS)]}
-        handles += axes.plot(*zip(*curve, strict=True), label=policy, **style)
+        style = {"marker": MARKS[at % len(MARKS)], **_style(at, len(policies))}
+        handles += axes.plot(
+            *zip(*curve, strict=True), label=policy, **({**_OPTIMUM, "marker": "."} if policy == OPTIMUM else style)
+        )
     sizes = sorted({row.dram_blocks for row in rows})
     _label_sizes(axes, sizes, ",", f"DRAM, blocks of {block_tokens} tokens")
     return handles
@@ -78,80 +96,38 @@ def _draw_sizes(axes: Any, rows: Sequence[ReplayRow], block_tokens: int) -> list
 
 def _draw_admissions(axes: Any, rows: Sequence[ReplayRow], block_tokens: int) -> list[Any]:
     groups = [one for one in dict.fromkeys((row.policy, row.dram_blocks) for row in rows) if one[0] != OPTIMUM]
-    colours = colours_of(len(groups))
+    marks = [
+        (one, mark) for one, mark in zip(ADMISSIONS, MARKS, strict=False) if one in {row.admission for row in rows}
+    ]
     handles: list[Any] = []
     for at, (policy, blocks) in enumerate(groups):
-        for admission, mark in zip(ADMISSIONS, MARKS, strict=False):
+        style = _style(at, len(groups))
+        for admission, mark in marks:
             curve = sorted(
-                (row.nvme_written_bytes / TIB, row.block_hit_rate)
+                ((row.nvme_written_bytes or 0) / TIB, row.block_hit_rate)
                 for row in rows
                 if (row.policy, row.dram_blocks, row.admission) == (policy, blocks, admission)
-                and row.nvme_written_bytes is not None
             )
-            if curve:
-                style = {"color": colours[at], "marker": mark, **_style(at, len(groups))}
-                axes.plot(*zip(*curve, strict=True), **style)
-        handles.append(Line2D([], [], color=colours[at], linewidth=3, label=f"{policy} of {blocks:,}"))
-    used = {row.admission for row in rows}
-    for admission, mark in zip(ADMISSIONS, MARKS, strict=False):
-        if admission in used:
-            style = {"color": "black", "marker": mark, "linestyle": "", "fillstyle": "none"}
-            handles.append(Line2D([], [], label=admission, **style))
-    handles += _draw_optima(axes, rows)
+            axes.plot(*zip(*curve, strict=True), marker=mark, **style)
+        handles.append(Line2D([], [], color=style["color"], linewidth=3, label=f"{policy} of {blocks:,}"))
+    hollow: dict[str, Any] = {"color": "black", "linestyle": "", "fillstyle": "none"}
+    handles += [Line2D([], [], label=admission, marker=mark, **hollow) for admission, mark in marks]
+    optima: dict[float, list[int]] = {}
+    for row in rows:
+        if row.policy == OPTIMUM:
+            optima.setdefault(row.block_hit_rate, []).append(row.dram_blocks + row.nvme_blocks)
+    for at, (rate, same) in enumerate(optima.items()):
+        label = f"{OPTIMUM} of {', '.join(f'{size:,}' for size in same)}"
+        handles.append(axes.axhline(rate, label=label, **{**_OPTIMUM, "linestyle": DASHES[at % len(DASHES)]}))
     axes.set_xlim(left=0)
     axes.set_xlabel(f"written to NVMe ({rows[0].nvme_blocks:,} blocks of {block_tokens} tokens), TiB")
     axes.set_ylabel("hit rate of both tiers, blocks")
     return handles
 
 
-def _draw_optima(axes: Any, rows: Sequence[ReplayRow]) -> list[Any]:
-    sizes: dict[float, list[int]] = {}
-    for row in rows:
-        if row.policy == OPTIMUM:
-            sizes.setdefault(row.block_hit_rate, []).append(row.dram_blocks + row.nvme_blocks)
-    return [
-        axes.axhline(
-            rate,
-            color="black",
-            linestyle=DASHES[at % len(DASHES)],
-            linewidth=1,
-            label=f"{OPTIMUM} of {', '.join(f'{size:,}' for size in same)}",
-        )
-        for at, (rate, same) in enumerate(sizes.items())
-    ]
-
-
-def colours_of(count: int) -> list[Any]:
-    for name in ("tab10", "tab20"):
-        if count <= colormaps[name].N:
-            return [colormaps[name](at) for at in range(count)]
-    return [colormaps["turbo"](at / (count - 1)) for at in range(count)]
-
-
 def _style(at: int, count: int) -> dict[str, Any]:
+    """Of one of so many curves: those drawn above others are smaller; a colour that no other one has."""
+    name = next((one for one in ("tab10", "tab20") if count <= colormaps[one].N), "turbo")
+    colour = colormaps[name](at / max(1, count - 1) if name == "turbo" else at)
     part = 1 - 0.65 * at / max(1, count - 1)
-    return {
-        "markersize": LARGEST_MARK * part,
-        "fillstyle": "none",
-        "linewidth": LARGEST_LINE * part,
-        "alpha": 0.8,
-    }
-
-
-GIB = 1 << 30
-
-
-def draw_whatif(result: WhatIfResult) -> Figure:
-    """Hit rates over sizes in GiB, the ceiling as a line, the full replay's results as marks."""
-    figure = Figure(figsize=(8.4, 4.4), layout="constrained")
-    axes = figure.subplots()
-    sizes = [row.size_bytes / GIB for row in result.rows]
-    rates = [row.hit_rate for row in result.rows]
-    axes.plot(sizes, rates, marker="o", fillstyle="none", label=f"{result.options.policy}, estimated")
-    exact = [row.exact_hit_rate for row in result.rows if row.exact_hit_rate is not None]
-    if exact:
-        axes.plot(sizes, exact, linestyle="", marker="x", color="black", label="replayed in full")
-    axes.axhline(result.rows[0].ceiling, color="black", linestyle="--", linewidth=1, label="ceiling")
-    _label_sizes(axes, sizes, ",.3g", f"size, GiB ({result.options.kv_bytes_per_token:,} bytes per token)")
-    _finish(axes, result.trace.name, axes.get_legend_handles_labels()[0])
-    return figure
+    return {"color": colour, "markersize": 11 * part, "fillstyle": "none", "linewidth": 3.5 * part, "alpha": 0.8}

@@ -498,10 +498,11 @@ class ReplayResult:
                 )
             console.print(Text(read), soft_wrap=True)
             rows = [row for row in self.rows if row.trace == trace.name]
-            console.print(_tiers(rows) if self.options.nvme_blocks else _one_tier(rows))
+            stateless = [row for row in rows if row.states is None]
+            console.print(_table(TWO_TIERS if self.options.nvme_blocks else ONE_TIER, stateless))
             if self.options.state_bytes:
                 console.print(Text("the same, where a hit needs a state at its end"))
-                console.print(_with_states(rows))
+                console.print(_table(WITH_STATES, [row for row in rows if row.states is not None]))
 
 
 def run(
@@ -707,64 +708,42 @@ def headed(heads: str) -> Table:
     return table
 
 
-def _one_tier(rows: Sequence[ReplayRow]) -> Table:
-    table = headed("policy|*DRAM blocks|*hit blocks|*of asked|*of optimum|*tokens|*prefill saved|*written")
+ONE_TIER = "policy|*DRAM blocks|*hit blocks|*of asked|*of optimum|*tokens|*prefill saved|*written"
+TWO_TIERS = (
+    "policy|admission|*DRAM blocks|*NVMe blocks|*DRAM hits|*NVMe hits|*of asked|*prefill saved|*to DRAM|*to NVMe|*share"
+)
+WITH_STATES = "policy|*DRAM blocks|states at|*tokens|*prefill saved|*KV written|*states written|*states / KV"
+
+
+def _table(heads: str, rows: Sequence[ReplayRow]) -> Table:
     best = {row.dram_blocks: row.hit_blocks for row in rows if row.policy == OPTIMUM}
-    for row in (one for one in rows if one.states is None):
-        table.add_row(
-            row.policy,
-            f"{row.dram_blocks:,}",
-            f"{row.hit_blocks:,}",
-            f"{row.block_hit_rate:.4f}",
-            f"{row.hit_blocks / best[row.dram_blocks]:.3f}" if best[row.dram_blocks] else "-",
-            f"{row.token_hit_rate:.4f}",
-            f"{row.saved_prefill_seconds:,.0f} of {row.prefill_seconds:,.0f} s",
-            _size(row.written_bytes),
-        )
-    return table
-
-
-def _tiers(rows: Sequence[ReplayRow]) -> Table:
-    table = headed(
-        "policy|admission|*DRAM blocks|*NVMe blocks|*DRAM hits|*NVMe hits|*of asked|*prefill saved|*to DRAM|*to NVMe"
-        "|*share"
-    )
     of_all = {(row.policy, row.dram_blocks): row.nvme_written_blocks for row in rows if row.admission == ALL}
+    table = headed(heads)
     for row in rows:
-        everything = of_all.get((row.policy, row.dram_blocks))
-        table.add_row(
-            row.policy,
-            "-"
-            if row.admission is None
-            else row.admission + ("" if row.write_share is None else f" {row.write_share:g}"),
-            f"{row.dram_blocks:,}",
-            f"{row.nvme_blocks:,}",
-            _number(row.dram_hit_blocks),
-            _number(row.nvme_hit_blocks),
-            f"{row.block_hit_rate:.4f}",
-            f"{row.saved_prefill_seconds:,.0f} s",
-            _size(row.written_bytes),
-            _size(row.nvme_written_bytes),
-            f"{row.nvme_written_blocks / everything:.3f}"
-            if everything and row.nvme_written_blocks is not None
-            else "-",
-        )
-    return table
-
-
-def _with_states(rows: Sequence[ReplayRow]) -> Table:
-    table = headed("policy|*DRAM blocks|states at|*tokens|*prefill saved|*KV written|*states written|*states / KV")
-    for row in (one for one in rows if one.states is not None):
-        table.add_row(
-            row.policy,
-            f"{row.dram_blocks:,}",
-            row.states,
-            f"{row.token_hit_rate:.4f}",
-            f"{row.saved_prefill_seconds:,.0f} of {row.prefill_seconds:,.0f} s",
-            _size(row.written_bytes),
-            _size(row.written_state_bytes),
-            f"{row.written_state_bytes / row.written_bytes:.3f}" if row.written_bytes else "-",
-        )
+        of_prefill = "" if heads == TWO_TIERS else f"of {row.prefill_seconds:,.0f} "
+        share = "" if row.write_share is None else f" {row.write_share:g}"
+        cells = {
+            "policy": row.policy,
+            "admission": "-" if row.admission is None else row.admission + share,
+            "states at": row.states,
+            "DRAM blocks": f"{row.dram_blocks:,}",
+            "NVMe blocks": f"{row.nvme_blocks:,}",
+            "hit blocks": f"{row.hit_blocks:,}",
+            "DRAM hits": _number(row.dram_hit_blocks),
+            "NVMe hits": _number(row.nvme_hit_blocks),
+            "of asked": f"{row.block_hit_rate:.4f}",
+            "of optimum": _ratio(row.hit_blocks, best.get(row.dram_blocks)),
+            "tokens": f"{row.token_hit_rate:.4f}",
+            "prefill saved": f"{row.saved_prefill_seconds:,.0f} {of_prefill}s",
+            "written": _size(row.written_bytes),
+            "to DRAM": _size(row.written_bytes),
+            "to NVMe": _size(row.nvme_written_bytes),
+            "share": _ratio(row.nvme_written_blocks, of_all.get((row.policy, row.dram_blocks))),
+            "KV written": _size(row.written_bytes),
+            "states written": _size(row.written_state_bytes),
+            "states / KV": _ratio(row.written_state_bytes, row.written_bytes),
+        }
+        table.add_row(*(cells[head.lstrip("*")] for head in heads.split("|")))
     return table
 
 
@@ -774,3 +753,7 @@ def _number(count: int | None) -> str:
 
 def _size(size_bytes: int | None) -> str:
     return "-" if size_bytes is None else format_size(size_bytes)
+
+
+def _ratio(count: int | None, of: int | None) -> str:
+    return f"{count / of:.3f}" if of and count is not None else "-"

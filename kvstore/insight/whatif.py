@@ -40,9 +40,6 @@ SMALLEST = 200
 """The smallest of these is all distinct blocks divided by this."""
 REQUESTS_AT_A_TIME = 200
 
-MakerOf = Callable[[float], PolicyMaker]
-"""Makes the policy for a given share of all blocks."""
-
 
 @dataclass(frozen=True, slots=True)
 class WhatIfOptions:
@@ -121,36 +118,42 @@ class WhatIfResult:
 def run(
     trace: Trace,
     options: WhatIfOptions,
-    maker_of: MakerOf,
+    maker_of: Callable[[float], PolicyMaker],
     clock: Clock,
     progress: Progress = lambda doing, done, steps: None,
 ) -> WhatIfResult:
-    """Estimate every size. maker_of: for the options' policy."""
+    """Estimate every size. maker_of: makes the options' policy for a given share of all blocks."""
     full = trace.without_partial()
     if not len(full.blocks):
         raise BadInput(f"{trace.name} has no full block of {trace.block_tokens} tokens in it, and others are not kept")
     sizes = _sizes(full, options)
+    progress(full.name, 0, 0)
     began = clock.monotonic_seconds()
-    curve = curve_of(full, options.names, options.seed, lambda done: progress(full.name, done, full.requests))
-    (ceiling,) = curve.hit_rates([inf])
-    rates = curve.hit_rates(sizes)
+    curve = curve_of(full, options.names, options.seed)
+    *rates, ceiling = curve.hit_rates([*sizes, inf])
     seconds = clock.monotonic_seconds() - began
+
+    def replayed(blocks: int, part: float) -> tuple[float, float]:
+        """The hit rate by a replay of that part, and seconds taken."""
+        began = clock.monotonic_seconds()
+        doing = f"{full.name}: {options.policy}, {blocks:,} blocks, {100 * part:.3g} % of the trace"
+
+        def told(done: int) -> None:
+            progress(doing, done, full.requests)
+
+        rate = (thinned_rate if part < 1 else replayed_rate)(full, blocks, options.seed, maker_of(part), told)
+        return rate, clock.monotonic_seconds() - began
+
     rows = []
     for blocks, rate in zip(sizes, rates, strict=True):
-        named, part = f"{full.name}: {options.policy}, {blocks:,} blocks", curve.sample_ratio
+        part = curve.sample_ratio
         if options.policy == ADAPTIVE:
-            began, part = clock.monotonic_seconds(), part_for(blocks)
-            told = _told(progress, f"{named}, {100 * part:.3g} % of the trace")
-            replayed = thinned_rate if part < 1 else replayed_rate
-            rate = replayed(full, blocks, options.seed, maker_of(part), told)
-            seconds = clock.monotonic_seconds() - began
+            part = part_for(blocks)
+            rate, seconds = replayed(blocks, part)
         row = WhatIfRow(blocks, blocks * full.block_tokens * options.kv_bytes_per_token, rate, ceiling, part, seconds)
         if options.is_exact:
-            began, told = clock.monotonic_seconds(), _told(progress, f"{named}, in full")
-            exact = replayed_rate(full, blocks, options.seed, maker_of(1.0), told)
-            row = replace(
-                row, exact_hit_rate=exact, error=rate - exact, exact_seconds=clock.monotonic_seconds() - began
-            )
+            exact, exact_seconds = replayed(blocks, 1.0)
+            row = replace(row, exact_hit_rate=exact, error=rate - exact, exact_seconds=exact_seconds)
         rows.append(row)
     errors = [abs(row.error) for row in rows if row.error is not None]
     if not errors:
@@ -159,18 +162,14 @@ def run(
     return WhatIfResult(options, full, tuple(rows), sum(errors) / len(errors), ceiling - exact_ceiling)
 
 
-def curve_of(
-    trace: Trace, names: int = NAMES, seed: int = 0, progress: Callable[[int], object] = lambda done: None
-) -> LruCurve:
+def curve_of(trace: Trace, names: int = NAMES, seed: int = 0) -> LruCurve:
     """Feed a trace to an estimator; sizes are in blocks."""
     curve = LruCurve(names)
     marks = marks_of_blocks(trace, seed)
     lengths, starts = np.diff(trace.starts).tolist(), trace.starts.tolist()
     for first in range(0, trace.requests, REQUESTS_AT_A_TIME):
         last = min(trace.requests, first + REQUESTS_AT_A_TIME)
-        progress(first)
         curve.requests(marks[starts[first] : starts[last]], lengths[first:last], 1.0, float(trace.block_tokens))
-    progress(trace.requests)
     return curve
 
 
@@ -180,23 +179,14 @@ def part_for(blocks: int) -> float:
 
 
 def replayed_rate(
-    trace: Trace,
-    blocks: int,
-    seed: int,
-    maker: PolicyMaker,
-    progress: Callable[[int, int], object] = lambda done, steps: None,
+    trace: Trace, blocks: int, seed: int, maker: PolicyMaker, told: Callable[[int], object] = lambda done: None
 ) -> float:
-    """The share of a trace's blocks that a policy finds with room for so many: exact."""
-    done = Replay(maker, blocks, seed).run(trace, lambda done: progress(done, trace.requests))
-    return int(done.dram_hits.sum()) / len(trace.blocks)
+    """The share of a trace's blocks that a policy finds with room for so many: exact. told: of requests done."""
+    return int(Replay(maker, blocks, seed).run(trace, told).dram_hits.sum()) / len(trace.blocks)
 
 
 def thinned_rate(
-    trace: Trace,
-    blocks: int,
-    seed: int,
-    maker: PolicyMaker,
-    progress: Callable[[int, int], object] = lambda done, steps: None,
+    trace: Trace, blocks: int, seed: int, maker: PolicyMaker, told: Callable[[int], object] = lambda done: None
 ) -> float:
     """The same, estimated from `part_for` that size. How many blocks are asked for again is known exactly; the part
     says which share of these is found."""
@@ -207,7 +197,7 @@ def thinned_rate(
     if not again:
         return hot_again / len(trace.blocks)
     room = max(1, round((blocks - len(hot)) * part))
-    found = replayed_rate(thin, room, seed, maker, progress) * len(thin.blocks) / again
+    found = replayed_rate(thin, room, seed, maker, told) * len(thin.blocks) / again
     cold_again = len(trace.blocks) - trace.distinct_blocks - hot_again
     return (found * cold_again + hot_again) / len(trace.blocks)
 
@@ -254,7 +244,3 @@ def _sizes(trace: Trace, options: WhatIfOptions) -> list[int]:
         most = min(trace.distinct_blocks, MOST_BLOCKS)
         sizes = [int(size) for size in np.geomspace(max(1, most / SMALLEST), most, SIZES)]
     return sorted(dict.fromkeys(sizes))
-
-
-def _told(progress: Progress, doing: str) -> Callable[[int, int], object]:
-    return lambda done, steps: progress(doing, done, steps)

@@ -13,7 +13,7 @@ pytest.importorskip("rich", reason="rich is not installed (extra: server)")
 
 from rich.console import Console
 
-from kvstore.demo.passes import DemoResult, build_model, percentile, run
+from kvstore.demo.passes import DemoResult, build_model, percentiles, run
 from kvstore.demo.questions import (
     CHAT_PAGE,
     MAX_ANSWER_TOKENS,
@@ -146,8 +146,8 @@ def test_a_store_that_is_too_small_evicts_and_stays_right() -> None:
 
 
 def test_percentiles_are_nearest_ranks() -> None:
-    assert [percentile(range(1, 21), percent) for percent in (0, 50, 95, 99, 100)] == [1, 10, 19, 20, 20]
-    assert percentile([], 50) == 0
+    assert percentiles([float(one) for one in range(20, 0, -1)]) == {"p50": 10.0, "p99": 20.0}
+    assert percentiles([]) == {"p50": 0.0, "p99": 0.0}
 
 
 def test_the_model_depends_on_its_seed_alone() -> None:

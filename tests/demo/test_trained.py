@@ -90,17 +90,6 @@ def test_the_split_goes_by_name_alone() -> None:
     assert not any({"test", "tests", "encodings", "site-packages"} & set(name.split("/")) for name in names)
 
 
-def test_windows_are_whole_and_spread_over_the_files() -> None:
-    sources = [
-        TextFile("a.py", bytes(range(100))),
-        TextFile("b.py", bytes(30)),
-        TextFile("c.py", bytes(range(100, 200))),
-    ]
-    found = windows(sources, 40, 10)
-    assert [window[0] for window in found] == [0, 40, 100, 140] and {len(window) for window in found} == {40}
-    assert [window[0] for window in windows(sources, 40, 2)] == [0, 100]
-
-
 def test_a_python_without_sources_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(BadInput, match="has no sources of Python's standard library; use a Python"):

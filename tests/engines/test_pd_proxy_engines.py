@@ -24,8 +24,7 @@ from kvstore.cli import ask
 from kvstore.insight.trace import read_trace
 from kvstore.node import SystemClock
 from kvstore.traffic import run
-from kvstore.traffic.result import Slo
-from kvstore.traffic.run import Endpoint, engine_tokens
+from kvstore.traffic.run import Endpoint, Slo, engine_tokens
 from waiting import wait_until
 
 pytestmark = pytest.mark.slow

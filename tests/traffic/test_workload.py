@@ -14,10 +14,18 @@ from kv_bench.traffic_engines import findable_tokens
 from kvstore.block.errors import BadInput
 from kvstore.insight.trace import Trace, read_trace
 from kvstore.openai.client import samples_of
-from kvstore.traffic.replay import RequestOutcome
-from kvstore.traffic.result import Slo, TrafficResult, TurnFigures
-from kvstore.traffic.run import engine_tokens, grown, sidecar_tokens
-from kvstore.traffic.workload import UNKNOWN_OUTPUT, Load, Workload
+from kvstore.traffic.run import (
+    UNKNOWN_OUTPUT,
+    RequestOutcome,
+    Slo,
+    TrafficOptions,
+    TrafficResult,
+    TurnFigures,
+    Workload,
+    engine_tokens,
+    grown,
+    sidecar_tokens,
+)
 
 BLOCK = 64
 
@@ -37,8 +45,8 @@ def trace_of(chains: list[tuple[list[int], int]], outputs: int = 40) -> Trace:
 
 
 def made(trace: Trace, longest: int = 1 << 20, **given_: Any) -> Workload:
-    load = Load(**{"seconds": 1e6, "vocabulary": 50_000, **given_})
-    return Workload.of(trace, load, longest)
+    options = TrafficOptions(**{"seconds": 1e6, "vocabulary": 50_000, **given_})
+    return Workload.of(trace, options, longest)
 
 
 def shared_length(one: list[int], other: list[int]) -> int:
