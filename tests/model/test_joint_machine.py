@@ -218,7 +218,7 @@ class JointMachine(RuleBasedStateMachine):
         there = {index.key(row) for row in index.rows(self.ranks.whole.number) if self.store.blocks.is_above(row)}
         assert there <= self.may_be_there, "a block without all its parts"
         usage = self.store.usage()
-        assert usage.reservations == sum(self.store._puts.collective_puts().values())
+        assert usage.reservations == sum(self.store.collective_puts().values())
 
     def teardown(self) -> None:
         for rank in list(self.ranks.ranks):
