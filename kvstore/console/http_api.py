@@ -539,6 +539,7 @@ def _file(one: StaticFile, known: str | None = None, status: int = 200) -> Respo
 # Renders `docs/dashboard.md`, which the package carries, as the console's help page. Pure text ---------------------
 
 
+CHARTS = re.compile(rb"<(?:script|link)[^>]*/uplot/.*\n")
 MAIN = re.compile(rb'(?<=<main id="main">).*?(?=</main>)', re.DOTALL)
 """The part of the shell that a page replaces."""
 ANCHOR = re.compile(r'<a id="[\w-]+">|</a>')
@@ -546,10 +547,10 @@ SECTION, END = '<section class="panel wide help">', "</section>"
 
 
 def help_page(document: str, shell: bytes) -> bytes:
-    """Put the document into the shell of all pages."""
+    """Put the document into the shell of all pages, without what draws charts."""
     reader = MarkdownIt("commonmark", renderer_cls=_Renderer).enable("table")
     text = f"{SECTION}{reader.render(document)}{END}"
-    return MAIN.sub(lambda _: text.encode(), shell, count=1)
+    return MAIN.sub(lambda _: text.encode(), CHARTS.sub(b"", shell), count=1)
 
 
 class _Renderer(RendererHTML):

@@ -15,32 +15,24 @@ from kvstore.console.figures import Answers, Contact, HealthLine, facts_of_tenan
 from kvstore.console.http_api import PAGES, help_page
 from kvstore.console.reasons import FINE
 from kvstore.console.rings import Rings, SidecarReading
-from kvstore.status.tree import (
-    LookupCounts,
-    NamespaceStatus,
-    SavingsStatus,
-    SessionStatus,
-    SidecarStatus,
-    TierStatus,
-    WhatIfPoint,
-)
+from kvstore.status import tree
 from tiering.faults import FaultKind, MachineFault
 from tiering.tier import ScrubUsage
 
 HERE, GONE = Contact(True, NOW - 9000, NOW), Contact(False, NOW - 200, NOW - 202, "no answer")
-ENGINES = [SessionStatus("vllm 1", "default", 1, 0, 0, 0, NOW - 5)]
+ENGINES = [tree.SessionStatus("vllm 1", "default", 1, 0, 0, 0, NOW - 5)]
 HELP = help_page(PAGE, b'<main id="main"></main>').decode()
 
 
-def counts(**misses: int) -> LookupCounts:
-    return LookupCounts(10_000, {"engine": 2000, "dram": 1000}, misses)
+def counts(**misses: int) -> tree.LookupCounts:
+    return tree.LookupCounts(10_000, {"engine": 2000, "dram": 1000}, misses)
 
 
-def status(**changed: Any) -> SidecarStatus:
+def status(**changed: Any) -> tree.SidecarStatus:
     return facts(**{"looked": counts(absent=2000), "sessions": ENGINES, "up_seconds": 7200.0, **changed})
 
 
-def said(one: SidecarStatus | None, contact: Contact = HERE, **more: Any) -> Answers:
+def said(one: tree.SidecarStatus | None, contact: Contact = HERE, **more: Any) -> Answers:
     """Each leads to a place that there is."""
     found = answers_of(NOW, contact, one, REASONS, **more)
     for line in (found.saved, found.missed, found.next):
@@ -57,10 +49,10 @@ def said(one: SidecarStatus | None, contact: Contact = HERE, **more: Any) -> Ans
 @pytest.mark.parametrize(
     ("savings", "text"),
     [
-        (SavingsStatus(2470.0, 10.0, 4), "Saved 41 GPU minutes {since}, 12 % of prefill (4 engines)."),
-        (SavingsStatus(5.0, 0.5, 1), "Saved 4.5 GPU seconds {since}, 12 % of prefill (1 engine)."),
-        (SavingsStatus(36_000.0, 0.0, 2), "Saved 10 GPU hours {since}"),
-        (SavingsStatus(1.0, 61.0, 2), "Loads took 60 GPU seconds longer than prefill would have {since}"),
+        (tree.SavingsStatus(2470.0, 10.0, 4), "Saved 41 GPU minutes {since}, 12 % of prefill (4 engines)."),
+        (tree.SavingsStatus(5.0, 0.5, 1), "Saved 4.5 GPU seconds {since}, 12 % of prefill (1 engine)."),
+        (tree.SavingsStatus(36_000.0, 0.0, 2), "Saved 10 GPU hours {since}"),
+        (tree.SavingsStatus(1.0, 61.0, 2), "Loads took 60 GPU seconds longer than prefill would have {since}"),
         (None, "Saved 12 % of prefill {since}; GPU time is unknown: the adapters of vLLM and"),
     ],
 )
@@ -72,16 +64,16 @@ def test_what_it_saves_is_gpu_time_and_a_share_of_what_engines_lacked(savings: A
 def test_what_is_not_known_is_said_to_be_unknown() -> None:
     nothing = said(None, Contact(False, NOW, None, "no such file"))
     assert "not known" in nothing.saved.text and "not known" in nothing.missed.text and nothing.next.level == "error"
-    empty = said(status(looked=LookupCounts()))
+    empty = said(status(looked=tree.LookupCounts()))
     assert empty.saved.text.startswith("Saved nothing yet: no engine has requested a token")
     assert empty.missed.text.startswith("No miss") and empty.next.text.startswith("Nothing to do until")
     assert "kvstore run" in said(facts()).next.text
-    no_hit = said(status(looked=LookupCounts(100, {}, {"absent": 100})))
+    no_hit = said(status(looked=tree.LookupCounts(100, {}, {"absent": 100})))
     assert "none of 100 requested tokens" in no_hit.saved.text and "kvstore lint" in no_hit.next.text
 
 
 def test_what_stopped_answering_is_told_as_it_was() -> None:
-    old = said(status(savings=SavingsStatus(60.0, 0.0, 1)), GONE)
+    old = said(status(savings=tree.SavingsStatus(60.0, 0.0, 1)), GONE)
     for line in (old.saved, old.missed):
         assert line.text.startswith("Until the sidecar stopped answering 3 min ago: ") and line.level == "warning"
     assert old.next.level == "error" and "kvstore doctor" in old.next.text
@@ -96,7 +88,7 @@ def test_a_day_that_was_watched_is_told_instead_of_all_since_the_start() -> None
         rings.take(SidecarReading("a", at, NOW, grown, {}))
     day = rings.day(NOW + 3600 * 25)
     assert day is not None and 23_900 <= day["asked"] <= 24_100
-    found = said(status(savings=SavingsStatus(9e9, 0.0, 3)), day=day)
+    found = said(status(savings=tree.SavingsStatus(9e9, 0.0, 3)), day=day)
     assert found.saved.text == "Saved 24 GPU minutes in the last 24 hours, 25 % of prefill (3 engines)."
     assert "quota, 10 % of" in found.missed.text and found.missed.page == "/misses?window=24h#quota"
 
@@ -131,7 +123,7 @@ def test_every_reason_has_something_to_do_that_is_no_riddle() -> None:
 
 
 def test_more_room_is_named_with_what_it_brings_where_blocks_are_evicted() -> None:
-    dram, nvme = TierStatus("dram", 400, 400, {}), TierStatus("nvme", 600, 600, {})
+    dram, nvme = tree.TierStatus("dram", 400, 400, {}), tree.TierStatus("nvme", 600, 600, {})
     estimate = what_if((400, 0.0), (800, 0.2), (1600, 0.6), ceiling=0.6)
     looked = counts(absent=2000, evicted=3000)
     both = said(status(tiers=[dram, nvme], whatif=estimate, looked=looked)).next
@@ -139,7 +131,9 @@ def test_more_room_is_named_with_what_it_brings_where_blocks_are_evicted() -> No
     assert both.page == "/#whatif"
     alone = said(status(tiers=[structs.replace(dram, budget_bytes=1000)], whatif=estimate, looked=looked)).next
     assert alone.text.startswith("Raise store.dram from 1000 B to 2 KiB")
-    flat = structs.replace(estimate, curve=[WhatIfPoint(400, None, 0.6)], points=[WhatIfPoint(None, None, 0.6)])
+    flat = structs.replace(
+        estimate, curve=[tree.WhatIfPoint(400, None, 0.6)], points=[tree.WhatIfPoint(None, None, 0.6)]
+    )
     assert said(status(tiers=[dram], whatif=flat, looked=looked)).next.text.startswith("For evicted: ")
     assert said(status(tiers=[dram], whatif=estimate)).next.text.startswith("Nothing to do")
 
@@ -154,7 +148,7 @@ def test_what_is_broken_comes_before_what_could_be_better() -> None:
         one = MachineFault(what, kind, 12, 300.0, 4.0, "detail")
         return {"faults": [one], "reasons": [str(one)], "health": f"degraded ({one})"}
 
-    nvme = TierStatus("nvme", 4 << 30, 1 << 30, {})
+    nvme = tree.TierStatus("nvme", 4 << 30, 1 << 30, {})
     assert line(**broken("disk full"), tiers=[nvme]).text.startswith("Free 3 GiB on the data directory's disk")
     for kind in FaultKind:
         assert (kind in FAULTS) == (line(**broken(kind)).text == f"{FAULTS.get(kind)}."), kind
@@ -165,7 +159,7 @@ def test_what_is_broken_comes_before_what_could_be_better() -> None:
     assert "memory and disk" in said(status(looked=structs.replace(worse, reports=1))).next.text
     assert line(state="warming").text.startswith("Wait until") and "once it has ended" in line(state="stopping").text
     assert line(policy_note="no such file").text == "Set store.policy again: no such file."
-    assert line(savings=SavingsStatus(1.0, 61.0, 2)).text.startswith("Look for a slow disk")
+    assert line(savings=tree.SavingsStatus(1.0, 61.0, 2)).text.startswith("Look for a slow disk")
     left = ConsoleEvent(NOW, "info", "engine", "vllm 1 of default left.")
     away = answers_of(NOW, HERE, status(sessions=[]), REASONS, events=[left]).next
     assert away.text == "Start the engine again: none is attached; vllm 1 of default left."
@@ -182,13 +176,13 @@ def test_what_others_named_is_cut_to_a_line() -> None:
 
 
 def test_a_tenant_is_told_of_itself_alone() -> None:
-    def space(tenant: str, looked: LookupCounts) -> NamespaceStatus:
-        return NamespaceStatus("1", "1", tenant, "m", "l", "raw", 0, 64, 1, 1, 1, None, None, None, looked)
+    def space(tenant: str, looked: tree.LookupCounts) -> tree.NamespaceStatus:
+        return tree.NamespaceStatus("1", "1", tenant, "m", "l", "raw", 0, 64, 1, 1, 1, None, None, None, looked)
 
     spaces = [space("red", counts(quota=500)), space("blue", counts(evicted=7777))]
     whole = status(
-        namespaces=spaces, looked=LookupCounts.summed(one.looked for one in spaces), warnings=["blue is wrong"],
-        whatif=what_if((400, 0.0), (1600, 0.6), ceiling=0.6), savings=SavingsStatus(4321.0, 0.0, 5),
+        namespaces=spaces, looked=tree.LookupCounts.summed(one.looked for one in spaces), warnings=["blue is wrong"],
+        whatif=what_if((400, 0.0), (1600, 0.6), ceiling=0.6), savings=tree.SavingsStatus(4321.0, 0.0, 5),
         health="degraded (x)",
     )  # fmt: skip
     for contact in (HERE, GONE):

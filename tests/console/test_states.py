@@ -19,15 +19,7 @@ from console.running import RunningConsole, console, serve_traffic
 from kvstore.protocol import messages as m
 from kvstore.service.admin import Observer
 from kvstore.service.connections import Response
-from kvstore.status.tree import (
-    LookupCounts,
-    RecoveryStatus,
-    SavingsStatus,
-    SessionStatus,
-    SidecarStatus,
-    TenantStatus,
-    WhatIfStatus,
-)
+from kvstore.status import tree
 from service.sidecar import Sidecar
 from tiering.faults import MachineFault
 from tiering.nvme.lmdb_index import LmdbMaker
@@ -84,24 +76,16 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 # The states -----------------------------------------------------------------------------------------------------------
 
 
-def looked(**misses: int) -> LookupCounts:
+def looked(**misses: int) -> tree.LookupCounts:
     """Of a million tokens; those that are not missed are hits."""
     asked = 1_184_000
     hits = asked - sum(misses.values())
     own = {"engine": hits // 4, "dram": hits // 2, "nvme": hits - hits // 4 - hits // 2}
-    blocks = [{name: count // 64 for name, count in some.items()} for some in (own, misses)]
-    return LookupCounts(
-        asked,
-        own,
-        dict(misses),
-        asked_blocks=sum(sum(some.values()) for some in blocks),
-        hit_blocks=blocks[0],
-        miss_blocks=blocks[1],
-        granted_tokens=hits - hits // 4,
-    )
+    blocks = {"hit_blocks": dict.fromkeys(own, 1), "miss_blocks": dict.fromkeys(misses, 1)}
+    return tree.LookupCounts(asked, own, dict(misses), granted_tokens=hits - hits // 4, **blocks)
 
 
-def sized(facts: SidecarStatus) -> SidecarStatus:
+def sized(facts: tree.SidecarStatus) -> tree.SidecarStatus:
     """Of a size as people have it, with four engines."""
     dram, nvme = facts.tiers
     tiers = [
@@ -113,14 +97,14 @@ def sized(facts: SidecarStatus) -> SidecarStatus:
         facts,
         tiers=tiers,
         up_seconds=11_000.0,
-        sessions=[SessionStatus(f"vllm {at}", "default", 2, 1, 8, 0, facts.at - 9000, 0.2, 1.5) for at in range(4)],
-        savings=SavingsStatus(2470.0, 10.0, 4, 310.0, 25.0),
+        sessions=[tree.SessionStatus(f"vllm {at}", "default", 2, 1, 8, 0, facts.at - 9000) for at in range(4)],
+        savings=tree.SavingsStatus(2470.0, 10.0, 4, 310.0, 25.0),
         scrub=ScrubUsage(64 << 20, 3, 27_000, 9 << 30, 0, 0, 0, False, 1.0, facts.at - 7200, 9000),
         whatif=larger(facts.whatif, 576 * GIB),
     )
 
 
-def larger(one: WhatIfStatus, budget: int) -> WhatIfStatus:
+def larger(one: tree.WhatIfStatus, budget: int) -> tree.WhatIfStatus:
     times = budget / one.budget_bytes
     curve, points = (
         [structs.replace(at, size_bytes=round(times * at.size_bytes) if at.size_bytes else None) for at in some]
@@ -134,34 +118,33 @@ def fault(what: str, kind: str, detail: str) -> dict[str, Any]:
     return {"faults": [one], "reasons": [str(one)], "health": f"degraded ({one})", "state": "degraded"}
 
 
-def states(told: SidecarStatus) -> dict[str, list[SidecarStatus]]:
+def states(told: tree.SidecarStatus) -> dict[str, list[tree.SidecarStatus]]:
     """What is told one after the other, by the state's name."""
     real, calm = sized(told), looked(absent=300_000, partial_block=21_000)
-    empty = {"looked": LookupCounts(), "whatif": None, "savings": None, "namespaces": [], "blocks": 0}
-    space = told.namespaces[0]
+    empty = {"looked": tree.LookupCounts(), "whatif": None, "savings": None, "namespaces": [], "blocks": 0}
 
-    def changed(**fields: Any) -> SidecarStatus:
+    def changed(**fields: Any) -> tree.SidecarStatus:
         return structs.replace(real, **{"looked": calm, "whatif": None, **fields})
 
-    scrub = real.scrub
-    assert scrub is not None
-    tenants = [TenantStatus(name, share, 1.0, GIB, GIB, GIB, GIB) for name, share in (("red", 0.25), ("blue", 0.5))]
-    of_two = [structs.replace(space, tenant=one.tenant, looked=looked(quota=90_000, absent=30_000)) for one in tenants]
+    assert real.scrub is not None
+    tenants = [tree.TenantStatus(name, 0.25, 1.0, GIB, GIB, GIB, GIB) for name in ("red", "blue")]
+    own = structs.replace(told.namespaces[0], looked=looked(quota=90_000, absent=30_000))
+    of_two = [structs.replace(own, tenant=one.tenant) for one in tenants]
     other_keys = f"{HOSTILE} of tenant red hashes with other keys: it misses as key_mismatch"
     crash = {"up_seconds": 8.0, "savings": None, "looked": looked(warming=1_000_000, absent=20_000), "state": "warming"}
     disk_full = fault("new slabs", "disk full", "No space left on device")
-    by_name: dict[str, list[SidecarStatus]] = {
+    by_name: dict[str, list[tree.SidecarStatus]] = {
         "fresh": [structs.replace(real, **empty, up_seconds=5.0, sessions=[])],
         "busy": [changed(looked=looked(absent=200_000, evicted=112_480, partial_block=9000), whatif=real.whatif)],
         "degraded": [changed(**fault("connections", "no descriptors", "Too many open files"))],
         "disk full": [changed(**disk_full, looked=looked(absent=200_000, evicted=30_000))],
-        "damaged": [changed(scrub=replace(scrub, damaged=3), looked=looked(absent=200_000, corrupt=640))],
+        "damaged": [changed(scrub=replace(real.scrub, damaged=3), looked=looked(absent=200_000, corrupt=640))],
         "evicting": [changed(looked=looked(absent=90_000, evicted=610_000), whatif=real.whatif)],
         "engine away": [changed(), changed(sessions=[])],
         "hybrid without states": [changed(looked=looked(absent=90_000, no_state=510_000), savings=None)],
         "two tenants": [changed(tenants=tenants, namespaces=of_two, warnings=[other_keys])],
         "nothing asked": [structs.replace(real, **empty)],
-        "after a crash": [changed(), changed(run="cd" * 16, **crash, loading=RecoveryStatus(12_000, 98_000, 900))],
+        "after a crash": [changed(), changed(run="cd" * 16, **crash, loading=tree.RecoveryStatus(12_000, 98_000, 900))],
         "hung": [changed(looked=looked(absent=200_000, evicted=112_480), whatif=real.whatif)],
     }
     return {
