@@ -1,7 +1,6 @@
 """What commands share: common options, results and progress on a terminal, and how they fail.
 
-If the command line's packages are missing, importing it ends the program: with the version or what there is to install
-if that was asked for, else with one line.
+If the command line's packages are missing, importing it ends the program: `plain` has what goes without.
 """
 
 import gzip
@@ -17,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Protocol
 
-import kvstore
 from kvstore.block.errors import BadInput
+from kvstore.cli import plain
 from kvstore.cli.standard_streams import say
 from kvstore.config import expanded
 
@@ -26,6 +25,7 @@ _OF_SERVER = "typer rich lmdb fastapi starlette httpx2 grpc grpc_health grpc_ref
 EXTRA_OF = dict.fromkeys(_OF_SERVER.split(), "server") | {
     "cryptography": "tls",
     "matplotlib": "plot",
+    "numba": "adaptive",
     "torch": "hf",
     "transformers": "hf",
     "tokenizers": "hf",
@@ -34,7 +34,7 @@ EXTRA_OF = dict.fromkeys(_OF_SERVER.split(), "server") | {
 
 
 def needs(module: str) -> str:
-    return f"kvstore: this needs the package {module}; run in a checkout: pip install '.[{EXTRA_OF[module]}]'"
+    return f"kvstore: this needs the package {module}; run: pip install 'prefix-kvstore[{EXTRA_OF[module]}]'"
 
 
 COMMANDS = tuple(
@@ -44,19 +44,6 @@ COMMANDS = tuple(
     ).split()
 )
 ABOUT = "A KV-cache store for language models: keep what prefill has computed, and never serve the wrong bytes."
-
-
-def _end_without(module: str) -> NoReturn:
-    asked, version = {*sys.argv[1:]}, kvstore.__version__
-    if "--version" in asked <= {"--version", "--json"}:
-        print(json.dumps({"version": version}) if "--json" in asked else f"kvstore {version}")
-    elif asked <= {"--help", "-h"}:
-        print(f"{ABOUT}\n\nThe library and the engines' adapters are installed. The commands are not:")
-        print(f"{', '.join(COMMANDS)}.\n{needs(module).removeprefix('kvstore: ').capitalize()}")
-    else:
-        print(needs(module), file=sys.stderr)
-        raise SystemExit(2)
-    raise SystemExit(0)
 
 
 try:
@@ -70,7 +57,8 @@ try:
 except ModuleNotFoundError as absent:
     if absent.name not in EXTRA_OF:
         raise
-    _end_without(absent.name)
+    commands = ", ".join(name for name in COMMANDS if name != "doctor")
+    raise SystemExit(plain.run(ABOUT, commands, needs(absent.name))) from None
 
 OK, CHECK_FAILED, BAD_INPUT, OUT_OF_RESOURCES, INTERRUPTED = 0, 1, 2, 71, 130
 
