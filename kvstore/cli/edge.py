@@ -20,10 +20,22 @@ from msgspec.structs import replace
 import kvstore
 from kvstore.block.errors import BadInput
 from kvstore.cli import ask
-from kvstore.cli.flags import Flag, Given, flags_of, settings_of, with_settings
 from kvstore.cli.operate import SERVE_FLAGS, Data, ObserveSocket, sidecar_settings
 from kvstore.cli.standard_streams import say
-from kvstore.cli.terminal import OK, Json, app, check_folder, option, path_option, typer
+from kvstore.cli.terminal import (
+    OK,
+    Flag,
+    Given,
+    Json,
+    app,
+    check_folder,
+    flags_of,
+    option,
+    path_option,
+    settings_of,
+    typer,
+    with_settings,
+)
 from kvstore.config import DEFAULT_TENANT, expanded
 from kvstore.protocol.words import printable
 from tiering.clock import Clock

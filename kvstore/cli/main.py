@@ -35,7 +35,6 @@ import kvstore.cli.plan
 import kvstore.cli.run
 from kvstore.block.errors import OutOfResources, StoreError
 from kvstore.cli.edge import agent_makes, check_edge, edge_makes
-from kvstore.cli.flags import with_settings
 from kvstore.cli.operate import SERVE_FLAGS, sidecar_settings
 from kvstore.cli.standard_streams import (
     flush_output,
@@ -63,6 +62,7 @@ from kvstore.cli.terminal import (
     print_result,
     shown_progress,
     typer,
+    with_settings,
 )
 from tiering.errors import TierError
 

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-from kvstore.cli.flags import Given, flags_of, with_settings
 from kvstore.cli.plan import given_model
 from kvstore.cli.terminal import (
     CHECK_FAILED,
     OK,
     Console,
+    Given,
     Group,
     Json,
     Live,
@@ -24,12 +24,14 @@ from kvstore.cli.terminal import (
     argument,
     check_folder,
     fail,
+    flags_of,
     option,
     path_argument,
     path_option,
     print_result,
     shown_progress,
     typer,
+    with_settings,
 )
 
 WATCH_SECONDS = 2
