@@ -20,7 +20,8 @@ EXTRAS := server,hf,dev
 PYTHON ?=
 ARGS   ?=
 SHARE  ?=
-IMAGE  ?= kvstore:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+IMAGE  ?=
+IMAGE_EXTRAS ?=
 BUILDER ?=
 STAGE  ?=
 
@@ -44,12 +45,12 @@ KERNEL_TESTS := tests/kernels tests/adapters tests/demo \
 
 # An installed environment carries the checksum of the two files it was made from in its stamp's name, so that
 # a change of their content makes it stale and a mere checkout does not.
-STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')
+STAMP := $(VENV)/.installed-$(shell (cat pyproject.toml constraints.txt; grep '^__version__' kvstore/__init__.py) | cksum | tr ' ' '-')
 
 # Some machines have launchers on the path that fail when run, and some Pythons lack venv: only running tells.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
 
-.PHONY: help env engines demo test test-pure test-all test-kernels test-drawn test-rest test-slow test-engines test-vllm-matrix browser check bench gpu torture mutants promtool image clean
+.PHONY: help env engines demo test test-pure test-all test-kernels test-drawn test-rest test-slow test-engines browser check bench gpu torture mutants promtool image dist roles release matrix clean
 
 help:
 	@echo 'make demo    run the main job on an embedded store with a real engine and real text'
@@ -60,7 +61,8 @@ help:
 	@echo 'make test-slow     what make test leaves out; SHARE=3/8 the third of eight shares of it'
 	@echo 'make test-engines  the adapters in a real vLLM, and in a real SGLang, on a CPU, in $(ENGINES) (3.7 GB),'
 	@echo '                   without the slow tests; SHARE=3/40 with the third of forty shares of these'
-	@echo 'make test-vllm-matrix  all of these, with 200 prompts for each configuration, on every vLLM that is served: hours'
+	@echo 'make matrix        the adapters on the newest vLLM, SGLang and transformers: what broke, and README'"'"'s table of engines;'
+	@echo '                   ARGS="--served --slow --prompts 200" all of these tests on every release that is served: hours'
 	@echo 'make browser the console'"'"'s pages in chromium (apt-get install --no-install-recommends chromium fonts-dejavu-core)'
 	@echo 'make check   run the linter, the formatter (reporting only) and the type checker'
 	@echo 'make bench   run every benchmark that needs no GPU against its physical limit'
@@ -68,7 +70,10 @@ help:
 	@echo 'make torture damage, power losses, kills and attacks for as long as ARGS say (tests/torture/)'
 	@echo 'make mutants put small bugs into a copy of the tree, one at a time: the tests must find each (tests/mutants/)'
 	@echo 'make promtool  fetch promtool of Prometheus into $(VENV), for the tests of its rules and of the dashboard'
-	@echo 'make image   build the container image $(IMAGE), where podman, buildah or docker is there (BUILDER=... names one)'
+	@echo 'make image   build the container image kvstore:VERSION, where podman, buildah or docker is there (deploy/container/build.sh)'
+	@echo 'make dist    the source distribution and the wheel, and those of the demo'"'"'s model, in dist/'
+	@echo 'make roles   packages and sizes of what engine, host and all install, in new environments'
+	@echo 'make release VERSION=0.1.1  set the version, and date its section of the changelog; commits nothing'
 	@echo 'make env     make $(VENV), or bring it up to date (each target above does so itself)'
 	@echo 'make engines make $(ENGINES), or bring it up to date'
 	@echo 'make clean   remove $(VENV) and everything built or cached'
@@ -143,8 +148,9 @@ test-engines: $(STAMP) $(ENGINE_STAMP)
 browser: $(STAMP)
 	$(PYTEST) tests/console/test_browser.py tests/console/test_states.py tests/console/test_cost.py $(ARGS)
 
-test-vllm-matrix: $(STAMP) $(ENGINE_STAMP)
-	$(ENGINES)/bin/python -P tests/vllm_matrix.py $(ARGS)
+# PYTHONPATH of each run has the release that is tried; see the script.
+matrix: $(STAMP) $(ENGINE_STAMP)
+	$(VENV)/bin/python -P tests/engine_matrix.py $(ARGS)
 
 check: $(STAMP)
 	$(VENV)/bin/ruff check .
@@ -169,15 +175,21 @@ $(VENV)/bin/promtool: | $(STAMP)
 	    apt-get -q download prometheus && dpkg-deb -x prometheus_*.deb . && cd - >/dev/null && \
 	    cp "$$folder/usr/bin/promtool" $@ && $@ --version
 
-# With the first of these that is there and reaches what builds for it.
+# PYTHON, BUILDER and EXTRAS as the script says them.
 image:
-	@for builder in $(or $(BUILDER),podman buildah docker); do \
-	    "$$builder" info >/dev/null 2>&1 || continue; \
-	    format=--format=docker; [ "$$builder" = docker ] && format=; \
-	    echo "building $(IMAGE) with $$builder"; \
-	    exec "$$builder" build $$format -f deploy/container/Containerfile -t $(IMAGE) .; \
-	done; \
-	echo 'error: no image is built here: none of $(or $(BUILDER),podman buildah docker) runs (NAME info fails); install one, or start its daemon' >&2; exit 1
+	@BUILDER='$(BUILDER)' EXTRAS='$(IMAGE_EXTRAS)' PYTHON='$(PYTHON)' sh deploy/container/build.sh $(IMAGE)
+
+# The source distribution, the wheel made of it, and both of the demo's model, in dist/.
+dist: $(STAMP)
+	rm -rf dist && for one in . ./demo-model; do $(VENV)/bin/python -P tests/release.py build "$$one" dist || exit 1; done
+
+# What each role installs, in new environments: packages and MiB.
+roles: $(STAMP)
+	$(VENV)/bin/python -P tests/release.py roles $(ARGS)
+
+# Sets the version and dates the changelog's section; the rest is the reader's: see, commit, tag.
+release:
+	@python3 -P tests/release.py version '$(VERSION)'
 
 mutants: $(STAMP)
 	PYTHONPATH=tests $(VENV)/bin/python -m mutants $(ARGS)

@@ -23,7 +23,18 @@ import secrets
 import threading
 from collections.abc import Mapping
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+if _foreign := [
+    f"{found.name} is found at {found.origin}"
+    for found in map(find_spec, ("tiering", "engine_adapter", "kv_kernels"))
+    if found is not None and not str(found.origin).startswith(__file__.removesuffix("kvstore/__init__.py"))
+]:  # these names are common ones: a project's folder, or another distribution, may have them too
+    raise ImportError(
+        f"kvstore: of its own packages {', '.join(_foreign)}, which is not kvstore's; rename that one, take it off the "
+        "path, or uninstall it"
+    )
 
 from msgspec.structs import asdict
 
@@ -193,7 +204,7 @@ def embedded(
         try:
             from tiering.nvme.lmdb_index import LmdbMaker  # so that lmdb is needed only where there is a disk
         except ImportError:
-            raise BadInput("nvme= needs the package lmdb; run in a checkout: pip install '.[server]'") from None
+            raise BadInput("nvme= needs the package lmdb; run: pip install 'prefix-kvstore[server]'") from None
         indexes = LmdbMaker
     codecs = _Codecs()
     try:
@@ -225,8 +236,8 @@ class _Codecs:
                     if error.name != "torch":
                         raise
                     raise BadInput(
-                        "a namespace's pages are tensors of torch, which is not installed; run in a checkout: "
-                        "pip install '.[hf]'"
+                        "a namespace's pages are tensors of torch, which is not installed; run: "
+                        "pip install 'prefix-kvstore[hf]'"
                     ) from None
                 self._loaded = Codecs(_open_gpu)
             loaded = self._loaded
@@ -251,7 +262,8 @@ def policy_named(name: str, thinned: float = 1.0) -> PolicyMaker:
         from tiering.policies.adaptive import Adaptive
         from tiering.policies.adaptive_loops import NotCompiled, is_usable, prepare
     except ImportError:
-        raise BadInput(f"policy={name!r} needs the package numba; run in a checkout: pip install '.[server]'") from None
+        remedy = "run: pip install 'prefix-kvstore[adaptive]', or take lru"
+        raise BadInput(f"policy={name!r} needs the package numba; {remedy}") from None
     except OSError as error:  # llvmlite asks whether it may, when it is imported
         reason = (error.strerror or str(error)).split(". ")[0]
         raise BadInput(

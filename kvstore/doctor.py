@@ -107,12 +107,16 @@ class Examination:
     def to_dict(self) -> dict[str, object]:
         return {"is_well": not self.lacking, "lacking": self.lacking, "findings": [*map(asdict, self.findings)]}
 
-    def render(self, console: Any) -> None:
-        """For people: a line each, whatever the terminal's width."""
+    def lines(self) -> Iterator[str]:
+        """For people."""
         width = max((len(one.check) for one in self.findings), default=0)
         for one in self.findings:
             said = f"{one.text}; {one.remedy}" if one.remedy else one.text
-            line = f"{one.health.value:5} {one.check:{width}}  {said}"
+            yield f"{one.health.value:5} {one.check:{width}}  {said}"
+
+    def render(self, console: Any) -> None:
+        """A line each, whatever the terminal's width."""
+        for line in self.lines():
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -202,6 +206,7 @@ def checks_of(
     checks += [
         Check("locked memory", partial(locked_memory, settings.network.transport == "ucx")),
         Check("packages", partial(packages, _wanted(settings, engine is not None))),
+        Check("names", names),
         Check("gpu", partial(gpu, engine is not None), GPU_SECONDS + 10),
         Check("directory", partial(directory_rights, data)),
         Check("keys", partial(keys, data, settings.keys.directory)),
@@ -250,7 +255,10 @@ def _sidecar(settings: Settings) -> Iterator[Finding]:
 
 
 def _wanted(settings: Settings, has_engine: bool) -> dict[str, str]:
-    found = dict.fromkeys(("msgspec", "xxhash", "numpy", "typer", "rich"), "kvstore serve")
+    found = dict.fromkeys(("msgspec", "xxhash", "numpy"), "each role")
+    if not installed("typer"):  # an engine's environment, which no sidecar is started from
+        return found | ({"torch": "an engine"} if has_engine else {})
+    found |= dict.fromkeys(("typer", "rich"), "kvstore serve")
     if settings.store.nvme != OFF:
         found["lmdb"] = "store.nvme"
     if settings.store.policy != DEFAULT_POLICY:
@@ -277,6 +285,7 @@ SPARE_DESCRIPTORS = 128
 GPU_SECONDS = 90.0
 """How long torch is waited for: on a busy machine its import alone takes long."""
 DISTRIBUTION = "prefix-kvstore"
+TOP_LEVEL = ("kvstore", "tiering", "engine_adapter", "kv_kernels")
 PACKAGES = (
     *("msgspec", "xxhash", "numpy", "lmdb", "numba", "typer", "rich"),
     *("fastapi", "markdown-it-py", "h11", "httpx2"),
@@ -403,6 +412,7 @@ def packages(wanted: Mapping[str, str]) -> Iterator[Finding]:
         yield note(f"{DISTRIBUTION} is not installed, so no floors are known", "run: pip install .")
         floors = {}
     well, absent = [], []
+    remedy = "" if installed("typer") else f"where a sidecar runs: pip install '{DISTRIBUTION}[server]'"
     for name in PACKAGES:
         floor, extra = floors.get(name, ("", ""))
         install = f"run: pip install '{DISTRIBUTION}[{extra}]'" if extra else f"run: pip install {DISTRIBUTION}"
@@ -418,7 +428,21 @@ def packages(wanted: Mapping[str, str]) -> Iterator[Finding]:
             well.append(f"{name} {version}")
     yield ok(", ".join(well))
     if absent:
-        yield note(f"not installed, and not needed by these settings: {', '.join(absent)}")
+        yield note(f"not installed, and not needed by these settings: {', '.join(absent)}", remedy)
+
+
+def names() -> Iterator[Finding]:
+    """Whether the packages' names in site-packages are this distribution's alone."""
+    well, owners = [], metadata.packages_distributions()
+    for name in TOP_LEVEL:
+        others = sorted({*owners.get(name, ())} - {DISTRIBUTION, f"{DISTRIBUTION}-demo"})
+        if others:
+            named, again = ", ".join(others), f"pip install --force-reinstall --no-deps {DISTRIBUTION}"
+            text = f"the package {name} is also of {named}: the one that was installed last overwrote files"
+            yield lacks(text, f"uninstall {named} here, then run: {again}")
+        else:
+            well.append(name)
+    yield ok(f"{', '.join(well)}: of no other distribution")
 
 
 def installed(name: str) -> str:

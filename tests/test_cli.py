@@ -118,7 +118,7 @@ def test_wrong_usage_is_one_line(arguments: tuple[str, ...], hint: str) -> None:
 @pytest.mark.parametrize(("module", "extra"), [("typer", "server"), ("torch", "hf"), ("transformers", "hf")])
 def test_a_missing_package_names_its_extra(module: str, extra: str) -> None:
     line = error_line(run_cli("demo", before=f"sys.modules[{module!r}] = None"))
-    assert module in line and f"run in a checkout: pip install '.[{extra}]'" in line
+    assert module in line and f"run: pip install 'prefix-kvstore[{extra}]'" in line
 
 
 @pytest.mark.slow
@@ -266,7 +266,7 @@ def test_fsck_of_what_cannot_be_checked_is_one_line(tmp_path: Path, options: tup
 
 def test_fsck_names_the_extra_that_it_needs() -> None:
     line = error_line(run_cli("fsck", ".", before="sys.modules['lmdb'] = None"))
-    assert "lmdb" in line and "run in a checkout: pip install '.[server]'" in line
+    assert "lmdb" in line and "run: pip install 'prefix-kvstore[server]'" in line
 
 
 # The demo -------------------------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def test_without_numba_it_names_the_extra(trace: Path) -> None:
     given = ("replay", str(trace), "--blocks", "4", "--block-tokens", "16")
     assert run_cli(*given, "--policy", "lru", **without).returncode == 0
     line = error_line(run_cli(*given, "--policy", "adaptive", **without))
-    assert "needs the package numba; run in a checkout: pip install '.[server]'" in line
+    assert "needs the package numba; run: pip install 'prefix-kvstore[adaptive]', or take lru" in line
 
 
 # kvstore whatif --------------------------------------------------------------------------------------------------

@@ -90,7 +90,8 @@ def from_the_hit_on(model: Any) -> Any:
     class _View(type(model)):  # type: ignore[misc]
         def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
             if kwargs.get("next_sequence_length") is None:
-                kwargs["next_sequence_length"] = input_ids.shape[1] - kwargs["past_key_values"].get_seq_length()
+                cache = kwargs["cache"] if "cache" in kwargs else kwargs["past_key_values"]  # its name before 5.24
+                kwargs["next_sequence_length"] = input_ids.shape[1] - cache.get_seq_length()
             return super().prepare_inputs_for_generation(input_ids, **kwargs)
 
     _View.__name__, _View.__module__ = type(model).__name__, type(model).__module__

@@ -1,7 +1,6 @@
 """What commands share: common options, results and progress on a terminal, and how they fail.
 
-If the command line's packages are missing, importing it ends the program: with the version or what there is to install
-if that was asked for, else with one line.
+If the command line's packages are missing, importing it ends the program: `plain` has what goes without.
 """
 
 import gzip
@@ -19,8 +18,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn, Protocol
 
-import kvstore
 from kvstore.block.errors import BadInput
+from kvstore.cli import plain
 from kvstore.cli.standard_streams import say
 from kvstore.config import expanded
 
@@ -28,6 +27,7 @@ _OF_SERVER = "typer rich lmdb fastapi starlette httpx2 grpc grpc_health grpc_ref
 EXTRA_OF = dict.fromkeys(_OF_SERVER.split(), "server") | {
     "cryptography": "tls",
     "matplotlib": "plot",
+    "numba": "adaptive",
     "torch": "hf",
     "transformers": "hf",
     "tokenizers": "hf",
@@ -36,7 +36,7 @@ EXTRA_OF = dict.fromkeys(_OF_SERVER.split(), "server") | {
 
 
 def needs(module: str) -> str:
-    return f"kvstore: this needs the package {module}; run in a checkout: pip install '.[{EXTRA_OF[module]}]'"
+    return f"kvstore: this needs the package {module}; run: pip install 'prefix-kvstore[{EXTRA_OF[module]}]'"
 
 
 COMMANDS = tuple(
@@ -46,19 +46,6 @@ COMMANDS = tuple(
     ).split()
 )
 ABOUT = "A KV-cache store for language models: keep what prefill has computed, and never serve the wrong bytes."
-
-
-def _end_without(module: str) -> NoReturn:
-    asked, version = {*sys.argv[1:]}, kvstore.__version__
-    if "--version" in asked <= {"--version", "--json"}:
-        print(json.dumps({"version": version}) if "--json" in asked else f"kvstore {version}")
-    elif asked <= {"--help", "-h"}:
-        print(f"{ABOUT}\n\nThe library and the engines' adapters are installed. The commands are not:")
-        print(f"{', '.join(COMMANDS)}.\n{needs(module).removeprefix('kvstore: ').capitalize()}")
-    else:
-        print(needs(module), file=sys.stderr)
-        raise SystemExit(2)
-    raise SystemExit(0)
 
 
 try:
@@ -72,7 +59,8 @@ try:
 except ModuleNotFoundError as absent:
     if absent.name not in EXTRA_OF:
         raise
-    _end_without(absent.name)
+    commands = ", ".join(name for name in COMMANDS if name != "doctor")
+    raise SystemExit(plain.run(ABOUT, commands, needs(absent.name))) from None
 
 OK, CHECK_FAILED, BAD_INPUT, OUT_OF_RESOURCES, INTERRUPTED = 0, 1, 2, 71, 130
 
@@ -105,6 +93,76 @@ def argument(metavar: str, about: str, **more: Any) -> Any:
 def path_argument(metavar: str, about: str, **more: Any) -> Any:
     """For a path, which is expanded."""
     return argument(metavar, about, callback=expanded_path, **more)
+
+
+# Flags for settings of a sidecar, from tables: a row has a flag, its setting, its metavar and its help ----------------
+
+PATHS = ("FILE", "DIR", "PATH")
+Given = dict[str, dict[str, Any]]
+"""Settings by section and key, without those that were not given."""
+
+
+class Flag(NamedTuple):
+    """name: as a parameter. setting: SECTION.KEY. option: for typer; kind: of its value."""
+
+    name: str
+    setting: str
+    option: Any
+    kind: Any
+    default: Any
+
+    @staticmethod
+    def read(row: str) -> "Flag":
+        """Its metavar is `-` for a flag without a value, METAVAR... for one that may be repeated, and METAVAR=VALUE has
+        the default. Those of paths are expanded."""
+        flag, setting, written, about = row.split(maxsplit=3)
+        metavar, _, default = written.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if metavar == "-":
+            return Flag(name, setting, typer.Option(flag, help=about), bool, False)
+        kind: Any = list[str] if metavar.endswith("...") else float if metavar == "SECONDS" else str
+        expands = expanded_path if metavar in PATHS else None
+        told = typer.Option(flag, metavar=metavar.removesuffix("..."), help=about, callback=expands)
+        return Flag(name, setting, told, kind | None, kind(default) if default else None)
+
+
+def flags_of(table: str) -> Sequence[Flag]:
+    return [Flag.read(row) for row in table.strip().splitlines()]
+
+
+def settings_of(flags: Sequence[Flag], values: Mapping[str, Any]) -> Given:
+    """values: of all parameters of a command, by name."""
+    given: Given = {}
+    for one in flags:
+        if values[one.name] not in (None, [], False):
+            section, _, key = one.setting.partition(".")
+            given.setdefault(section, {})[key] = values[one.name]
+    return given
+
+
+def with_settings(flags: Sequence[Flag]) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Gives a command these flags, behind its first parameter; it gets their settings as its parameter `given`."""
+
+    def decorated(command: Callable[..., int]) -> Callable[..., int]:
+        @wraps(command)
+        def run(**values: Any) -> int:
+            given, names = settings_of(flags, values), {one.name for one in flags}
+            return command(given=given, **{name: one for name, one in values.items() if name not in names})
+
+        def parameter(flag: Flag) -> inspect.Parameter:
+            kind, told = Annotated[flag.kind, flag.option], inspect.Parameter.KEYWORD_ONLY
+            return inspect.Parameter(flag.name, told, default=flag.default, annotation=kind)
+
+        signature = inspect.signature(command, eval_str=True)
+        first, *rest = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in signature.parameters.values()]
+        shown = [first, *map(parameter, flags), *(one for one in rest if one.name != "given")]
+        run.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+        return run
+
+    return decorated
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class InOrder(typer.core.TyperGroup):

@@ -103,6 +103,11 @@ class DemoOptions(SettingsSection, frozen=True):
             raise BadInput(f"threads={self.threads}; give 1 to {usable_cores()}, the cores that may be used here")
         if self.hybrid and self.seed is None:
             structs.force_setattr(self, "seed", 0)
+        if self.seed is None and not resources.files("kvstore.demo").joinpath("trained", "model.safetensors").is_file():
+            raise BadInput(
+                "the demo's trained model is a package of its own and not installed; run: pip install "
+                "'prefix-kvstore[demo]' (in a checkout: pip install ./demo-model), or give --seed 1 for random weights"
+            )
 
 
 def usable_cores() -> int:

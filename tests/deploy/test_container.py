@@ -1,4 +1,4 @@
-"""deploy/container/Containerfile, as far as it can be followed without an engine that builds images."""
+"""deploy/container, as far as it can be followed without what builds images."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tarfile
-import zipfile
 from pathlib import Path
 
 import pytest
 
+import kvstore
 from deploy.sidecar_process import DEPLOY, ROOT, flags_in, known_flags, serving
 from waiting import wait_until
 
 CONTAINERFILE = DEPLOY / "container" / "Containerfile"
+BUILD = CONTAINERFILE.with_name("build.sh")
 OWN_USER = 47110
 
 
@@ -48,60 +48,14 @@ def test_it_starts_the_sidecar_as_a_user_of_its_own(instructions: list[tuple[str
     assert of(instructions, "EXPOSE") == [given["--http"].rpartition(":")[2]]
 
 
-def test_its_python_is_one_that_is_supported(instructions: list[tuple[str, str]]) -> None:
-    (argument,) = of(instructions, "ARG")
-    version = argument.partition("=")[2]
+def test_it_is_made_of_debian_s_packages_and_a_python_that_is_supported(instructions: list[tuple[str, str]]) -> None:
+    assert of(instructions, "FROM") == ["scratch AS debian", "debian AS build", "debian"], "no registry is asked"
+    assert of(instructions, "ADD") == ["debian.tar /"]
+    script = BUILD.read_text()
+    (suite, version) = re.findall(r"^suite=(\w+) python=([0-9.]+)", script, re.M)[0]
+    assert (suite, version) == ("bookworm", "3.11")
     assert f"Programming Language :: Python :: {version}" in (ROOT / "pyproject.toml").read_text()
-    assert all(one.startswith("docker.io/library/python:${PYTHON}-slim") for one in of(instructions, "FROM"))
-
-
-@pytest.mark.slow
-def test_what_it_copies_is_enough_for_the_wheel(instructions: list[tuple[str, str]], tmp_path: Path) -> None:
-    _needs_setuptools()
-    for copy in of(instructions, "COPY"):
-        if not copy.startswith("--from"):
-            *sources, target = copy.split()
-            for source in sources:
-                if (ROOT / source).is_dir():
-                    skipped = shutil.ignore_patterns("__pycache__", "*.egg-info")
-                    shutil.copytree(ROOT / source, tmp_path / target, ignore=skipped)
-                else:
-                    shutil.copy(ROOT / source, tmp_path / source)
-    assert (tmp_path / "constraints.txt").exists()
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "-w",
-        "wheels",
-        ".",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = (tmp_path / "wheels").glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        assert {"kvstore/cli/main.py", "tiering/files.py", "kv_kernels/__init__.py"} <= set(archive.namelist())
-
-
-@pytest.mark.slow
-def test_the_source_distribution_can_build_the_image(instructions: list[tuple[str, str]], tmp_path: Path) -> None:
-    _needs_setuptools()
-    tree = tmp_path / "tree"
-    skipped = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "tests", "build", "dist")
-    shutil.copytree(ROOT, tree, ignore=skipped)
-    code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    (archive,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(archive) as opened:
-        names = {name.partition("/")[2] for name in opened.getnames()}
-    assert {f"deploy/{path.relative_to(DEPLOY)}" for path in DEPLOY.rglob("*") if path.is_file()} <= names
-    copied = [copy.split()[:-1] for copy in of(instructions, "COPY") if not copy.startswith("--from")]
-    assert {one for sources in copied for one in sources} <= names
+    assert f"EXTRAS=${{EXTRAS:-{of(instructions, 'ARG')[0].partition('=')[2]}}}".lower() in script.lower()
 
 
 def test_the_server_needs_no_torch() -> None:
@@ -136,14 +90,10 @@ def test_the_health_check_tells_ready_from_gone(instructions: list[tuple[str, st
 
 
 def test_its_shell_lines_are_shell(instructions: list[tuple[str, str]]) -> None:
+    assert subprocess.run(["sh", "-n", str(BUILD)], capture_output=True).returncode == 0
     for line in of(instructions, "RUN"):
         assert subprocess.run(["sh", "-n", "-c", line], capture_output=True).returncode == 0
         assert shlex.split(line)
-
-
-def _needs_setuptools() -> None:
-    if int(importlib.metadata.version("setuptools").split(".")[0]) < 77:
-        pytest.skip("setuptools is older than the 77.0.3 that pyproject.toml asks for")
 
 
 def _is_installed(name: str) -> bool:
@@ -154,56 +104,79 @@ def _is_installed(name: str) -> bool:
     return True
 
 
+NEEDED = "sh cat cksum tr sed dirname rm mkdir cp seq uname grep"
+
+
 @pytest.fixture
 def tools(tmp_path: Path) -> Path:
-    """A folder with what the Makefile itself runs, and nothing that builds images."""
+    """A folder with what the Makefile and the script run, and nothing that builds images."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in ("sh", "cat", "cksum", "tr", "sed"):
+    for name in NEEDED.split():
         (folder / name).symlink_to(shutil.which(name) or pytest.skip(f"{name} is not installed"))
     return folder
 
 
 def make_image(tools: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    make = shutil.which("make") or pytest.skip("make is not installed")
-    command = [make, "--no-print-directory", "-s", "-C", str(ROOT), "image", *arguments]
+    """In a tree of its own, which has what the script looks at before it calls others."""
+    make, tree = shutil.which("make") or pytest.skip("make is not installed"), tools.parent / "tree"
+    for name in ("Makefile", "deploy/container/build.sh", "deploy/container/Containerfile", "kvstore/__init__.py"):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tree / name)
+    command = [make, "--no-print-directory", "-s", "-C", str(tree), "image", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env={"PATH": str(tools)}, timeout=60)
 
 
-def test_make_image_says_in_one_line_that_nothing_builds_here(tools: Path) -> None:
-    done = make_image(tools)
-    said = [line for line in done.stderr.splitlines() if not line.startswith("make: ***")]
+def said_by(done: subprocess.CompletedProcess[str]) -> str:
+    """The line with which it ended."""
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode != 0 and done.stdout == "" and len(said) == 1, done
-    assert said[0].startswith("error: no image is built here") and "podman buildah docker" in said[0]
+    return said[0]
+
+
+def stand_in(tools: Path, name: str, script: str) -> None:
+    (tools / name).write_text(f"#!/bin/sh\n{script}\n")
+    (tools / name).chmod(0o700)
+
+
+def test_make_image_says_in_one_line_what_is_not_there(tools: Path) -> None:
+    error = said_by(make_image(tools))
+    assert "no image is built here" in error and "podman buildah docker" in error
+    stand_in(tools, "podman", "")
+    assert "mmdebstrap" in said_by(make_image(tools))
+
+
+IMAGE = f"kvstore:{kvstore.__version__}"
 
 
 @pytest.mark.parametrize(
     ("there", "arguments", "built"),
     [
-        (("docker",), (), "docker build -f deploy/container/Containerfile -t kvstore:0.1.0 ."),
+        (("docker",), (), f"docker build --build-arg EXTRAS=server,tls -t {IMAGE} build/image"),
         (
             ("docker", "buildah"),
             (),
-            "buildah build --format=docker -f deploy/container/Containerfile -t kvstore:0.1.0 .",
+            f"buildah build --format=docker --build-arg EXTRAS=server,tls -t {IMAGE} build/image",
         ),
         (
             ("docker", "podman"),
-            ("BUILDER=docker", "IMAGE=a/b:c"),
-            "docker build -f deploy/container/Containerfile -t a/b:c .",
+            ("BUILDER=docker", "IMAGE=a/b:c", "IMAGE_EXTRAS=demo"),
+            "docker build --build-arg EXTRAS=demo -t a/b:c build/image",
         ),
     ],
 )
 def test_make_image_calls_what_is_there(
     there: tuple[str, ...], arguments: tuple[str, ...], built: str, tools: Path
 ) -> None:
-    """Stand-ins: no builder can be had where these tests run. One whose daemon is away is passed over."""
+    """Stand-ins. A builder whose daemon is away is passed over."""
     for name in there:
-        (tools / name).write_text(f'#!/bin/sh\n[ "$1" = info ] || echo {name} "$@"\n')
-        (tools / name).chmod(0o700)
+        stand_in(tools, name, f'[ "$1" = info ] || echo {name} "$@"')
     if "podman" not in there:
-        (tools / "podman").write_text("#!/bin/sh\nexit 125\n")
-        (tools / "podman").chmod(0o700)
+        stand_in(tools, "podman", "exit 125")
+    stand_in(tools, "mmdebstrap", "for one; do last=$one; done; echo root > $last")
+    stand_in(tools, "python3", "")
     done = make_image(tools, *arguments)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == built
-    assert CONTAINERFILE == ROOT / "deploy/container/Containerfile" and CONTAINERFILE.exists()
+    context = {path.name for path in (tools.parent / "tree/build/image").iterdir()}
+    assert context == {"Containerfile", "debian.tar", "wheels"}

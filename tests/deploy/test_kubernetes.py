@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import kvstore
 from deploy.sidecar_process import AROUND_SECONDS, DEPLOY, flags_in, known_flags
 from edge.test_edge import LIVENESS_SECONDS
 from kvstore.config import parse_size
@@ -26,7 +28,7 @@ OVERLAYS = ("base", "monitored", "vllm")
 OTHERS = ("kustomization", "servicemonitor", "token")
 """Files of kinds that are not Kubernetes' own, and a patch."""
 FILES = {
-    path.stem: path
+    f"vllm-{path.stem}" if path.parent.name == "vllm" else path.stem: path
     for folder in (DEPLOY / "kubernetes", *(KUSTOMIZE / one for one in OVERLAYS))
     for path in folder.glob("*.yaml")
     if path.stem not in OTHERS
@@ -80,7 +82,7 @@ def test_the_schemas_would_notice() -> None:
 
 
 def test_all_of_them_are_looked_at() -> None:
-    kustomized = {"service", "networkpolicy", "deployment", "autoscaler"}
+    kustomized = {"service", "networkpolicy", *(f"vllm-{one}" for one in ("deployment", "autoscaler", "networkpolicy"))}
     assert set(FILES) == {*SERVERS, *kustomized, "engine", "pool"}, "the last one in tests/courier/test_compose.py"
 
 
@@ -142,7 +144,7 @@ def test_the_store_runs_with_next_to_nothing(name: str) -> None:
     assert not any(pod.get(key) for key in ("hostNetwork", "hostPID", "hostIPC"))
 
 
-@pytest.mark.parametrize("name", ["sidecar", "engine", "deployment"])
+@pytest.mark.parametrize("name", ["sidecar", "engine", "vllm-deployment"])
 def test_an_engine_is_another_user_of_the_store_s_group(name: str) -> None:
     pod = pod_of(name)
     (engine,) = (one for one in pod["containers"] if one["name"] == "engine")
@@ -153,7 +155,7 @@ def test_an_engine_is_another_user_of_the_store_s_group(name: str) -> None:
     assert paths == ["/run/kvstore"], "the directory, because a restart makes another socket"
 
 
-@pytest.mark.parametrize("name", ["engine", "deployment"])
+@pytest.mark.parametrize("name", ["engine", "vllm-deployment"])
 def test_an_engine_mounts_the_sockets_of_one_tenant_alone(name: str) -> None:
     (volume,) = (one for one in pod_of(name)["volumes"] if "hostPath" in one)
     inside = {mount["name"]: mount["mountPath"] for mount in store_of("daemonset")["volumeMounts"]}["sockets"]
@@ -231,8 +233,48 @@ def test_service_policy_and_monitor_find_the_store() -> None:
     (container,) = objects["DaemonSet"]["spec"]["template"]["spec"]["containers"]
     assert endpoint["port"] == port["name"] and port["targetPort"] in [one["name"] for one in container["ports"]]
     (rule,) = policy["spec"]["ingress"]
+    assert rule["from"] == [SCRAPES]
     assert [one["port"] for one in rule["ports"]] == [port["targetPort"]] and policy["spec"]["egress"] == []
     assert endpoint["path"] in PATHS
+
+
+SCRAPES = {one: {"matchLabels": {"kvstore/scrapes": "yes"}} for one in ("namespaceSelector", "podSelector")}
+
+
+def images_in(objects: dict[str, Object]) -> set[str]:
+    found, waiting = set(), list(objects.values())
+    while waiting:
+        one = waiting.pop()
+        values = one.values() if isinstance(one, dict) else one
+        waiting += [value for value in values if isinstance(value, dict | list)]
+        found |= {value for key, value in one.items() if key == "image"} if isinstance(one, dict) else set()
+    return found
+
+
+def test_an_image_is_named_in_one_place() -> None:
+    assert images_in(built("base")) == {f"kvstore:{kvstore.__version__}"}
+    assert images_in(built("vllm")) == {"registry.example/vllm-kvstore:0.32.0"}
+    for overlay in ("base", "vllm"):
+        given = yaml.safe_load((KUSTOMIZE / overlay / "kustomization.yaml").read_text())
+        assert len(given["images"]) == 1
+    for path in DEPLOY.rglob("*.yaml"):
+        for version in re.findall(r"(?:(?<![\w-])kvstore:|prefix_kvstore-)(\d+\.\d+\.\d+)", path.read_text()):
+            assert version == kvstore.__version__, path
+
+
+def test_vllm_is_reached_by_label_and_has_a_token_for_gated_models() -> None:
+    objects = built("vllm")
+    pod, policy = objects["Deployment"]["spec"]["template"], objects["NetworkPolicy"]["spec"]
+    assert policy["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    (rule,), (out,), (engine,) = policy["ingress"], policy["egress"], pod["spec"]["containers"]
+    assert rule["from"] == [{"podSelector": {"matchLabels": {"kvstore/asks": "yes"}}}, SCRAPES]
+    assert [one["port"] for one in rule["ports"]] == [one["name"] for one in engine["ports"]]
+    assert {(one["port"], one["protocol"]) for one in out["ports"]} == {(53, "UDP"), (53, "TCP"), (443, "TCP")}
+    (token,) = (one for one in engine["env"] if one["name"] == "HF_TOKEN")
+    secret = token["valueFrom"]["secretKeyRef"]
+    assert secret["optional"], "open models need none"
+    command = f"create secret generic {secret['name']} --from-file={secret['key']}="
+    assert command in (KUSTOMIZE / "vllm" / "kustomization.yaml").read_text()
 
 
 def test_the_token_of_the_metrics_is_where_the_settings_look_for_it() -> None:
@@ -259,7 +301,7 @@ def test_what_scales_is_there() -> None:
 def arguments_of(place: str) -> list[str]:
     """Of vLLM."""
     if place == "vllm":
-        (engine,) = pod_of("deployment")["containers"]
+        (engine,) = pod_of("vllm-deployment")["containers"]
         return list(engine["args"])
     values = yaml.safe_load((DEPLOY / "helm" / f"{place}.yaml").read_text())
     if place == "llm-d":

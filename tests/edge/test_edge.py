@@ -163,7 +163,7 @@ def test_without_its_packages_it_says_which_one_is_missing(module: str) -> None:
     code = WITHOUT.format(before=f"sys.modules[{module!r}] = None")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "pip install '.[server]'" in done.stderr and module.split(".")[0] in done.stderr
+    assert "pip install 'prefix-kvstore[server]'" in done.stderr and module.split(".")[0] in done.stderr
 
 
 NO_KEEPER = "[store]\nkeeper = false\n"

@@ -159,7 +159,7 @@ def test_without_torch_a_store_can_be_opened_and_the_extra_is_named_where_it_is_
     with serving(tmp_path) as (_, said):
         url = f"unix:{said['serving'][0]}" if scheme == "unix" else f"embedded:{tmp_path}/other"
         first, said_line = run_python(WITHOUT_TORCH, url).splitlines()
-    assert first == "opened" and "torch" in said_line and "pip install '.[hf]'" in said_line
+    assert first == "opened" and "torch" in said_line and "pip install 'prefix-kvstore[hf]'" in said_line
 
 
 def test_opening_a_sidecar_s_store_imports_no_torch() -> None:

@@ -83,7 +83,7 @@ SAY = "import kvstore\ntry: kvstore.policy_named('adaptive')\nexcept kvstore.Bad
 
 def test_without_numba_it_says_what_to_install() -> None:
     assert run_without("sys.modules['numba'] = None", SAY) == (
-        "policy='adaptive' needs the package numba; run in a checkout: pip install '.[server]'"
+        "policy='adaptive' needs the package numba; run: pip install 'prefix-kvstore[adaptive]', or take lru"
     )
     assert "NUMBA_DISABLE_JIT forbids; unset it, or take lru" in run_without("os.environ['NUMBA_DISABLE_JIT']='1'", SAY)
 
