@@ -135,7 +135,7 @@ def _codec(show: Show, speed: bool = True, quality: bool = True, windows: int = 
 def bench_kernels(
     device: BenchDevice = None,
     stage: Annotated[
-        list[str] | None, option("NAME", "This alone: plan, kernels, transfers or decode. May be given again.")
+        list[str] | None, option("NAME", "This alone: plan, kernels, ways, transfers or decode. May be given again.")
     ] = None,
     laps: Laps = None,
     check: Check = False,

@@ -281,7 +281,7 @@ def policy_named(name: str, thinned: float = 1.0) -> PolicyMaker:
 def _open_gpu(index: int) -> DeviceTransfers | None:
     """The route between pages on a GPU and host memory, made when such pages are first seen."""
     try:
-        from kv_kernels.device_copy import on_cuda
+        from kv_kernels.gpu import on_cuda
     except ImportError:  # there is no triton
         return None
     return on_cuda(index)

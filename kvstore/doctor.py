@@ -207,7 +207,7 @@ def checks_of(
         Check("locked memory", partial(locked_memory, settings.network.transport == "ucx")),
         Check("packages", partial(packages, _wanted(settings, engine is not None))),
         Check("names", names),
-        Check("gpu", partial(gpu, engine is not None), GPU_SECONDS + 10),
+        Check("gpu", partial(gpu, engine is not None), 2 * GPU_SECONDS + 10),
         Check("directory", partial(directory_rights, data)),
         Check("keys", partial(keys, data, settings.keys.directory)),
         Check("disk", lambda: room(data, _nvme(settings))),
@@ -491,6 +491,7 @@ def gpu(is_wanted: bool) -> Iterator[Finding]:
     version, gpus = said_by_torch["version"], said_by_torch["gpus"]
     if gpus:
         yield ok(f"torch {version} sees {len(gpus)}: {', '.join(sorted(set(gpus)))}")
+        yield from gpu_ways(_told_by("-m", "kv_kernels.gpu", "0"))
     elif there and not said_by_torch["built_for"]:
         text = f"{there} NVIDIA GPUs are there, and torch {version} is built for CPUs"
         yield lacks(text, "install a torch that is built for CUDA")
@@ -498,6 +499,18 @@ def gpu(is_wanted: bool) -> Iterator[Finding]:
         yield lacks(f"{there} NVIDIA GPUs are there, and torch {version} sees none", "look at driver and devices")
     else:
         yield note(f"torch {version} sees none: engines here compute on the CPU")
+
+
+def gpu_ways(said: Any) -> Iterator[Finding]:
+    """Which way blocks take on and off GPU 0, and how fast each is. said: by `python -m kv_kernels.gpu 0`."""
+    if isinstance(said, dict):
+        yield note(f"how fast blocks go on and off GPU 0 was not measured: {said['failed']}")
+        return
+    for one in said:
+        copied, reached = one["copied_gb_per_second"], one["reached_gb_per_second"]
+        way = "a kernel reaches the slots" if reached > copied else "copies, with a kernel behind each"
+        what = f"{one['direction']} of {one['codec']}, {one['payload_bytes'] >> 10} KiB a block"
+        yield ok(f"GPU 0, {what}: {way} (by copies {copied:.1f} GB/s, by a kernel alone {reached:.1f})")
 
 
 def _told_by(*command: str) -> Any:

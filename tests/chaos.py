@@ -117,8 +117,12 @@ class ChaosStream:
     def launch(self, work: Any) -> None:
         """A transfer's launch, bound to its arguments. Where it is to fail, it runs all the same."""
         staged, frames, layers = work.args
-        pages, tables, findings = self.device.touched(work.func.__self__, frames, layers)
+        pages, tables, findings, slots = self.device.touched(work.func.__self__, frames, layers)
         sources, targets = [region(staged)], pages
+        if staged.dim() == 1:  # a kernel that reaches the slots itself, through a scratch
+            sources, findings = slots, [*findings, region(staged)]
+            if not all(map(self.device.reaches, slots)):
+                raise Pageable(f"a kernel in {self.name} reaches slots that are not pinned")
         if self.name.startswith(Direction.SAVE.value):
             sources, targets = targets, sources
         self._put("runs a kernel", reads=[*sources, *tables], writes=[*targets, *findings], bodies=[work])
@@ -176,7 +180,7 @@ class ChaosDevice:
         """eagerness: how likely it is, after each call, that something runs; 0 runs what is waited for only.
         knows_host: whether all that host code writes is said; if not, memory that is not the device's counts as
         written. no_wait: a wait that is left out. touched: of a transfer's launch its pages, what else it
-        reads, and what else it writes; refuse: why not, if memory is not to be page-locked."""
+        reads, what else it writes, and its slots; refuse: why not, if memory is not to be page-locked."""
         self.lock = threading.RLock()
         self.no_wait = no_wait or NoWait()
         self._random = random

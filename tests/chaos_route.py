@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from random import Random
 
 import pytest
@@ -13,7 +14,8 @@ import torch
 from chaos import ChaosDevice, NoWait
 from happens_before import Region, region
 from kv_kernels import triton_pools
-from kv_kernels.device_copy import DeviceTransfers, Moving
+from kv_kernels.cuda import Direction
+from kv_kernels.device_copy import LARGE_BYTES, DeviceTransfers, Moving
 
 SEGMENT_BYTES = 24 << 10
 
@@ -24,13 +26,15 @@ needs_interpreter = pytest.mark.skipif(
 
 
 def touched(moving: Moving, frames: range, layers: range) -> tuple[list[Region], ...]:
-    """Of a launch: its pages, what else it reads, and what else it writes."""
+    """Of a launch: its pages, what else it reads, what else it writes, and its slots."""
     at, rows = moving.copy.layers.index(layers), slice(frames.start, frames.stop)
     named = sorted({page for page in moving.pages[rows].flatten().tolist() if page >= 0})
     pages = [_page(plane, page) for planes in moving.pools[at].planes for plane in planes for page in named]
     findings = [one for block in moving.status[rows, at : at + 1] for one in [region(block)]]
     findings += [region(block) for block in moving.digests[rows, layers.start : layers.stop]]
-    return pages, [region(moving.table[rows])], findings
+    size = moving.copy.slice_bytes
+    slots = [Region(at + layers.start * size, len(layers) * size) for at in moving.payloads[rows].tolist()]
+    return pages, [region(moving.table[rows]), region(moving.places[rows])], findings, slots
 
 
 def _page(plane: torch.Tensor, page: int) -> Region:
@@ -48,11 +52,15 @@ class ChaosRoute:
         no_wait: NoWait | None = None,
         refused: bool = False,
         eagerness: float | None = None,
+        reaches: bool = False,
     ) -> None:
         print(f"seed {seed}")
         refuse = lambda *_: "not allowed" if refused else ""  # noqa: E731
         self.device = self.chaos = ChaosDevice(Random(seed), refuse, eagerness, False, no_wait, touched)
         self.transfers = DeviceTransfers(self.device, segment_bytes)
+        self.transfers.programs = 2
+        for cell in product(Direction, (False, True), (0, LARGE_BYTES)):
+            self.transfers.take(*cell, reaches=reaches)
 
     def __call__(self, device: torch.device) -> DeviceTransfers:
         return self.transfers

@@ -174,7 +174,7 @@ def test_bash_completes_the_commands(tmp_path: Path) -> None:
         (("restart", "--blocks", "7"), ("blocks=7", "give 33 to")),
         (("codec", "--windows", "4"), ("--windows belongs to --quality",)),
         (("codec", "--quality", "--windows", "0"), ("windows=0", "give 1 to 64")),
-        (("kernels", "--stage", "gather"), ("stage='gather'", "kernels, transfers, decode")),
+        (("kernels", "--stage", "gather"), ("stage='gather'", "kernels, ways, transfers, decode")),
         (("ttft", "--engine", "sglang"), ("engine='sglang'", "allowed: hf, vllm")),
         (("ttft", "--device", "cpu", "--context", "300"), ("context=300", "use 256")),
     ],

@@ -6,6 +6,7 @@ synchronous device: that shows that it runs, and its figures mean nothing.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
@@ -34,7 +35,7 @@ from kv_bench.on_device import (
 )
 from kv_bench.rig import BlockShape
 from kv_bench.script import one_of
-from kv_kernels import triton_digest, triton_pools
+from kv_kernels import gpu, triton_digest, triton_pools
 from kv_kernels.cuda import Direction
 from kv_kernels.device_copy import SEGMENT_BYTES, DeviceTransfers, Moving, layer_ranges
 from kv_kernels.host import Paged
@@ -52,7 +53,7 @@ CODECS = (RAW, KC64)
 TRITON, TWINS = ROUTES = ("triton", "twins")
 FAILURES: tuple[type[Exception], ...] = (RuntimeError, OSError, ValueError, triton_pools.triton.TritonError)
 """What work on a device can raise: by torch and CUDA (out of memory included), the system, triton."""
-PLAN, KERNELS, TRANSFERS, DECODE = STAGES = ("plan", "kernels", "transfers", "decode")
+PLAN, KERNELS, WAYS, TRANSFERS, DECODE = STAGES = ("plan", "kernels", "ways", "transfers", "decode")
 KERNEL_TARGETS = {"gather_quantize": 0.70, "dequantize_scatter": 0.70}
 """Share of the copy's byte rate, on a GPU, from `TARGETED_BYTES` of KV on."""
 TRANSFER_TARGET = 0.90
@@ -126,7 +127,7 @@ def run(options: KernelsOptions, say: Say, device: str | None = None, stages: Se
     for stage in stages:
         one_of("stage", stage, STAGES)
     bench, rows = DeviceBench(options, chosen), {stage: list[Row]() for stage in STAGES}
-    measured = {PLAN: plan_rows, KERNELS: kernel_rows, TRANSFERS: transfer_rows, DECODE: decode_rows}
+    measured = {PLAN: plan_rows, KERNELS: kernel_rows, WAYS: way_rows, TRANSFERS: transfer_rows, DECODE: decode_rows}
     for stage in STAGES:
         if stages and stage not in stages:
             continue
@@ -137,6 +138,7 @@ def run(options: KernelsOptions, say: Say, device: str | None = None, stages: Se
             bench.faults.append(f"the stage {stage} ended early: {told(error)}")
     facts = describe(chosen)
     titles = {KERNELS: f"on {facts['name']}, kernels: {bench.route.name}", TRANSFERS: "loads and saves, over the wire"}
+    titles[WAYS] = "blocks by a kernel that reaches into host memory, beside copies"
     titles |= {PLAN: "a load, without triton's launches", DECODE: f"steps of a random {options.model} Llama"}
     sections = [Section(rows[stage], titles[stage], name=stage, left_out=LEFT_OUT) for stage in STAGES]
     return BenchResult("kernels", options, sections, {"device": facts, "route": bench.route.name}, bench.faults)
@@ -328,6 +330,28 @@ def _planned(codec: str, blocks: int, options: KernelsOptions, layers_at_once: i
         calls = device.calls - calls
     assert ways.close(CLOSE_SECONDS)
     return seconds, calls
+
+
+# --- both ways -------------------------------------------------------------------------------------------------------
+
+
+def way_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
+    """Of each direction, codec and size what an engine decides by; on a CPU where triton's interpreter is on."""
+    if not (bench.is_gpu or os.environ.get("TRITON_INTERPRET") == "1"):
+        return
+    say("both ways")
+    ways = DeviceTransfers(transfer_device(bench.device), bench.options.segment_bytes)
+    ways.extents.run()
+    ways.programs = ways.programs if bench.is_gpu else 2
+    sizes: Any = {} if bench.is_gpu else {"kv_bytes": 1 << 13, "heads": 1, "width": 8, "layers": (1,)}
+    found = list(gpu.measured(ways, **sizes))
+    ways.close(CLOSE_SECONDS)
+    for one in found:
+        reached, copied = one.reached_gb_per_second, one.copied_gb_per_second
+        what = {"direction": one.direction, "codec": one.codec, "payload_bytes": one.payload_bytes}
+        if not reached:
+            bench.faults.append(f"{one.direction} of {one.codec}: a kernel moved other bytes, or could not be tried")
+        yield Row(what, reached, "GB/s", gpu.LAPS, None, None, "copies", copied, reached / copied)
 
 
 # --- transfers -------------------------------------------------------------------------------------------------------

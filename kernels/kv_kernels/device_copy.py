@@ -4,6 +4,7 @@
               copy and are compared here
     encode    pages > segment, digests of what is staged, before it crosses to the host; blocks are yielded in order as
               they land
+    either    a kernel that reaches into the slots itself, with a segment as its scratch, where they are page-locked
 
 A direction has two streams with a segment each, used in turn, so that a copy goes on beside a kernel. One stream does
 all work on a segment, so nothing else has to order it: each waits once, until the pages may be used and the tables are
@@ -41,10 +42,13 @@ from kv_kernels.int8_form import ALIGN_BYTES, GROUP, Form
 from kv_kernels.pinned import Hold, PinnedExtents
 from kv_kernels.plain import PoolTable
 from kv_kernels.triton_digest import SHORTEST_BYTES, digest_keys, digest_slices
+from kv_kernels.triton_pools import REACHING
 
 SEGMENT_BYTES = 160 << 20
 """Of each stream; a GiB is seven of them, which take 23 calls. With segments of 32 MiB it takes the engine's thread two
 to four times as long as with 128 (measured beside an H100)."""
+LARGE_BYTES = 512 << 10
+"""Payloads from here on are measured apart from smaller ones."""
 SHORT_ROW = 128
 """Numbers: what a program moves at a time."""
 DIGEST_BYTES = 16
@@ -159,7 +163,7 @@ def _pages_of(tokens: Any, page_tokens: int, left_out: int, table: Any, rows: An
 
 class _Batch(NamedTuple):
     """What goes through a segment at once. end: the number of those that end together. rows: its copies, to or from
-    byte 0 of the segment."""
+    byte 0 of the segment; none where the kernel reaches the slots itself."""
 
     end: int
     layers: range
@@ -190,12 +194,13 @@ class Moving:
     """Blocks on their way in one direction, and what their kernels are told and find. All has ended when the context
     ends.
 
-        up      addresses of pools | page table | status, zeroed     one copy, before the first launch
-        down    status and digests of some blocks                    one call, after their last launch
+        up      addresses of pools | page table | of payloads | status, zeroed     one copy, before the first launch
+        down    status and digests of some blocks                                  one call, after their last launch
 
     All of it lies in one piece of the device's memory and in one of page-locked host memory, laid out alike: a launch
     has their addresses only. Once begun it has to be waited for before pages, slots or tables are used for anything
-    else, also where `start` raises. is_known: whether all slots are in extents.
+    else, also where `start` raises. is_known: whether all slots are in extents. reaches: whether kernels read and write
+    page-locked slots themselves, and need no copies.
     """
 
     def __init__(self, copy: DeviceCopy, rows: Rows, payloads: Rows, direction: Direction) -> None:
@@ -211,24 +216,30 @@ class Moving:
         self._at_once = blocks if self.mover.loads else min(blocks, copy.blocks_at_once)
         self._hold: Hold | None = None
         self._is_put_in = False
-        shapes = copy.addresses.shape, rows.shape, (blocks, len(copy.layers)), (blocks, 2 * pools.layers)
+        takes = copy.ways.reaches(direction, copy.form is not None, copy.slice_bytes * pools.layers)
+        programs = copy.ways.programs
+        have_work = self._at_once * pools.layers >= programs
+        have_work &= copy.slice_bytes * programs <= copy.ways.segment_bytes
+        self.reaches = takes and have_work and not (payloads % ALIGN_BYTES).any()
+        shapes = copy.addresses.shape, rows.shape, (blocks, 1), (blocks, len(copy.layers)), (blocks, 2 * pools.layers)
         starts = [0, *accumulate([-(-high * wide // _ALIGN_NUMBERS) * _ALIGN_NUMBERS for high, wide in shapes])]
-        self._tables, self._host_tables = copy.ways.device.tables(8 * starts[4])
+        self._tables, self._host_tables = copy.ways.device.tables(8 * starts[5])
         self._places = self._tables.data_ptr(), self._host_tables.data_ptr()
         numbers = self._tables.view(torch.int64)
-        addresses, self.table, self.status, digests = (
-            numbers.as_strided(shape, (shape[1], 1), start) for start, shape in zip(starts[:4], shapes, strict=True)
+        addresses, self.table, self.places, self.status, digests = (
+            numbers.as_strided(shape, (shape[1], 1), start) for start, shape in zip(starts[:5], shapes, strict=True)
         )
         self.digests = digests.view(blocks, pools.layers, 2)
-        told = np.empty(starts[3], np.int64)
+        told = np.empty(starts[4], np.int64)
         told[: copy.addresses.size] = copy.addresses.reshape(-1)
         told[starts[1] : starts[1] + rows.size] = rows.reshape(-1)
-        told[starts[2] :] = 0
+        told[starts[2] : starts[2] + blocks] = payloads
+        told[starts[3] :] = 0
         copy.ways.device.copy(np.array([[self._places[1]], [told.ctypes.data], [told.nbytes]]))
         cuts = [slice(part.start, part.stop) for part in copy.layers]
         self.pools = [pools._replace(planes=pools.planes[cut], addresses=addresses[cut]) for cut in cuts]
         self._told_bytes = told.nbytes
-        self._found = [(8 * start, 8 * shape[1]) for start, shape in zip(starts[2:4], shapes[2:], strict=True)]
+        self._found = [(8 * start, 8 * shape[1]) for start, shape in zip(starts[3:5], shapes[3:], strict=True)]
 
     def __enter__(self) -> Moving:
         return self
@@ -308,11 +319,16 @@ class Moving:
     def _batches(self, hold: Hold) -> Iterator[_Batch]:
         slice_bytes, count = self.copy.slice_bytes, len(self.payloads)
         for part in self.copy.layers:
-            size = len(part) * slice_bytes
-            at_once = min(self._at_once, self.copy.ways.segment_bytes // size)
-            runs = hold.runs(part.start * slice_bytes, size, at_once)
+            at_once, offset, size = self._at_once, part.start * slice_bytes, len(part) * slice_bytes
+            runs = hold.runs(offset, size, at_once)
+            reaches = self.reaches and all([is_pinned for _, is_pinned in runs])
+            if not reaches and at_once > self.copy.ways.segment_bytes // size:
+                at_once = self.copy.ways.segment_bytes // size
+                runs = hold.runs(offset, size, at_once)
             for start, (rows, is_pinned) in zip(range(0, count, at_once), runs, strict=True):
-                if not self.mover.loads:  # out of the segment, into slots
+                if reaches:
+                    rows = rows[:, :0]
+                elif not self.mover.loads:  # out of the segment, into slots
                     rows = rows[[1, 0, 2]]
                 frames = range(start, min(start + at_once, count))
                 yield _Batch(start // self._at_once, part, frames, rows, is_pinned)
@@ -330,12 +346,12 @@ class Moving:
                     stream.wait(ready)
                     waiting.remove(stream)
                 rows[packed] += segment.data_ptr()
-                size = len(layers) * self.copy.slice_bytes
-                staged = segment.as_strided((len(frames), size), (size, 1))
-                if self.mover.loads:
+                is_staged, size = rows.size > 0, len(layers) * self.copy.slice_bytes
+                staged = segment.as_strided((len(frames), size), (size, 1)) if is_staged else segment
+                if is_staged and self.mover.loads:
                     stream.copy(rows, is_pinned)
                 stream.launch(partial(self.launch, staged, frames, layers))
-                if not self.mover.loads:
+                if is_staged and not self.mover.loads:
                     stream.copy(rows, is_pinned)
         *others, last = used
         for stream in others:
@@ -345,14 +361,21 @@ class Moving:
         self.ends.append((moved, last.record()))
 
     def launch(self, staged: torch.Tensor, frames: range, layers: range) -> None:
-        """Launch the kernels into the current stream. staged: uint8 [frames, bytes]."""
+        """Launch the kernels into the current stream. staged: uint8 [frames, bytes], or flat, a scratch for kernels
+        that reach the slots."""
         copy, at, rows = self.copy, self.copy.layers.index(layers), slice(frames.start, frames.stop)
         how = self.pools[at], copy.form, self.table[rows], staged
+        digests, status = self.digests[rows, layers.start : layers.stop], self.status[rows, at]
+        reached = None
+        if staged.dim() == 1:
+            offset = layers.start * copy.slice_bytes
+            reached = triton_pools.Reached(self.places[rows], offset, digests, copy.ways.keys)
         if not self.mover.loads:
-            triton_pools.save(*how, self.status[rows, at])
-        digest_slices(staged, copy.slice_bytes, self.digests[rows, layers.start : layers.stop], copy.ways.keys)
+            triton_pools.save(*how, status, reached)
+        if reached is None:
+            digest_slices(staged, copy.slice_bytes, digests, copy.ways.keys)
         if self.mover.loads:
-            triton_pools.load(*how)
+            triton_pools.load(*how, reached)
 
     def _found_rows(self, blocks: range) -> Rows:
         """From the device's tables to the host's."""
@@ -402,7 +425,16 @@ class DeviceTransfers:
             )
         none = np.zeros(1, np.int64)
         self.extents.runs(none, 1), _pages_of(none, 1, 0, none, none[None])  # compiled now, not by the first load
+        self.programs = REACHING  # with less to do for each, copies are faster
+        self._reaching: dict[tuple[Direction, bool, bool], bool] = {}
         self._refused: set[str] = set()
+
+    def take(self, direction: Direction, is_int8: bool, payload_bytes: int, *, reaches: bool) -> None:
+        """From here on let kernels reach such payloads' slots themselves, or copies bring them, as at first."""
+        self._reaching[direction, is_int8, payload_bytes >= LARGE_BYTES] = reaches
+
+    def reaches(self, direction: Direction, is_int8: bool, payload_bytes: int) -> bool:
+        return self._reaching.get((direction, is_int8, payload_bytes >= LARGE_BYTES), False)
 
     def bind(self, form: Form, paged: Paged) -> BlockCopy | None:
         """None where these pages are not for this route."""
@@ -418,10 +450,3 @@ class DeviceTransfers:
     def close(self, timeout_s: float) -> bool:
         """Begin no more transfers; returns whether those under way were over in time."""
         return self.extents.close(timeout_s)
-
-
-def on_cuda(index: int) -> DeviceTransfers:
-    """The transfers of a GPU. Raises RuntimeError if there is none, or no memory on it."""
-    ways = DeviceTransfers(CudaDevice(index))
-    ways.extents.run()
-    return ways

@@ -104,28 +104,37 @@ def _product(word, key):
 @triton.jit(do_not_specialize_on_alignment=["into"])
 def _digest_slice(payload, row_bytes, into, into_row, keys, SLICE_BYTES: tl.constexpr):
     block, number = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    words = (payload + block * row_bytes + number * SLICE_BYTES).to(tl.pointer_type(tl.int64))
-    place = into + block * into_row + number * 2
+    start = payload + block * row_bytes + number * SLICE_BYTES
+    digest_copy(start, start, into + block * into_row + number * 2, keys, SLICE_BYTES, False, 1)
+
+
+@triton.jit
+def digest_copy(start, target, place, keys, SLICE_BYTES: tl.constexpr, COPIES: tl.constexpr, TILE: tl.constexpr):
+    """Digest a slice into `place`. COPIES: and write what was digested to `target`. TILE: KiB that are read at once."""
+    words, copied = start.to(tl.pointer_type(tl.int64)), target.to(tl.pointer_type(tl.int64))
     stripe, pair = tl.arange(0, 16)[:, None], tl.arange(0, 4)
     lane = 2 * pair[:, None] + tl.arange(0, 2)[None, :]
     at = 8 * stripe[:, :, None] + lane[None]
     even, odd = _words(keys + 48 + lane)
-    even_keys, odd_keys = _words(keys + stripe[:, :, None] + lane[None])
-    even_scramble, odd_scramble = _words(keys + 16 + lane)
     whole: tl.constexpr = (SLICE_BYTES - 1) // 1024
-    for first in range(0, whole):
-        evens, odds = _words(words + first * 128 + at)
-        even += tl.sum(_product(evens, even_keys) + odds, 0)
-        odd += tl.sum(_product(odds, odd_keys) + evens, 0)
-        even = (even ^ (even >> 47) ^ even_scramble) * 0x9E3779B1
-        odd = (odd ^ (odd >> 47) ^ odd_scramble) * 0x9E3779B1
+    tiled: tl.constexpr = whole // TILE * TILE
+    for first in range(0, tiled, TILE):
+        even, odd = _digest_blocks(words + first * 128, copied + first * 128, even, odd, keys, COPIES, TILE)
+    for first in range(tiled, whole):
+        even, odd = _digest_blocks(words + first * 128, copied + first * 128, even, odd, keys, COPIES, 1)
     # The stripes of the last block, and the last 64 bytes, which may overlap them.
+    even_keys, odd_keys = _words(keys + stripe[:, :, None] + lane[None])
     is_there = stripe < (SLICE_BYTES - 1 - whole * 1024) // 64
     there = tl.load(words + whole * 128 + at, mask=is_there[:, :, None], other=0)
+    if COPIES:
+        tl.store(copied + whole * 128 + at, there, mask=is_there[:, :, None])
     evens, odds = tl.split(there.to(tl.uint64, bitcast=True))
     even += tl.sum(tl.where(is_there, _product(evens, even_keys) + odds, 0), 0)
     odd += tl.sum(tl.where(is_there, _product(odds, odd_keys) + evens, 0), 0)
-    evens, odds = _words(words + (SLICE_BYTES // 8 - 8) + lane)
+    there = tl.load(words + (SLICE_BYTES // 8 - 8) + lane)
+    if COPIES:
+        tl.store(copied + (SLICE_BYTES // 8 - 8) + lane, there)
+    evens, odds = tl.split(there.to(tl.uint64, bitcast=True))
     even_keys, odd_keys = _words(keys + 24 + lane)
     even += _product(evens, even_keys) + odds
     odd += _product(odds, odd_keys) + evens
@@ -134,3 +143,26 @@ def _digest_slice(payload, row_bytes, into, into_row, keys, SLICE_BYTES: tl.cons
     high = _avalanche((length * 0xC2B2AE3D27D4EB4F ^ 0xFFFFFFFFFFFFFFFF) + _mixed(even, odd, keys, 40))
     tl.store(place, low.to(tl.int64, bitcast=True))
     tl.store(place + 1, high.to(tl.int64, bitcast=True))
+
+
+@triton.jit
+def _digest_blocks(words, copied, even, odd, keys, COPIES: tl.constexpr, TILE: tl.constexpr):
+    """TILE blocks of 1 KiB: their sums at once, their scrambles one after another."""
+    tile, pair = tl.arange(0, TILE)[:, None], tl.arange(0, 4)
+    stripe = tl.arange(0, 16)[None, :, None]
+    lane = 2 * pair[:, None] + tl.arange(0, 2)[None, :]
+    at = 128 * tile[:, :, None, None] + 8 * stripe[:, :, :, None] + lane[None, None]
+    there = tl.load(words + at)
+    if COPIES:
+        tl.store(copied + at, there)
+    evens, odds = tl.split(there.to(tl.uint64, bitcast=True))
+    even_keys, odd_keys = _words(keys + stripe[:, :, :, None] + lane[None, None])
+    even_scramble, odd_scramble = _words(keys + 16 + lane)
+    even_sums = tl.sum(_product(evens, even_keys) + odds, 1)
+    odd_sums = tl.sum(_product(odds, odd_keys) + evens, 1)
+    for number in tl.static_range(TILE):
+        even += tl.sum(tl.where(tile == number, even_sums, 0), 0)
+        odd += tl.sum(tl.where(tile == number, odd_sums, 0), 0)
+        even = (even ^ (even >> 47) ^ even_scramble) * 0x9E3779B1
+        odd = (odd ^ (odd >> 47) ^ odd_scramble) * 0x9E3779B1
+    return even, odd

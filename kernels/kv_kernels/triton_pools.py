@@ -16,6 +16,8 @@ dequantizing the product of a code (8 bits) and a scale (11 bits) is exact. A ze
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -23,10 +25,13 @@ from torch import Tensor
 
 from kv_kernels.int8_form import GROUP, Axis, Form, PlaneForm
 from kv_kernels.plain import PoolTable
-from kv_kernels.triton_digest import on_device
+from kv_kernels.triton_digest import digest_copy, on_device
 
 WARPS = 4
 LARGEST_GRID = 2**31 - 1
+REACHING, REACHED_TILE = 16, tl.constexpr(8)
+"""Programs that reach into host memory, and the KiB that each reads at once: 128 KiB on the way (PCIe 5 wants 70 to
+110), and a decoding engine keeps its processors."""
 _TILE = 8192
 """Numbers that a program of `WARPS` warps holds at a time."""
 _PAIRS_TILE, _LANES = 2048, 32
@@ -38,30 +43,55 @@ INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 _KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def save(pools: PoolTable, form: Form, table: Tensor, payloads: Tensor, status: Tensor) -> None:
+class Reached(NamedTuple):
+    """Payloads in page-locked host memory, which few programs read or write by themselves: each takes a layer slice
+    into its part of a scratch on the device, and is done with it before the next one. Digests are those of the words
+    that it read, or wrote, on the host.
+
+    addresses: int64 [blocks, 1] on the device, of the payloads, multiples of 16. at: bytes into each where its first
+    layer slice begins. digests: int64 [blocks, layers, 2], as `triton_digest.digest_slices` writes them. keys:
+    `digest_keys`.
+    """
+
+    addresses: Tensor
+    at: int
+    digests: Tensor
+    keys: Tensor
+
+
+def save(
+    pools: PoolTable, form: Form, table: Tensor, payloads: Tensor, status: Tensor, reached: Reached | None = None
+) -> None:
     """Put the blocks of `table` into payloads, into the current stream.
 
     table: int32 or int64 [blocks, pages of a block] of page ids, all of them in the pool. payloads: uint8 [blocks,
-    bytes], rows at multiples of 16. status: int64 [blocks] with any stride, zeroed by the caller: in 8 bits it gets of
-    each block the worst `Flaw` as its value, or stays 0. Nothing is promised about the payload of a block that is not
-    0. Raises ValueError for too many blocks.
+    bytes], rows at multiples of 16; a flat scratch where others are reached. status: int64 [blocks] with any stride,
+    zeroed by the caller: in 8 bits it gets of each block the worst `Flaw` as its value, or stays 0. Nothing is promised
+    about the payload of a block that is not 0. Raises ValueError for too many blocks.
     """
-    _launch(False, pools, form, table, payloads, status)
+    _launch(False, pools, form, table, payloads, status, reached)
 
 
-def load(pools: PoolTable, form: Form, table: Tensor, payloads: Tensor) -> None:
+def load(pools: PoolTable, form: Form, table: Tensor, payloads: Tensor, reached: Reached | None = None) -> None:
     """The mirror of `save`. A page id of -1 leaves that page out; no page may be named twice."""
-    _launch(True, pools, form, table, payloads, table)
+    _launch(True, pools, form, table, payloads, table, reached)
 
 
-def _launch(loads: bool, pools: PoolTable, form: Form, table: Tensor, payloads: Tensor, status: Tensor) -> None:
+def _launch(
+    loads: bool, pools: PoolTable, form: Form, table: Tensor, payloads: Tensor, status: Tensor, reached: Reached | None
+) -> None:
     blocks, block_pages = table.shape
-    tokens = block_pages * pools.page_tokens
+    tokens, slices = block_pages * pools.page_tokens, blocks * pools.layers
     raw_bytes = pools.heads * tokens * sum(pools.widths) * pools.dtype.itemsize
     slice_bytes, groups = raw_bytes if form is None else form.size_bytes, -(-tokens // GROUP)
-    row_bytes, programs = payloads.stride(0), blocks * pools.layers * groups * pools.heads
-    assert payloads.shape[0] == blocks and pools.layers * slice_bytes <= payloads.shape[1]
-    assert not payloads.data_ptr() % 16 and (blocks < 2 or not row_bytes % 16)
+    row_bytes, programs = slice_bytes, slices * groups * pools.heads
+    if reached is None:
+        row_bytes = payloads.stride(0)
+        assert payloads.shape[0] == blocks and pools.layers * slice_bytes <= payloads.shape[1]
+        assert blocks < 2 or not row_bytes % 16
+    else:
+        programs = min(programs and REACHING, slices, len(payloads) // slice_bytes)
+    assert not payloads.data_ptr() % 16
     if programs == 0:
         return
     if programs > LARGEST_GRID:
@@ -77,12 +107,15 @@ def _launch(loads: bool, pools: PoolTable, form: Form, table: Tensor, payloads: 
         forms[-1] = (*forms[-1][:3], min(64, pairs // _LANES * _PAIRS_TILE // forms[-1][2]))
     where = payloads, row_bytes, slice_bytes, table, table.stride(0), pools.addresses
     shape = pools.layers, groups, pools.heads, tokens
-    # With one plane the last one is the first, and is not read again.
+    # With one plane the last one is the first, and is not read again; nor is what is reached where nothing is.
     lies = pools.strides[0], pools.strides[-1], places[0], places[-1]
+    addresses, at, digests, keys = reached or (table, 0, table, table)
     with on_device(payloads.device):
         _move[(programs,)](
-            *where, *shape, *lies, status, status.stride(0), ends, 0,
-            LOADS=loads, PAGE_TOKENS=pools.page_tokens, INTEGER=INTEGERS[pools.dtype.itemsize], ALIGNED=pools.aligned,
+            *where, *shape, *lies, status, status.stride(0), ends, 0, slices,
+            addresses, at, digests, digests.stride(0), keys,
+            REACHED=0 if reached is None else slice_bytes, LOADS=loads, PAGE_TOKENS=pools.page_tokens,
+            INTEGER=INTEGERS[pools.dtype.itemsize], ALIGNED=pools.aligned,
             KIND="raw" if form is None else _KINDS[pools.dtype], PAIRS=pairs, FORMS=tuple(forms),
             num_warps=pairs // _LANES or WARPS, enable_fp_fusion=False,
         )  # fmt: skip
@@ -119,22 +152,65 @@ def _step(width: int) -> int:
 
 
 @triton.jit(
-    do_not_specialize=["layers", "nothing"],
-    do_not_specialize_on_alignment=["table", "addresses", "status"],  # parts of tables
+    do_not_specialize=["layers", "nothing", "slices", "reached_at"],
+    do_not_specialize_on_alignment=["table", "addresses", "status", "reached", "digests"],  # parts of tables
 )
 def _move(
     payloads, row_bytes, slice_bytes, table, table_row, addresses, layers, groups, heads, tokens, k_strides, v_strides,
-    k_places, v_places, status, status_row, ends, nothing, LOADS: tl.constexpr, PAGE_TOKENS: tl.constexpr,
-    INTEGER: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr, PAIRS: tl.constexpr, FORMS: tl.constexpr,
+    k_places, v_places, status, status_row, ends, nothing, slices, reached, reached_at, digests, digests_row, keys,
+    REACHED: tl.constexpr, LOADS: tl.constexpr, PAGE_TOKENS: tl.constexpr, INTEGER: tl.constexpr,
+    ALIGNED: tl.constexpr, KIND: tl.constexpr, PAIRS: tl.constexpr, FORMS: tl.constexpr,
 ):  # fmt: skip
-    # This program's block, layer, group of 64 tokens and head; neighbours differ in the head.
-    strides, places = (k_strides, v_strides), (k_places, v_places)
-    number, lines = tl.program_id(0), groups * heads
-    line, slice_ = number % lines, number // lines
-    layer, block = (slice_ % layers).to(tl.int64), (slice_ // layers).to(tl.int64)
-    payload, row = payloads + block * row_bytes + layer * slice_bytes, table + block * table_row
-    addresses, state = addresses + layer * len(FORMS), status + block * status_row
-    group, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
+    PLANES: tl.constexpr = len(FORMS)
+    shape, strides, places = (groups, heads, tokens, slice_bytes), (k_strides, v_strides), (k_places, v_places, ends)
+    if REACHED:
+        payload = payloads + tl.program_id(0).to(tl.int64) * row_bytes
+        slice_ = tl.program_id(0)
+        while slice_ < slices:
+            layer, block = (slice_ % layers).to(tl.int64), (slice_ // layers).to(tl.int64)
+            row, state = table + block * table_row, status + block * status_row
+            host = (tl.load(reached + block) + reached_at + layer * REACHED).to(tl.pointer_type(tl.uint8))
+            host = tl.multiple_of(host, 16)
+            digest = digests + block * digests_row + layer * 2
+            pool = addresses + layer * PLANES
+            if LOADS:
+                digest_copy(host, payload, digest, keys, REACHED, True, REACHED_TILE)
+                tl.debug_barrier()  # the words that were digested are in the scratch, for all of this program
+            line = slice_ * 0
+            while line < groups * heads:
+                _move_line(
+                    line, pool, row, payload, state, shape, strides, places, nothing,
+                    LOADS, PAGE_TOKENS, INTEGER, ALIGNED, KIND, PAIRS, FORMS,
+                )  # fmt: skip
+                line += 1
+            tl.debug_barrier()
+            if not LOADS:
+                digest_copy(payload, host, digest, keys, REACHED, True, REACHED_TILE)
+                tl.debug_barrier()
+            slice_ += tl.num_programs(0)
+    else:
+        # This program's block, layer, group of 64 tokens and head; neighbours differ in the head.
+        number = tl.program_id(0)
+        lines = groups * heads
+        line, slice_ = number % lines, number // lines
+        layer, block = (slice_ % layers).to(tl.int64), (slice_ // layers).to(tl.int64)
+        payload, row = payloads + block * row_bytes + layer * slice_bytes, table + block * table_row
+        pool, state = addresses + layer * PLANES, status + block * status_row
+        _move_line(
+            line, pool, row, payload, state, shape, strides, places, nothing,
+            LOADS, PAGE_TOKENS, INTEGER, ALIGNED, KIND, PAIRS, FORMS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _move_line(
+    number, addresses, row, payload, state, shape, strides, places, nothing,
+    LOADS: tl.constexpr, PAGE_TOKENS: tl.constexpr, INTEGER: tl.constexpr, ALIGNED: tl.constexpr,
+    KIND: tl.constexpr, PAIRS: tl.constexpr, FORMS: tl.constexpr,
+):  # fmt: skip
+    """64 tokens of one head, of all planes of a layer. number: of group and head; addresses: of the layer's planes."""
+    groups, heads, tokens, slice_bytes = shape
+    group, head = (number // heads).to(tl.int64), (number % heads).to(tl.int64)
     line = head * groups + group
     numbers = payload.to(tl.pointer_type(INTEGER))
     for plane in tl.static_range(len(FORMS)):
@@ -158,7 +234,7 @@ def _move(
     if KIND != "raw" and not LOADS:
         if line == 0:
             # What no other program writes: between K's scales and its zero points, and behind all.
-            bytes_ = tl.arange(0, 16)
+            bytes_, ends = tl.arange(0, 16), places[2]
             tl.store(payload + ends[0] + bytes_, 0, mask=bytes_ < ends[1] - ends[0])
             tl.store(payload + ends[2] + bytes_, 0, mask=bytes_ < slice_bytes - ends[2])
 

@@ -126,6 +126,7 @@ BENCHES = (
         {
             "plan": (6, "load calls"),
             "kernels": (6, KERNEL),
+            "ways": (4, "direction codec payload_bytes"),
             "transfers": (12, TRANSFER),
             "decode": (4, STEP),
         },
@@ -182,7 +183,8 @@ def eight_bits_hold(result: BenchResult) -> None:
 
 
 def every_row_is_its_twins(result: BenchResult) -> None:
-    plans, moves, transfers, steps = [section.rows for section in result.sections]
+    plans, moves, ways, transfers, steps = [section.rows for section in result.sections]
+    assert all(row.value > 0 for row in ways), "both ways moved the same bytes"
     assert all(row["calls"] <= (96 if row["load"] == "by layers" else 24) for row in plans if row["blocks"] == 512)
     for row in [*moves, *transfers]:
         assert row["matches_twin"] and row.met is None

@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 from msgspec import structs
 from msgspec.structs import replace
 
+from kv_kernels.gpu import Measured
 from kvstore import doctor
 from kvstore.block.errors import BadInput
 from kvstore.config import DramConfig, NetworkSettings, NvmeConfig, host_and_port
-from kvstore.doctor import Check, Finding, Health, examine, lacks, ok
+from kvstore.doctor import Check, Finding, Health, _told_by, examine, gpu_ways, lacks, ok
 from kvstore.insight.models import MODELS
 from kvstore.peers.transport import must_seal
 from kvstore.service.settings import Settings, read_settings
@@ -425,3 +426,13 @@ def test_torch_is_asked_in_another_process_and_not_at_all_where_it_is_not_instal
     without = "import sys; sys.modules['torch'] = None\nfrom kvstore.doctor import gpu\nprint(*gpu(True))"
     said = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, check=True).stdout
     assert "torch is not installed here" in said and "in the engine's environment" in said
+
+
+def test_each_way_on_and_off_a_gpu_is_a_line_and_a_gpu_that_is_not_there_another() -> None:
+    rows = [Measured("load", "raw", 2 << 20, 48.0, 50.0), Measured("save", "int8-kc64", 139 << 10, 48.0, 0.0)]
+    first, second = (one.text for one in gpu_ways([row._asdict() for row in rows]))
+    rates = "(by copies 48.0 GB/s, by a kernel alone 50.0)"
+    assert first == f"GPU 0, load of raw, 2048 KiB a block: a kernel reaches the slots {rates}"
+    assert second.startswith("GPU 0, save of int8-kc64, 139 KiB a block: copies, with a kernel behind each")
+    (missing,) = gpu_ways(_told_by("-m", "kv_kernels.gpu", "63"))
+    assert "GPU 0 was not measured: it ended with status 1; there is no CUDA device 63" in missing.text

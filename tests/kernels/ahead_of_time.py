@@ -83,14 +83,17 @@ def _argument(value: Any, path: tuple[int, ...], constants: dict[Any, Any], attr
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
-def kept(is_save: bool, codec: str, pools: PoolTable) -> Kept:
+def kept(is_save: bool, codec: str, pools: PoolTable, reaches: bool = False) -> Kept:
     """The kernel, with the arguments of a launch over two blocks of 128 tokens."""
     table = torch.zeros(2, 128 // pools.page_tokens, dtype=torch.int64)
     payloads = torch.zeros(2, pools.layers * 128 * pools.heads * sum(pools.widths) * 5, dtype=torch.uint8)
     form = None if codec == "raw" else slice_form(pools.heads, 128, pools.widths, pools.dtype.itemsize)
     stand_in = triton_pools._move = Kept(triton_pools._move)
-    how, status = (pools, form, table, payloads), torch.zeros(2, dtype=torch.int64)
-    triton_pools.save(*how, status) if is_save else triton_pools.load(*how)
+    numbers, reached = torch.zeros(64, dtype=torch.int64), None
+    if reaches:
+        reached = triton_pools.Reached(numbers[:2, None], 4096, numbers[:8].view(2, 2, 2), numbers[:56])
+    how = pools, form, table, payloads.view(-1) if reaches else payloads
+    triton_pools.save(*how, numbers[:2], reached) if is_save else triton_pools.load(*how, reached)
     triton_pools._move = stand_in.kernel
     return stand_in
 
@@ -154,6 +157,8 @@ def main() -> None:
                 kernel = kept(is_save, codec, pools_of(dtype, layout))
                 label = f"{name} {str(dtype).removeprefix('torch.')} {layout}"
                 jobs += [(label, kernel, target, {}) for target in targets]
+            kernel = kept(is_save, codec, pools_of(bf16), reaches=True)
+            jobs += [(f"{name} reached", kernel, target, {}) for target in everywhere]
             if codec == KC64:  # what would be fused if it were allowed
                 kernel, allowed = kept(is_save, codec, pools_of(bf16)), {"enable_fp_fusion": True}
                 jobs += [(f"{name} allowed", kernel, target, allowed) for target in ("sm_90", "sm_100", "gfx942")]

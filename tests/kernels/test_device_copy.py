@@ -19,10 +19,11 @@ import torch
 from chaos import ChaosEvent, NoWait
 from chaos_route import ChaosRoute, needs_interpreter
 from happens_before import HazardError, Race, Region
-from kv_kernels import int8
+from kv_bench.on_device import AtOnceDevice
+from kv_kernels import gpu, int8, triton_pools
 from kv_kernels.copies import BlockCopy, Flaw
 from kv_kernels.cuda import Direction
-from kv_kernels.device_copy import DeviceCopy, Moving
+from kv_kernels.device_copy import DeviceCopy, DeviceTransfers, Moving
 from kv_kernels.host import Paged
 from kv_kernels.int8_form import slice_form
 from kv_kernels.plain import PlainCopy
@@ -160,11 +161,12 @@ def segment_of(codec: str, blocks: float = 2) -> int:
     return int(blocks * LAYERS * SLICE_BYTES[codec]) // 16 * 16
 
 
-@pytest.mark.parametrize("is_locked", [False, True])
+@pytest.mark.parametrize("way", ["by the driver", "page-locked", "reached", "reached where it can be"])
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("seed", range(2))
-def test_every_legal_order_gives_the_right_bytes(seed: int, codec: str, is_locked: bool) -> None:
-    story = Story(ChaosRoute(seed, segment_of(codec)), codec, is_locked=is_locked)
+def test_every_legal_order_gives_the_right_bytes(seed: int, codec: str, way: str) -> None:
+    route = ChaosRoute(seed, segment_of(codec), reaches=way.startswith("reached"))
+    story = Story(route, codec, is_locked=way in ("page-locked", "reached"))
     story.run()
     story.route.close()
 
@@ -291,9 +293,10 @@ def _bits(planes: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     return [plane.view(torch.uint8) for layer in planes for plane in layer]
 
 
+@pytest.mark.parametrize("reaches", [False, True])
 @pytest.mark.parametrize("codec", CODECS)
-def test_blocks_behind_a_damaged_one_do_not_count(codec: str) -> None:
-    story = Story(ChaosRoute(4, segment_of(codec)), codec)
+def test_blocks_behind_a_damaged_one_do_not_count(codec: str, reaches: bool) -> None:
+    story = Story(ChaosRoute(4, segment_of(codec), reaches=reaches), codec, is_locked=reaches)
     values = planes_of(story.pages, 2)
     digests = good(plain_of(codec, values, story.table).encode(story.tokens, story.slots, digest))
     copy = story.copy()
@@ -431,6 +434,33 @@ def test_memory_is_not_unregistered_under_a_copy() -> None:
         assert moving.start() and not transfers.close(0.0), "it is held"
         assert not moving_of(story, copy, Direction.LOAD).start(), "and nothing more is begun"
     story.end()
+
+
+def test_both_ways_are_measured_and_one_that_moves_other_bytes_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> list[gpu.Measured]:
+        ways = DeviceTransfers(AtOnceDevice(), 1 << 16)
+        ways.extents.run()
+        ways.programs = 4
+        measured = list(gpu.measured(ways, 1 << 13, heads=1, width=8, layers=(1,)))
+        assert ways.close(30.0) and all(one.copied_gb_per_second > 0 for one in measured)
+        return measured
+
+    monkeypatch.setattr(gpu, "LAPS", 1)
+    right = found()
+    assert [(one.direction, one.codec) for one in right[::2]] == [("save", "raw"), ("save", int8.KC64)]
+    assert all(one.reached_gb_per_second > 0 for one in right)
+    launch = triton_pools._launch
+
+    def wrong(loads: bool, pools: Any, form: Any, table: Any, payloads: Any, status: Any, reached: Any) -> None:
+        launch(loads, pools, form, table if reached is None else table.flip(1), payloads, status, reached)
+
+    def nothing(*given: Any) -> None:
+        if given[-1] is None:
+            launch(*given)
+
+    for reaching in (wrong, nothing):
+        monkeypatch.setattr(triton_pools, "_launch", reaching)
+        assert not any(one.reached_gb_per_second for one in found())
 
 
 @pytest.mark.parametrize(
