@@ -448,11 +448,13 @@ def test_a_filled_queue_is_worked_through_at_once_and_a_quiet_one_seldom(monkeyp
     worker = threading.Thread(target=whatif.run, args=(stop, worked))
     worker.start()
     eighth = [key(at) for at in range(MOST_QUEUED_BLOCKS // 8)]
-    wait_until(lambda: len(steps) >= 4, lambda: looked_up(whatif, 1, eighth))
-    assert steps[3] - steps[0] < 20
-    time.sleep(0.1)
-    assert len(steps) <= 6
-    stop.set()
+    try:
+        wait_until(lambda: len(steps) >= 4, lambda: looked_up(whatif, 1, eighth))
+        assert steps[3] - steps[0] < 20
+        time.sleep(0.1)
+        assert len(steps) <= 6
+    finally:
+        stop.set()
     wait_until(lambda: not worker.is_alive(), lambda: looked_up(whatif, 1, eighth))
 
 
