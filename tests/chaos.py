@@ -27,8 +27,7 @@ from typing import Any
 import torch
 
 from happens_before import Clock, HazardError, Pageable, Region, Shadow, merge, region
-from kv_bench.on_device import host_tensor
-from kv_kernels.cuda import LANES, Direction, Rows
+from kv_kernels.cuda import LANES, Direction, Rows, host_tensor
 
 POISON = 0xA5
 ENGINE = "engine"

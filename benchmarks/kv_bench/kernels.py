@@ -26,17 +26,15 @@ from kv_bench.measure import Say, against, quantile, rate_row, timed
 from kv_bench.on_device import (
     CountingDevice,
     DeviceTimer,
-    are_pinned,
     describe,
     device_named,
     give_memory_back,
-    host_tensor,
     transfer_device,
 )
 from kv_bench.rig import BlockShape
 from kv_bench.script import one_of
 from kv_kernels import gpu, triton_digest, triton_pools
-from kv_kernels.cuda import Direction
+from kv_kernels.cuda import Direction, host_tensor
 from kv_kernels.device_copy import SEGMENT_BYTES, DeviceTransfers, Moving, layer_ranges
 from kv_kernels.host import Paged
 from kv_kernels.int8_form import KC64, SliceForm
@@ -320,7 +318,7 @@ def _planned(codec: str, blocks: int, options: KernelsOptions, layers_at_once: i
     spans = [FrameSpan(at, memoryview(b"")) for at in (extent.data_ptr() + size * order + HEADER_BYTES).tolist()]
     tokens, seconds, calls = (shape.block_tokens * order).tolist(), list[float](), 0
     ways.extents.run()
-    are_pinned(ways.extents, copy.addresses_of(spans), 1)
+    ways.extents.wait(copy.addresses_of(spans), 1)
     for _ in range(25 * options.laps):
         start, calls = perf_counter(), device.calls
         with Moving(copy, copy.page_table(tokens, 0), copy.addresses_of(spans), Direction.LOAD) as moving:
@@ -389,7 +387,7 @@ class Transfers:
         self._payloads = memory.address + HEADER_BYTES + self._frame_bytes * np.arange(blocks)
         self._ways.extents.adopt(memory.address, memory.size_bytes, memory.before_unmap, writable=True)
         self._ways.extents.run()
-        self.are_pinned = are_pinned(self._ways.extents, self._payloads, size, WAIT_SECONDS)
+        self.are_pinned = self._ways.extents.wait(self._payloads, size, WAIT_SECONDS)
         self._copies = {}
         for direction, pool in ((Direction.LOAD, self.target), (Direction.SAVE, self.pool)):
             table = pool.table.flatten().tolist()

@@ -10,7 +10,6 @@ import ctypes
 import gc
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
@@ -20,7 +19,6 @@ import torch
 from kv_bench.measure import Cost, timed
 from kv_bench.script import one_of
 from kv_kernels.cuda import LANES, CudaDevice, Direction
-from kv_kernels.pinned import Addresses, PinnedExtents
 from kvstore.block.errors import BadInput
 
 CUDA, CPU = DEVICES = ("cuda", "cpu")
@@ -109,21 +107,6 @@ class TimedWork:
         end.synchronize()
         seconds = start.elapsed_time(end) / 1e3 / CALLS
         return Cost(seconds, seconds)
-
-
-def host_tensor(address: int, size_bytes: int) -> torch.Tensor:
-    """Memory of this process as flat uint8. Keeps nothing alive; not to be written where the mapping is read-only."""
-    return torch.frombuffer((ctypes.c_uint8 * size_bytes).from_address(address), dtype=torch.uint8)
-
-
-def are_pinned(extents: PinnedExtents, slots: Addresses, size_bytes: int, timeout_s: float = 60.0) -> bool:
-    """Wait until all of these slots are page-locked; returns whether that was in time."""
-    end = time.monotonic() + timeout_s
-    while (runs := extents.runs(slots, size_bytes)) is None or not runs[1]:
-        if time.monotonic() >= end:
-            return False
-        time.sleep(0.001)
-    return True
 
 
 class AtOnceDevice:

@@ -125,6 +125,11 @@ class CudaDevice:
             ctypes.memmove(target, source, size)
 
 
+def host_tensor(address: int, size_bytes: int) -> torch.Tensor:
+    """Memory of this process as flat uint8. Keeps nothing alive; not to be written where the mapping is read-only."""
+    return torch.frombuffer((ctypes.c_uint8 * size_bytes).from_address(address), dtype=torch.uint8)
+
+
 # All copies of a segment at once --------------------------------------------------------------------------------------
 
 

@@ -147,6 +147,16 @@ class PinnedExtents:
         (runs,) = hold.runs(0, size_bytes)
         return runs
 
+    def wait(self, slots: Addresses, size_bytes: int, timeout_s: float = 60.0) -> bool:
+        """Until all of these slots are page-locked; returns whether that was in time."""
+
+        def are_pinned() -> bool:
+            runs = self.runs(slots, size_bytes)
+            return runs is not None and runs[1]
+
+        with self._changed:
+            return self._changed.wait_for(are_pinned, timeout_s)
+
     def let_go(self, extents: Sequence[_Extent]) -> None:
         with self._changed:
             for extent in extents:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from kv_bench.on_device import are_pinned
 from kv_kernels.cuda import CopyBatch, CudaDevice
 from kv_kernels.device_copy import DeviceTransfers
 from kv_kernels.host import Paged
@@ -39,7 +38,7 @@ def test_what_is_saved_is_loaded(is_registered: bool) -> None:
     extent = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
     ways.extents.adopt(extent.data_ptr(), size, lambda leave: None, writable=True)
     slots = extent.data_ptr() + 4096 + FRAME_BYTES * np.arange(FRAMES)
-    assert are_pinned(ways.extents, slots, FRAME_BYTES - 4096, 60.0 if is_registered else 0.0) is is_registered
+    assert ways.extents.wait(slots, FRAME_BYTES - 4096, 60.0 if is_registered else 0.0) is is_registered
     shape, tokens = (FRAMES, 64, 1, LAYER_BYTES // 64), range(0, 64 * FRAMES, 64)
     made, pool = (
         [[torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")] for _ in range(LAYERS)] for _ in range(2)

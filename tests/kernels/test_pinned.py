@@ -14,7 +14,7 @@ import torch
 
 from chaos import ChaosDevice
 from happens_before import Region
-from kv_bench.on_device import are_pinned, host_tensor
+from kv_kernels.cuda import host_tensor
 from kv_kernels.pinned import Leave, PinnedExtents
 from tiering.dram.extents import Extent
 from waiting import wait_until
@@ -105,7 +105,7 @@ def test_a_close_waits_for_all_that_is_held_and_nothing_is_held_meanwhile() -> N
     for half in memory.split(5 * SLOT):
         _add(extents, half)
     extents.run()
-    assert are_pinned(extents, slots, SLOT, 30.0)
+    assert extents.wait(slots, SLOT, 30.0)
     holds = [extents.hold(slots[at:], SLOT) for at in (0, 5)]
     closing = threading.Thread(target=lambda: done.append(extents.close(30.0)), daemon=True)
     closing.start()
@@ -132,7 +132,7 @@ def test_memory_that_cannot_be_unregistered_stays_mapped(
     monkeypatch.setattr(device, "unregister", fails)
     leaves = [_add(extents, one) for one in (memory, other)]
     extents.run()
-    assert are_pinned(extents, np.array([memory.data_ptr(), other.data_ptr()]), 10 * SLOT, 30.0)
+    assert extents.wait(np.array([memory.data_ptr(), other.data_ptr()]), 10 * SLOT, 30.0)
     leaves[0](lambda: gone.append("memory"))
     leaves[1](lambda: gone.append("other"))
     wait_until(lambda: gone == ["other"])
@@ -169,7 +169,7 @@ def test_its_thread_does_what_there_is_and_ends() -> None:
     memory, seen = torch.zeros(10 * SLOT, dtype=torch.uint8), list[str]()
     leave = _add(extents, memory)
     extents.run()
-    assert are_pinned(extents, memory.data_ptr() + SLOT * np.arange(10), SLOT, 30.0)
+    assert extents.wait(memory.data_ptr() + SLOT * np.arange(10), SLOT, 30.0)
     leave(lambda: seen.append(threading.current_thread().name))
     assert extents.close(30.0) and not device.reaches(Region(memory.data_ptr(), 1))
     assert seen == ["kv-pins"]
