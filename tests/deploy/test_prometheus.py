@@ -83,7 +83,7 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> Series:
     """Of the sidecar and of the connector."""
     with busy_sidecar(tmp_path_factory.mktemp("busy")) as (_, metrics):
         of_sidecar = scrape(metrics).series
-    return {**of_sidecar, **scraped(everything().to_dict(), {"hit_dram": 1}).series}
+    return {**of_sidecar, **scraped(everything(), {"hit_dram": 1}).series}
 
 
 def test_each_name_label_and_value_is_in_a_scrape(series: Series) -> None:

@@ -58,9 +58,10 @@ def without_the_drafts(worker: PagedWorker) -> None:
 class _Planted(KvStoreConnector):
     fault: ClassVar[Callable[[PagedWorker], None]]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self._worker is not None:
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        super().register_kv_caches(kv_caches)
+        assert self._worker is not None, "its pages are served"
+        if "_load" not in vars(self._worker):
             type(self).fault(self._worker)
 
 
