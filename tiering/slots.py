@@ -22,7 +22,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import Generic, TypeVar
 
-from tiering.tier import SLOT_BITS, SLOT_MASK, SlotClass, Usage, extent_of, slot_of
+import numpy as np
+
+from tiering.tier import SLOT_BITS, SLOT_MASK, Column, SlotClass, Usage, extent_of, slot_of
 
 
 class FrameState(IntEnum):
@@ -260,6 +262,17 @@ class SlotLedger(Generic[P]):
         pieces = self.pieces
         for place, row in zip(places, rows, strict=True):
             pieces[place >> SLOT_BITS].slots.owners[place & SLOT_MASK] = row
+
+    def own_many(self, places: Column, rows: Column) -> None:
+        """The same for columns, an extent at a time: a start has hundreds of thousands of places."""
+        order = np.argsort(places, kind="stable")
+        places, rows = places[order], rows[order]
+        numbers, starts = np.unique(places >> SLOT_BITS, return_index=True)
+        slots = places & SLOT_MASK
+        for number, mine, own in zip(
+            numbers.tolist(), np.split(slots, starts[1:]), np.split(rows, starts[1:]), strict=True
+        ):
+            np.frombuffer(self.pieces[number].slots.owners, "i")[mine] = own
 
     def state(self, place: int) -> int | None:
         """The `FrameState` of a slot as a number; None if there is no such slot."""

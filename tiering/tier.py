@@ -193,6 +193,10 @@ class LowerTier(Protocol):
         """Record which block's frame stands at each place."""
         ...
 
+    def own_many(self, places: Column, rows: Column) -> None:
+        """The same for columns."""
+        ...
+
     def frames_of(self, slot_class: SlotClass) -> int:
         """Readable frames of a class."""
         ...

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from kvstore.block.identity import Namespace, TenantKeys, sealers_of, stamps_of
 from kvstore.core.index import (
     NO_ROW,
@@ -727,7 +729,7 @@ class BlocksBelow:
         self._residency.loaded(rows, parents, generations, places)
         self._lower.admission.found(rows)
         for column in places:
-            self._tier.own(column.tolist(), rows)
+            self._tier.own_many(column, np.arange(rows.start, rows.stop))
 
     def adopt(self, row: int, generation: int, places: Sequence[int]) -> None:
         """A readable block was also found on NVMe, from before a restart."""

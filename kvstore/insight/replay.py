@@ -96,7 +96,7 @@ class CountingTier:
         self._ledger = ledger = SlotLedger[Piece]()
         # `check` verifies that the slots of all states add up to the capacity.
         self.reserve, self.free_slots, self.check = ledger.reserve, ledger.free_slots, ledger.check
-        self.own, self.rows_in = ledger.own, ledger.rows_in
+        self.own, self.own_many, self.rows_in = ledger.own, ledger.own_many, ledger.rows_in
 
     def open(self, slot_class: SlotClass) -> None:
         """Give the whole budget to one slot class. Call it once."""

@@ -40,7 +40,7 @@ from tiering.nvme.slab_recovery import Found, Progress, SlabRecovery
 from tiering.nvme.slab_scan import SlabScan
 from tiering.slab_header import PAGE_BYTES, SlabHeader, SlabSizes
 from tiering.slots import FrameState, SlotLedger
-from tiering.tier import SlotClass, Usage, extent_of, place_of, slot_of
+from tiering.tier import Column, SlotClass, Usage, extent_of, place_of, slot_of
 
 _RESIDENT = int(FrameState.RESIDENT)
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -148,6 +148,11 @@ class NvmeTier:
         """Record which block's frame stands at each place."""
         with self._lock:
             self._ledger.own(places, rows)
+
+    def own_many(self, places: Column, rows: Column) -> None:
+        """The same for columns."""
+        with self._lock:
+            self._ledger.own_many(places, rows)
 
     def confirm(self, places: Iterable[int]) -> None:
         """A later start will find the frames at these places by their files' names. Cheap. Raises `TierUnavailable`:
