@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from kv_bench import twins
 from kv_bench.llamas import ONE_B, TINY, TTFT_SHAPES, build
 from kv_bench.measure import Say, against, quantile, rate_row, timed
 from kv_bench.on_device import (
@@ -33,7 +32,7 @@ from kv_bench.on_device import (
 )
 from kv_bench.rig import BlockShape
 from kv_bench.script import one_of
-from kv_kernels import gpu, triton_digest, triton_pools
+from kv_kernels import gpu, plain, triton_digest, triton_pools
 from kv_kernels.cuda import Direction, host_tensor
 from kv_kernels.device_copy import SEGMENT_BYTES, DeviceTransfers, Moving, layer_ranges
 from kv_kernels.host import Paged
@@ -159,7 +158,7 @@ def route_named(given: str | None, device: torch.device) -> Route:
     name = given or (TRITON if device.type == "cuda" else TWINS)
     one_of("route", name, ROUTES)
     if name == TWINS:
-        return Route(name, twins.save, twins.load, _digest)
+        return Route(name, plain.save, plain.load, _digest)
     return Route(name, triton_pools.save, triton_pools.load, triton_digest.digest_slices)
 
 
@@ -196,7 +195,7 @@ class PagedPool:
     def is_saved(self, form: SliceForm | None, row: torch.Tensor) -> bool:
         """Whether a payload, uint8 [1, bytes], equals the twin's of the first block."""
         before, status = row.clone(), torch.zeros(1, dtype=torch.int64, device=row.device)
-        twins.save(self.pools, form, self.table[:1], row, status)
+        plain.save(self.pools, form, self.table[:1], row, status)
         return torch.equal(before, row)
 
     def is_loaded(self, form: SliceForm | None, row: torch.Tensor) -> bool:
@@ -204,7 +203,7 @@ class PagedPool:
             return torch.cat([plane[self.table[0]].view(torch.int16) for layer in self.planes for plane in layer])
 
         before = first_block()
-        twins.load(self.pools, form, self.table[:1], row)
+        plain.load(self.pools, form, self.table[:1], row)
         return torch.equal(before, first_block())
 
 
@@ -310,8 +309,7 @@ def _planned(codec: str, blocks: int, options: KernelsOptions, layers_at_once: i
     plane = torch.empty(pages, page_tokens, shape.kv_heads, shape.head_dim, dtype=torch.bfloat16)
     paged = Paged([[plane, plane]] * shape.layers, range(pages), page_tokens, shape.block_tokens)
     copy: Any = ways.bind(form_of(shape, codec), paged)
-    if layers_at_once:
-        copy.layers = layer_ranges(shape.layers, layers_at_once)
+    copy.layers = layer_ranges(shape.layers, layers_at_once) if layers_at_once else copy.layers
     order = np.random.default_rng(1).permutation(blocks)
     extent = torch.empty(blocks * size, dtype=torch.uint8)  # never touched
     ways.extents.adopt(extent.data_ptr(), len(extent), lambda leave: None, writable=True)
@@ -380,8 +378,8 @@ class Transfers:
         self.form, self.kv_bytes, self.wire_bytes = form_of(shape, codec), blocks * shape.payload_bytes, blocks * size
         self.pool, self.target = (PagedPool(shape, blocks, options.page_tokens, device, seed) for seed in (1, 2))
         self._route, self._size, self._frame_bytes = bench.route, size, frame_bytes(size)
-        room = max(options.segment_bytes, layers_at_once * size // shape.layers)
-        self._ways = DeviceTransfers(transfer_device(device), -(-room // 256) * 256)
+        room = -(-max(options.segment_bytes, layers_at_once * size // shape.layers) // 256) * 256
+        self._ways = DeviceTransfers(transfer_device(device), room)
         self._extent = Extent(blocks * self._frame_bytes)
         memory = self._extent.memory
         self._payloads = memory.address + HEADER_BYTES + self._frame_bytes * np.arange(blocks)

@@ -5,7 +5,7 @@ A `PoolTable` is built once, when an engine registers its pages; afterwards a la
 is nothing but strides: pages may be token-major, head-major, fused K and V, or keep K transposed.
 
 The route of pages for which there is no faster one, and what every faster route is held against: it writes the same
-bytes. This file must be right by inspection.
+bytes. `save` and `load` are the twins of those in `triton_pools`. This file must be right by inspection.
 """
 
 from __future__ import annotations
@@ -112,6 +112,25 @@ class PlainCopy(SliceBySlice):
     def decode_slice(self, layer: int, pages: Sequence[int], skip: int, private: Array, address: int) -> None:
         planes = self._tensors[layer]
         into_pages(torch.from_numpy(private).to(planes[0].device), planes, pages, skip, self._form)
+
+
+def save(pools: PoolTable, form: Form, table: torch.Tensor, payloads: torch.Tensor, status: torch.Tensor) -> None:
+    """The twin of `triton_pools.save`."""
+    size = slice_bytes(pools.planes[0], table.shape[1] * pools.page_tokens, form)
+    for index, pages in enumerate(table.tolist()):
+        for number, layer in enumerate(pools.planes):
+            try:
+                payloads[index, number * size : (number + 1) * size] = layer_slice(layer, pages, form)
+            except Unwritable as unwritable:
+                status[index] = max(int(status[index]), unwritable.flaw.value)
+
+
+def load(pools: PoolTable, form: Form, table: torch.Tensor, payloads: torch.Tensor) -> None:
+    """The twin of `triton_pools.load`."""
+    size = slice_bytes(pools.planes[0], table.shape[1] * pools.page_tokens, form)
+    for row, pages in zip(payloads, table.tolist(), strict=True):
+        for number, layer in enumerate(pools.planes):
+            into_pages(row[number * size : (number + 1) * size], layer, pages, 0, form)
 
 
 def slice_bytes(layer: Layer, block_tokens: int, form: Form) -> int:

@@ -19,8 +19,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kv_bench import twins
-from kv_kernels import int8, triton_pools
+from kv_kernels import int8, plain, triton_pools
 from kv_kernels.int8_form import SliceForm, slice_form
 from kv_kernels.plain import PoolTable
 from paged_memory import DEVICE, Case, Memory, kernels_can_run, ones, page_table, random_bits
@@ -59,7 +58,7 @@ def payloads_for(case: Case, bits: int | None = None) -> torch.Tensor:
 def test_gather_is_the_twin_bit_for_bit(case: Case) -> None:
     memory, table = Memory.of(case, random_bits(1)), page_table(case, 2)
     want, got = payloads_for(case), payloads_for(case).to(DEVICE)
-    twins.save(memory.pools, None, table, want[:, HEADER:], table)
+    plain.save(memory.pools, None, table, want[:, HEADER:], table)
     there = memory.copy(DEVICE)
     triton_pools.save(there.pools, None, _on_device(table), got[:, HEADER:], _on_device(table))
     assert torch.equal(got.cpu(), want)
@@ -73,7 +72,7 @@ def test_gather_is_the_twin_bit_for_bit(case: Case) -> None:
 def test_scatter_is_the_twin_and_touches_nothing_else(case: Case) -> None:
     table, payloads = page_table(case, 3, left_out=True), payloads_for(case, 4)
     want, got = Memory.of(case, ones), Memory.of(case, ones).copy(DEVICE)
-    twins.load(want.pools, None, table, payloads[:, HEADER:])
+    plain.load(want.pools, None, table, payloads[:, HEADER:])
     sent = payloads.to(DEVICE, copy=True)
     triton_pools.load(got.pools, None, _on_device(table), sent[:, HEADER:])
     assert torch.equal(got.bits(), want.bits())
@@ -94,7 +93,7 @@ def test_offsets_have_64_bits(strides: tuple[int, ...]) -> None:
     plane[4] = torch.randint(0, 256, (64, 1, 64), generator=torch.Generator().manual_seed(16)).to(DEVICE)
     pools, table = PoolTable.of([[plane]]), torch.tensor([[4]], device=DEVICE)
     want, got = (torch.zeros(1, 4096, dtype=torch.uint8, device=DEVICE) for _ in range(2))
-    twins.save(pools, None, table, want, table)
+    plain.save(pools, None, table, want, table)
     triton_pools.save(pools, None, table, got, table)
     assert torch.equal(got, want) and torch.equal(got.view(64, 64), plane[4, :, 0])
     plane[4] = 0
@@ -269,7 +268,7 @@ def status_for(case: Case) -> torch.Tensor:
 
 def twin_payloads(case: Case, memory: Memory, table: torch.Tensor) -> torch.Tensor:
     payloads, status = int8_payloads_for(case), status_for(case)
-    twins.save(memory.pools, form_of(case), table, payloads[:, HEADER:], status)
+    plain.save(memory.pools, form_of(case), table, payloads[:, HEADER:], status)
     assert status.tolist() == [0] * case.blocks
     return payloads
 
@@ -300,7 +299,7 @@ def test_dequantizing_is_the_twin_bit_for_bit(case: Case) -> None:
     payloads = twin_payloads(case, troubled(case, 3), page_table(case, 4))
     table = page_table(case, 5, left_out=True)
     want, got = Memory.of(case, ones), Memory.of(case, ones).copy(DEVICE)
-    twins.load(want.pools, form_of(case), table, payloads[:, HEADER:])
+    plain.load(want.pools, form_of(case), table, payloads[:, HEADER:])
     sent = payloads.to(DEVICE, copy=True)
     triton_pools.load(got.pools, form_of(case), table.to(DEVICE), sent[:, HEADER:])
     assert torch.equal(got.bits(), want.bits())
@@ -355,7 +354,7 @@ def test_what_cannot_be_written_is_reported_by_block(dtype: str) -> None:
     last_value[pages[7, 3], 1, 0, 1] = 127 * 65504.0 if dtype == "float32" else 126 * 65536.0
     last_value[pages[8, 3], 1, 0, 1] = 127 * 65504.0 + 1 if dtype == "float32" else 127 * 65536.0
     want, payloads = status_for(case), int8_payloads_for(case)
-    twins.save(memory.pools, form_of(case), table, payloads[:, HEADER:], want)
+    plain.save(memory.pools, form_of(case), table, payloads[:, HEADER:], want)
     assert want.tolist() == [0, 2, 2, 1, 1, 2, 2, 0, 1]
     there, got, status = memory.copy(DEVICE), int8_payloads_for(case).to(DEVICE), status_for(case).to(DEVICE)
     triton_pools.save(there.pools, form_of(case), table.to(DEVICE), got[:, HEADER:], status)
