@@ -5,7 +5,8 @@ waits for them, in any order that streams and events allow. What each operation 
 clocks (`happens_before`), so that a missing wait is found in every order, also in those where the bytes come out right.
 
     in a kernel     what a transfer launches runs when its turn comes
-    in host code    `host_read`, `host_write`, `take` and `release` say what it does with which memory
+    in host code    `host_read`, `host_write`, `take` and `release` say what it does with which memory; `acting` says
+                    which thread it is
 
 Memory that nobody has written, or that was released, holds POISON. Copies from or to host memory must find it pinned.
 The first hazard is raised where it is found and again by every later call. Must never order what the contract does not.
@@ -28,10 +29,11 @@ import torch
 
 from happens_before import Clock, HazardError, Pageable, Region, Shadow, merge, region
 from kv_kernels.cuda import LANES, Direction, Rows, host_tensor
+from kv_kernels.transfer import LayerSlice
 
 POISON = 0xA5
 ENGINE = "engine"
-Touched = Callable[[Any, range, range], tuple[Sequence[Region], ...]]
+Touched = Callable[[Any, range, LayerSlice], tuple[Sequence[Region], ...]]
 
 
 @dataclass(slots=True)
@@ -75,6 +77,9 @@ class ChaosEvent:
         device = self.stream.device
         if not device.no_wait(device.actor, self.stream.name):
             device.drive(self)
+
+    def query(self) -> bool:
+        return self.clock is not None
 
 
 class ChaosStream:
@@ -174,7 +179,7 @@ class ChaosDevice:
         eagerness: float | None = None,
         knows_host: bool = True,
         no_wait: NoWait | None = None,
-        touched: Touched = lambda *_: (),
+        touched: Touched = lambda transfer, frames, layers: transfer.touched(frames, layers),
     ) -> None:
         """eagerness: how likely it is, after each call, that something runs; 0 runs what is waited for only.
         knows_host: whether all that host code writes is said; if not, memory that is not the device's counts as
@@ -197,6 +202,7 @@ class ChaosDevice:
         self._streams = [self._compute, *[stream for lanes in self._lanes.values() for stream in lanes]]
         self._memory: list[torch.Tensor] = []
         self._threads: dict[str, Clock] = {}
+        self._acting = threading.local()
         self.launches = 0
         self.failures: dict[int, BaseException] = {}  # of launches, by their number from 1 on: they raise
         self._found: HazardError | None = None
@@ -273,16 +279,32 @@ class ChaosDevice:
     @property
     def actor(self) -> str:
         """Who the calling thread is."""
-        return ENGINE
+        name: str = getattr(self._acting, "name", ENGINE)
+        return name
+
+    @contextmanager
+    def acting(self, name: str) -> Iterator[None]:
+        """The calling thread is this actor here."""
+        before = self.actor
+        self._acting.name = name
+        try:
+            yield
+        finally:
+            self._acting.name = before
 
     def tick(self) -> Clock:
-        """The acting thread's clock now; what it does later is later."""
+        """The acting thread's clock now; what it does later is later. Handed to another thread: `join`."""
         with self.lock:
             self._raise()
             clock = self._clock()
             issued = dict(clock)
             clock[self.actor] += 1
             return issued
+
+    def join(self, clock: Clock) -> None:
+        """The acting thread comes after that clock."""
+        with self.lock:
+            merge(self._clock(), clock)
 
     def host_read(self, regions: Iterable[Region], label: str) -> None:
         with self.lock, self._noting():

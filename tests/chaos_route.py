@@ -16,6 +16,7 @@ from happens_before import Region, region
 from kv_kernels import triton_pools
 from kv_kernels.cuda import Direction
 from kv_kernels.device_copy import LARGE_BYTES, DeviceTransfers, Moving
+from kv_kernels.transfer import LayerSlice
 
 SEGMENT_BYTES = 24 << 10
 
@@ -25,15 +26,14 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
-def touched(moving: Moving, frames: range, layers: range) -> tuple[list[Region], ...]:
+def touched(moving: Moving, frames: range, layers: LayerSlice) -> tuple[list[Region], ...]:
     """Of a launch: its pages, what else it reads, what else it writes, and its slots."""
     at, rows = moving.copy.layers.index(layers), slice(frames.start, frames.stop)
     named = sorted({page for page in moving.pages[rows].flatten().tolist() if page >= 0})
     pages = [_page(plane, page) for planes in moving.pools[at].planes for plane in planes for page in named]
     findings = [one for block in moving.status[rows, at : at + 1] for one in [region(block)]]
-    findings += [region(block) for block in moving.digests[rows, layers.start : layers.stop]]
-    size = moving.copy.slice_bytes
-    slots = [Region(at + layers.start * size, len(layers) * size) for at in moving.payloads[rows].tolist()]
+    findings += [region(block) for block in moving.digests[rows, layers.first : layers.stop]]
+    slots = [Region(at + layers.offset_bytes, layers.size_bytes) for at in moving.payloads[rows].tolist()]
     return pages, [region(moving.table[rows]), region(moving.places[rows])], findings, slots
 
 

@@ -22,22 +22,17 @@ from transformers import DynamicCache
 
 from kv_bench.llamas import ONE_B, TINY, TTFT_SHAPES, build
 from kv_bench.measure import Say, against, quantile, rate_row, timed
-from kv_bench.on_device import (
-    CountingDevice,
-    DeviceTimer,
-    describe,
-    device_named,
-    give_memory_back,
-    transfer_device,
-)
+from kv_bench.on_device import CountingDevice, DeviceTimer, describe, device_named, give_memory_back, transfer_device
 from kv_bench.rig import BlockShape
 from kv_bench.script import one_of
 from kv_kernels import gpu, plain, triton_digest, triton_pools
 from kv_kernels.cuda import Direction, host_tensor
-from kv_kernels.device_copy import SEGMENT_BYTES, DeviceTransfers, Moving, layer_ranges
+from kv_kernels.device_copy import SEGMENT_BYTES, DeviceTransfers, Moving
 from kv_kernels.host import Paged
 from kv_kernels.int8_form import KC64, SliceForm
+from kv_kernels.pinned import PinnedExtents
 from kv_kernels.plain import PoolTable
+from kv_kernels.transfer import LayerSlice, PageMover, Transfer, layer_slices
 from kvstore.block.codec import codec_named
 from kvstore.block.pages import RAW, int8_form
 from kvstore.config import format_size
@@ -309,7 +304,8 @@ def _planned(codec: str, blocks: int, options: KernelsOptions, layers_at_once: i
     plane = torch.empty(pages, page_tokens, shape.kv_heads, shape.head_dim, dtype=torch.bfloat16)
     paged = Paged([[plane, plane]] * shape.layers, range(pages), page_tokens, shape.block_tokens)
     copy: Any = ways.bind(form_of(shape, codec), paged)
-    copy.layers = layer_ranges(shape.layers, layers_at_once) if layers_at_once else copy.layers
+    if layers_at_once:
+        copy.layers = layer_slices(shape.layers, copy.slice_bytes, layers_at_once)
     order = np.random.default_rng(1).permutation(blocks)
     extent = torch.empty(blocks * size, dtype=torch.uint8)  # never touched
     ways.extents.adopt(extent.data_ptr(), len(extent), lambda leave: None, writable=True)
@@ -353,20 +349,22 @@ def way_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
 # --- transfers -------------------------------------------------------------------------------------------------------
 
 
-class PagedTransfer(Moving):
-    """All blocks of a pool, in one direction, by a route's kernels. Digests are not taken."""
+class PagedTransfer(Transfer):
+    """All blocks of a pool, in one direction, by a route's kernels. Statuses stay on the device."""
 
-    def __init__(self, route: Route, *how: Any) -> None:
-        super().__init__(*how)
-        self._route = route
+    def __init__(self, transfers: Transfers, mover: PageMover, pools: dict[int, PoolTable], *tables: Any) -> None:
+        """pools: of each slice, by its first layer. tables: page table and statuses."""
+        super().__init__(mover, transfers.slots, transfers.slices)
+        self._pools, (self._table, self._status) = pools, tables
+        self._route, self._form = transfers.route, transfers.form
 
-    def launch(self, staged: torch.Tensor, frames: range, layers: range) -> None:
-        at, rows = self.copy.layers.index(layers), slice(frames.start, frames.stop)
-        moved = self.pools[at], self.copy.form, self.table[rows], staged
+    def launch(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
+        rows = slice(frames.start, frames.stop)
+        moved = self._pools[layers.first], self._form, self._table[rows], staged
         if self.mover.loads:
             self._route.load(*moved)
         else:
-            self._route.save(*moved, self.status[rows, at])
+            self._route.save(*moved, self._status[rows])
 
 
 class Transfers:
@@ -377,35 +375,30 @@ class Transfers:
         blocks, size = options.transfer_bytes // shape.payload_bytes, payload_bytes(shape, codec)
         self.form, self.kv_bytes, self.wire_bytes = form_of(shape, codec), blocks * shape.payload_bytes, blocks * size
         self.pool, self.target = (PagedPool(shape, blocks, options.page_tokens, device, seed) for seed in (1, 2))
-        self._route, self._size, self._frame_bytes = bench.route, size, frame_bytes(size)
-        room = -(-max(options.segment_bytes, layers_at_once * size // shape.layers) // 256) * 256
-        self._ways = DeviceTransfers(transfer_device(device), room)
+        self.route, self._frame_bytes = bench.route, frame_bytes(size)
+        there = transfer_device(device)
         self._extent = Extent(blocks * self._frame_bytes)
-        memory = self._extent.memory
-        self._payloads = memory.address + HEADER_BYTES + self._frame_bytes * np.arange(blocks)
-        self._ways.extents.adopt(memory.address, memory.size_bytes, memory.before_unmap, writable=True)
-        self._ways.extents.run()
-        self.are_pinned = self._ways.extents.wait(self._payloads, size, WAIT_SECONDS)
-        self._copies = {}
+        memory, self.slots = self._extent.memory, self._extent.address + self._frame_bytes * np.arange(blocks)
+        self._extents = PinnedExtents(there)
+        self._extents.adopt(memory.address, memory.size_bytes, memory.before_unmap, writable=True)
+        self._extents.run()
+        self.are_pinned = self._extents.wait(self.slots, self._frame_bytes, WAIT_SECONDS)
+        self.slices = layer_slices(shape.layers, size // shape.layers, layers_at_once, HEADER_BYTES)
+        room = max(options.segment_bytes, *(part.size_bytes for part in self.slices))
+        self._ways = {}
         for direction, pool in ((Direction.LOAD, self.target), (Direction.SAVE, self.pool)):
-            table = pool.table.flatten().tolist()
-            paged = Paged(pool.planes, table, options.page_tokens, shape.block_tokens)
-            copy: Any = self._ways.bind(self.form, paged)
-            copy.layers = layer_ranges(shape.layers, layers_at_once)
-            rows = copy.page_table(range(0, blocks * shape.block_tokens, shape.block_tokens), 0)
-            self._copies[direction] = copy, rows
+            pools = {part.first: PoolTable.of(pool.planes[part.first : part.stop]) for part in self.slices}
+            mover = PageMover(there, direction, self._extents, -(-room // 256) * 256)
+            status = torch.zeros(blocks, dtype=torch.int64, device=device)
+            self._ways[direction.value] = mover, pools, pool.table, status
 
     def close(self) -> None:
-        self._ways.close(CLOSE_SECONDS)
+        self._extents.close(CLOSE_SECONDS)
         self._extent.close()  # of its descriptor; the memory goes with its last view
 
     def start(self, direction: str) -> list[PagedTransfer]:
         """Start a load, a save, or one of each. Raises RuntimeError if the device has failed."""
-        started = [
-            PagedTransfer(self._route, *copy, self._payloads, one)
-            for one, copy in self._copies.items()
-            if direction in (one.value, BOTH)
-        ]
+        started = [PagedTransfer(self, *way) for one, way in self._ways.items() if direction in (one, BOTH)]
         if not all([transfer.start() for transfer in started]):
             raise RuntimeError(f"a {direction} was refused: the device has failed")
         return started
@@ -415,7 +408,7 @@ class Transfers:
         return [finished(transfer) for transfer in self.start(direction)]
 
     def check(self) -> bool:
-        payload = host_tensor(int(self._payloads[0]), self._size).clone()
+        payload = host_tensor(int(self.slots[0]) + HEADER_BYTES, self._frame_bytes - HEADER_BYTES).clone()
         row = payload.to(self.pool.table.device)[None]
         return self.target.is_loaded(self.form, row.clone()) and self.pool.is_saved(self.form, row)
 

@@ -1,34 +1,24 @@
-"""Blocks between pages on a device and payloads in host memory, many at a time, on streams of their own.
+"""Blocks between pages on a device and payloads in host memory, many at a time, by `transfer`.
 
-    decode    slots > segment, digests of what is staged, and from there into the pages; the digests come back in one
-              copy and are compared here
-    encode    pages > segment, digests of what is staged, before it crosses to the host; blocks are yielded in order as
-              they land
-    either    a kernel that reaches into the slots itself, with a segment as its scratch, where they are page-locked
-
-A direction has two streams with a segment each, used in turn, so that a copy goes on beside a kernel. One stream does
-all work on a segment, so nothing else has to order it: each waits once, until the pages may be used and the tables are
-there. The calling thread puts everything in, one copy and one kernel a segment whatever the number of blocks, and waits
-for the ends later, without the interpreter lock. Slots that are not page-locked yet are copied by the driver, through
-memory of its own: `start` takes as long as that.
+    decode    digests of what is staged, then from there into the pages; the digests come back in one copy and are
+              compared here
+    encode    digests of what is staged, before it crosses to the host; blocks are yielded in order as they land
 
 A payload is moved without its frame's header: neighbouring slots are then separate copies, which costs nothing if a
 payload is larger than about 64 KiB, and a copy never writes a header. What all copies of one device share is made by
-the store's codecs when pages there are first seen, never on import. Where the device fails so that the end of the work
-cannot be learnt, slots and tables are kept until the process ends, and no transfer is begun any more. Must never say
-that a block is good, or has landed, before the host has waited for it; pages of a block that is not good hold garbage.
+the store's codecs when pages there are first seen, never on import. Must never say that a block is good, or has landed,
+before the host has waited for it; pages of a block that is not good hold garbage.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, chain
 from math import gcd
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,11 +26,12 @@ import torch
 from kv_kernels import plain, triton_pools
 from kv_kernels.compiled import IS_USABLE, compiled
 from kv_kernels.copies import BlockCopy, Digest, Digests, Encoded, Flaw, Spans
-from kv_kernels.cuda import CudaDevice, CudaStream, Direction, Event, Rows
+from kv_kernels.cuda import CudaDevice, CudaStream, Direction, Rows
 from kv_kernels.host import Paged, Planes
 from kv_kernels.int8_form import ALIGN_BYTES, GROUP, Form
-from kv_kernels.pinned import Hold, PinnedExtents
+from kv_kernels.pinned import PinnedExtents
 from kv_kernels.plain import PoolTable
+from kv_kernels.transfer import LayerSlice, PageMover, Transfer, layer_slices
 from kv_kernels.triton_digest import SHORTEST_BYTES, digest_keys, digest_slices
 from kv_kernels.triton_pools import REACHING
 
@@ -56,11 +47,6 @@ _ALIGN_NUMBERS = 8
 
 _address_of, _memory_of = attrgetter("address"), attrgetter("memory")
 _log = logging.getLogger(__name__)
-
-
-def layer_ranges(layers: int, at_once: int) -> list[range]:
-    """Layers that are moved together."""
-    return [range(first, min(first + at_once, layers)) for first in range(0, layers, at_once)]
 
 
 class DeviceCopy:
@@ -86,7 +72,7 @@ class DeviceCopy:
         self.addresses = np.array([[plane.data_ptr() for plane in layer] for layer in planes], np.int64)
         self._block_pages = block_tokens // page_tokens
         at_once = min(len(planes), ways.segment_bytes // self.slice_bytes)
-        self.layers = layer_ranges(len(planes), at_once)
+        self.layers = layer_slices(len(planes), self.slice_bytes, at_once)
         self.blocks_at_once = max(1, ways.segment_bytes // (self.slice_bytes * len(planes)))
 
     def encode(self, tokens: Sequence[int], into: Spans, digest: Digest) -> Encoded:
@@ -161,36 +147,7 @@ def _pages_of(tokens: Any, page_tokens: int, left_out: int, table: Any, rows: An
     return True
 
 
-class _Batch(NamedTuple):
-    """What goes through a segment at once. end: the number of those that end together. rows: its copies, to or from
-    byte 0 of the segment; none where the kernel reaches the slots itself."""
-
-    end: int
-    layers: range
-    frames: range
-    rows: Rows
-    is_pinned: bool
-
-
-class PageMover:
-    """What the transfers of one direction of one device share: streams, and of each a segment of the device's memory.
-    under_way: transfers that were begun and not waited for, with their slots and tables."""
-
-    def __init__(self, device: CudaDevice, direction: Direction, segment_bytes: int) -> None:
-        self.loads = direction is Direction.LOAD
-        self.streams = device.lanes(direction)
-        self.under_way: set[Moving] = set()
-        memory = device.memory(segment_bytes * len(self.streams)).split(segment_bytes)
-        self._lanes = [(*lane, threading.Lock()) for lane in zip(self.streams, memory, strict=True)]
-        self._turn = 0
-
-    def lane(self) -> tuple[CudaStream, torch.Tensor, threading.Lock]:
-        """A stream and its segment; one thread at a time may fill and empty it."""
-        self._turn += 1  # two threads may get the same one
-        return self._lanes[self._turn % len(self._lanes)]
-
-
-class Moving:
+class Moving(Transfer):
     """Blocks on their way in one direction, and what their kernels are told and find. All has ended when the context
     ends.
 
@@ -198,27 +155,20 @@ class Moving:
         down    status and digests of some blocks                                  one call, after their last launch
 
     All of it lies in one piece of the device's memory and in one of page-locked host memory, laid out alike: a launch
-    has their addresses only. Once begun it has to be waited for before pages, slots or tables are used for anything
-    else, also where `start` raises. is_known: whether all slots are in extents. reaches: whether kernels read and write
-    page-locked slots themselves, and need no copies.
+    has their addresses only.
     """
 
     def __init__(self, copy: DeviceCopy, rows: Rows, payloads: Rows, direction: Direction) -> None:
         """rows: the page table. payloads: addresses of the blocks' payloads, int64 [blocks]. Raises RuntimeError if
         there is no memory, or the device has failed."""
         blocks, pools = len(rows), copy.pools
+        # What is saved is used segment by segment.
+        at_once = blocks if direction is Direction.LOAD else copy.blocks_at_once
+        super().__init__(copy.ways.movers[direction], payloads, copy.layers, at_once)
         self.copy, self.pages, self.payloads = copy, rows, payloads
-        self.mover = copy.ways.movers[direction]
-        self.is_known = True
-        self.error: RuntimeError | None = None
-        self.ends: list[tuple[range, Event]] = []
-        # So many end together, before any of the next is begun: what is saved is used segment by segment.
-        self._at_once = blocks if self.mover.loads else min(blocks, copy.blocks_at_once)
-        self._hold: Hold | None = None
-        self._is_put_in = False
         takes = copy.ways.reaches(direction, copy.form is not None, copy.slice_bytes * pools.layers)
         programs = copy.ways.programs
-        have_work = self._at_once * pools.layers >= programs
+        have_work = min(blocks, at_once) * pools.layers >= programs
         have_work &= copy.slice_bytes * programs <= copy.ways.segment_bytes
         self.reaches = takes and have_work and not (payloads % ALIGN_BYTES).any()
         shapes = copy.addresses.shape, rows.shape, (blocks, 1), (blocks, len(copy.layers)), (blocks, 2 * pools.layers)
@@ -236,7 +186,7 @@ class Moving:
         told[starts[2] : starts[2] + blocks] = payloads
         told[starts[3] :] = 0
         copy.ways.device.copy(np.array([[self._places[1]], [told.ctypes.data], [told.nbytes]]))
-        cuts = [slice(part.start, part.stop) for part in copy.layers]
+        cuts = [slice(part.first, part.stop) for part in copy.layers]
         self.pools = [pools._replace(planes=pools.planes[cut], addresses=addresses[cut]) for cut in cuts]
         self._told_bytes = told.nbytes
         self._found = [(8 * start, 8 * shape[1]) for start, shape in zip(starts[3:5], shapes[3:], strict=True)]
@@ -254,54 +204,25 @@ class Moving:
         if interrupt is not None:
             raise interrupt
 
-    def start(self) -> bool:
-        """Move the blocks, behind what is in the engine's stream now, which must not be captured into a graph.
+    def tell(self, stream: CudaStream) -> None:
+        stream.copy(np.array([*self._places, self._told_bytes]).reshape(3, 1))
 
-        False where the device has failed or the extents are closed; raises ValueError where a slot is not wholly
-        inside its extent: nothing is begun then. Raises what a launch raises, and RuntimeError where the device fails.
-        """
-        mover, ways = self.mover, self.copy.ways
-        self._hold = ways.extents.hold(self.payloads, self.copy.slice_bytes * self.copy.pools.layers)
-        if self._hold is None:
-            return False
-        mover.under_way.add(self)
-        self.is_known = self._hold.is_known
-        batches = list(self._batches(self._hold))
-        first = mover.streams[0]
-        first.wait(ways.device.compute().record())
-        first.copy(np.array([*self._places, self._told_bytes]).reshape(3, 1))
-        ready, waiting, of_end = first.record(), set(mover.streams[1:]), attrgetter("end")
-        for _, together in groupby(sorted(batches, key=of_end), of_end):
-            self._put_in(list(together), ready, waiting)
-        self._is_put_in = True
-        return True
+    def launch(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
+        copy, at, rows = self.copy, self.copy.layers.index(layers), slice(frames.start, frames.stop)
+        how = self.pools[at], copy.form, self.table[rows], staged
+        digests, status = self.digests[rows, layers.first : layers.stop], self.status[rows, at]
+        reached = None
+        if staged.dim() == 1:
+            reached = triton_pools.Reached(self.places[rows], layers.offset_bytes, digests, copy.ways.keys)
+        if not self.mover.loads:
+            triton_pools.save(*how, status, reached)
+        if reached is None:
+            digest_slices(staged, copy.slice_bytes, digests, copy.ways.keys)
+        if self.mover.loads:
+            triton_pools.load(*how, reached)
 
-    def wait(self, number: int | None = None) -> bool:
-        """Until the blocks of an end are done, or all of them. False if the device fails, with the `error`."""
-        if not self.is_held:
-            return self.error is None
-        assert self._hold is not None
-        ends = self.ends if number is None else self.ends[number : number + 1]
-        try:
-            if not self._is_put_in:  # wait for what ends behind all that was put in before `start` raised
-                ends = [(range(0), stream.record()) for stream in self.mover.streams]
-            for _, event in ends:
-                event.synchronize()
-        except RuntimeError as error:  # its traceback would keep other transfers' tables
-            self.error = error.with_traceback(None)
-            self.copy.ways.extents.fail()
-            _log.warning("the device failed in a transfer: %s", error)
-            return False
-        if number is None:
-            self._hold.release()
-            self.mover.under_way.discard(self)
-            self._hold = None
-        return True
-
-    @property
-    def is_held(self) -> bool:
-        """Whether slots are still its own: it was begun, has not been waited for, and the device has not failed."""
-        return self._hold is not None and self.error is None
+    def bring(self, frames: range, stream: CudaStream) -> None:
+        stream.copy(self._found_rows(frames))
 
     def found(self, number: int) -> tuple[list[int], bytes]:
         """Of each block of an end, once it is there: the status, and the digests of all its layer slices."""
@@ -315,67 +236,6 @@ class Moving:
         self.copy.ways.device.copy(rows)
         halves = digests[..., ::-1].astype(">i8")  # as frames have them: the high one first
         return status.max(1).tolist(), halves.tobytes()
-
-    def _batches(self, hold: Hold) -> Iterator[_Batch]:
-        slice_bytes, count = self.copy.slice_bytes, len(self.payloads)
-        for part in self.copy.layers:
-            at_once, offset, size = self._at_once, part.start * slice_bytes, len(part) * slice_bytes
-            runs = hold.runs(offset, size, at_once)
-            reaches = self.reaches and all([is_pinned for _, is_pinned in runs])
-            if not reaches and at_once > self.copy.ways.segment_bytes // size:
-                at_once = self.copy.ways.segment_bytes // size
-                runs = hold.runs(offset, size, at_once)
-            for start, (rows, is_pinned) in zip(range(0, count, at_once), runs, strict=True):
-                if reaches:
-                    rows = rows[:, :0]
-                elif not self.mover.loads:  # out of the segment, into slots
-                    rows = rows[[1, 0, 2]]
-                frames = range(start, min(start + at_once, count))
-                yield _Batch(start // self._at_once, part, frames, rows, is_pinned)
-
-    def _put_in(self, batches: Sequence[_Batch], ready: Event, waiting: set[CudaStream]) -> None:
-        """Batches that end together. waiting: streams that have not waited yet until all is ready."""
-        packed = 0 if self.mover.loads else 1  # the row of addresses in a segment
-        used: dict[CudaStream, None] = {}  # the one of the last batch last
-        for _, layers, frames, rows, is_pinned in batches:
-            stream, segment, lock = self.mover.lane()
-            used.pop(stream, None)
-            used[stream] = None
-            with lock:
-                if stream in waiting:
-                    stream.wait(ready)
-                    waiting.remove(stream)
-                rows[packed] += segment.data_ptr()
-                is_staged, size = rows.size > 0, len(layers) * self.copy.slice_bytes
-                staged = segment.as_strided((len(frames), size), (size, 1)) if is_staged else segment
-                if is_staged and self.mover.loads:
-                    stream.copy(rows, is_pinned)
-                stream.launch(partial(self.launch, staged, frames, layers))
-                if is_staged and not self.mover.loads:
-                    stream.copy(rows, is_pinned)
-        *others, last = used
-        for stream in others:
-            last.wait(stream.record())
-        moved = range(batches[0].frames.start, batches[-1].frames.stop)
-        last.copy(self._found_rows(moved))
-        self.ends.append((moved, last.record()))
-
-    def launch(self, staged: torch.Tensor, frames: range, layers: range) -> None:
-        """Launch the kernels into the current stream. staged: uint8 [frames, bytes], or flat, a scratch for kernels
-        that reach the slots."""
-        copy, at, rows = self.copy, self.copy.layers.index(layers), slice(frames.start, frames.stop)
-        how = self.pools[at], copy.form, self.table[rows], staged
-        digests, status = self.digests[rows, layers.start : layers.stop], self.status[rows, at]
-        reached = None
-        if staged.dim() == 1:
-            offset = layers.start * copy.slice_bytes
-            reached = triton_pools.Reached(self.places[rows], offset, digests, copy.ways.keys)
-        if not self.mover.loads:
-            triton_pools.save(*how, status, reached)
-        if reached is None:
-            digest_slices(staged, copy.slice_bytes, digests, copy.ways.keys)
-        if self.mover.loads:
-            triton_pools.load(*how, reached)
 
     def _found_rows(self, blocks: range) -> Rows:
         """From the device's tables to the host's."""
@@ -417,7 +277,7 @@ class DeviceTransfers:
         self.device = device
         self.segment_bytes = segment_bytes
         self.extents = PinnedExtents(device)
-        self.movers = {direction: PageMover(device, direction, segment_bytes) for direction in Direction}
+        self.movers = {direction: PageMover(device, direction, self.extents, segment_bytes) for direction in Direction}
         self.keys = digest_keys(device.memory(ALIGN_BYTES).device)
         if not IS_USABLE:
             _log.warning(

@@ -7,17 +7,14 @@ import mmap
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kv_kernels.cuda import CopyBatch, CudaDevice
-from kv_kernels.device_copy import DeviceTransfers
-from kv_kernels.host import Paged
-from tiering.frame import digest
-from tiering.tier import FrameSpan
+from kv_kernels.cuda import CopyBatch, CudaDevice, Direction
+from kv_kernels.pinned import Addresses, PinnedExtents
+from kv_kernels.transfer import LayerSlice, PageMover, Transfer, layer_slices
 
 LAYERS, FRAMES, LAYER_BYTES = 8, 24, 1 << 16
 FRAME_BYTES = 4096 + LAYERS * LAYER_BYTES
@@ -29,28 +26,43 @@ def test_where_there_is_no_gpu_it_says_so() -> None:
         CudaDevice(index)
 
 
+class Moved(Transfer):
+    """Frames to rows of a pool [frame, layer, bytes] and back, by torch."""
+
+    def __init__(self, mover: PageMover, slots: Addresses, pool: torch.Tensor) -> None:
+        super().__init__(mover, slots, layer_slices(LAYERS, LAYER_BYTES, 3, 4096))
+        self._pool = pool
+
+    def launch(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
+        held = staged.view(len(frames), layers.stop - layers.first, LAYER_BYTES)
+        pages = self._pool[frames.start : frames.stop, layers.first : layers.stop]
+        target, source = (pages, held) if self.mover.loads else (held, pages)
+        target.copy_(source)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("is_registered", [True, False])
 def test_what_is_saved_is_loaded(is_registered: bool) -> None:
-    ways = DeviceTransfers(CudaDevice(0) if is_registered else _Refusing(0), 5 * LAYER_BYTES)
-    ways.extents.run()
+    device = CudaDevice(0)
+    extents = PinnedExtents(device if is_registered else _Refusing(0))
+    extents.run()
     size = -(-FRAMES * FRAME_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
     extent = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-    ways.extents.adopt(extent.data_ptr(), size, lambda leave: None, writable=True)
-    slots = extent.data_ptr() + 4096 + FRAME_BYTES * np.arange(FRAMES)
-    assert ways.extents.wait(slots, FRAME_BYTES - 4096, 60.0 if is_registered else 0.0) is is_registered
-    shape, tokens = (FRAMES, 64, 1, LAYER_BYTES // 64), range(0, 64 * FRAMES, 64)
-    made, pool = (
-        [[torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")] for _ in range(LAYERS)] for _ in range(2)
-    )
-    spans = [FrameSpan(at, memoryview(extent.numpy())[at - extent.data_ptr() :]) for at in slots.tolist()]
-    saving, loading = (ways.bind(None, Paged(planes, range(FRAMES), 64, 64)) for planes in (made, pool))
-    assert saving is not None and loading is not None
-    digests: Any = list(saving.encode(tokens, spans, digest))
-    assert torch.equal(extent[4096 : 4096 + LAYER_BYTES], made[0][0][0].cpu().view(-1))
-    assert loading.decode(spans, tokens, 0, digests, digest) == FRAMES
-    assert all(torch.equal(one, other) for (one,), (other,) in zip(made, pool, strict=True))
-    assert ways.close(60.0)
+    extents.adopt(extent.data_ptr(), size, lambda leave: None, writable=True)
+    slots = extent.data_ptr() + FRAME_BYTES * np.arange(FRAMES)
+    assert extents.wait(slots, FRAME_BYTES, 60.0 if is_registered else 0.0) is is_registered
+    loads, saves = (PageMover(device, direction, extents, 5 * LAYER_BYTES) for direction in Direction)
+    made = torch.randint(0, 256, (FRAMES, LAYERS, LAYER_BYTES), dtype=torch.uint8, device="cuda")
+    saving = Moved(saves, slots, made)
+    assert saving.start() and saving.wait()
+    expected = made.clone()
+    made.zero_()
+    assert torch.equal(extent.view(-1)[4096:FRAME_BYTES], expected[0].cpu().view(-1))
+    pool = torch.zeros_like(made)
+    loading = Moved(loads, slots, pool)
+    assert loading.start() and loading.wait()
+    assert torch.equal(pool, expected)
+    assert extents.close(60.0)
 
 
 class _Refusing(CudaDevice):

@@ -1,5 +1,5 @@
-"""Blocks between paged pools and payloads: the kernel against its twin in plain torch, bit for bit.
-Codes, scales, zero points, padding and decoded numbers are all compared as bits.
+"""Blocks between paged pools and payloads: the kernel against its twin in plain torch, and that against `int8`, bit for
+bit. Codes, scales, zero points, padding and decoded numbers are all compared as bits.
 
 On a machine with a GPU the kernels run on it, elsewhere in triton's interpreter, which tests/conftest.py asks for. What
 is compared is all of memory, also what no launch should have reached.
@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kv_kernels import int8, plain, triton_pools
+from kv_kernels.int8 import dequantize, quantize
 from kv_kernels.int8_form import SliceForm, slice_form
 from kv_kernels.plain import PoolTable
 from paged_memory import DEVICE, Case, Memory, kernels_can_run, ones, page_table, random_bits
@@ -282,6 +283,11 @@ def kernel_payloads(case: Case, memory: Memory, table: torch.Tensor) -> torch.Te
     return payloads.cpu()
 
 
+def block_of(plane: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """[heads, tokens, width]"""
+    return plane[pages.long()].flatten(0, 1).transpose(0, 1)
+
+
 @pytest.mark.slow
 @int8_cases
 def test_quantizing_is_the_twin_bit_for_bit(case: Case) -> None:
@@ -310,6 +316,27 @@ def test_dequantizing_is_the_twin_bit_for_bit(case: Case) -> None:
             for page in range(case.pages):
                 is_written = page in named
                 assert bool(plane[page].isfinite().all() if is_written else plane[page].isnan().all())
+
+
+@int8_cases
+def test_the_twin_is_what_int8_says(case: Case) -> None:
+    """Each piece of each slice where `SliceForm` has it, and the decoded numbers in the pages."""
+    memory, table, form = troubled(case, 6), page_table(case, 7), form_of(case)
+    payloads = twin_payloads(case, memory, table)
+    back = Memory.of(case, ones)
+    plain.load(back.pools, form_of(case), table, payloads[:, HEADER:])
+    for index, pages in enumerate(table):
+        for layer in range(case.layers):
+            at = HEADER + layer * form.size_bytes
+            piece = payloads[index, at : at + form.size_bytes]
+            assert not piece[form.padding[0] :].any()
+            for plane, decoded, of in zip(memory.planes[layer], back.planes[layer], form.planes, strict=True):
+                made = quantize(block_of(plane, pages), of.axis)
+                assert _same(piece, of.codes_at, made.codes) and _same(piece, of.scales_at, made.scales)
+                if made.zeros is not None:
+                    assert _same(piece, of.zeros_at, made.zeros + 0.0)
+                want = dequantize(*made, case.torch_dtype)
+                assert torch.equal(block_of(decoded, pages), want) and bool((want == want).all())
 
 
 @pytest.mark.parametrize("mistake", ["truncated", "half to even", "not inverted"])
@@ -381,3 +408,8 @@ def test_every_scale_is_rounded_up_as_the_twin_does() -> None:
         value[table[0].long()] = block.view(64, 64, 1, 1)
         got = kernel_payloads(case, memory, table)
         assert torch.equal(got, twin_payloads(case, memory, table))
+
+
+def _same(piece: torch.Tensor, at: int, numbers: torch.Tensor) -> bool:
+    data = numbers.contiguous().view(torch.uint8).flatten()
+    return torch.equal(piece[at : at + len(data)], data)
