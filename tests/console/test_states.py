@@ -17,7 +17,6 @@ from msgspec import structs
 from console.browser import CHROMIUM, Browser
 from console.running import RunningConsole, console, serve_traffic
 from kvstore.protocol import messages as m
-from kvstore.service.admin import Observer
 from kvstore.service.connections import Response
 from kvstore.status import tree
 from service.sidecar import Sidecar
@@ -36,11 +35,11 @@ HOSTILE = "<img src=x onerror=alert(1)> " + "vllm" * 99
 GIB = 1 << 30
 
 
-class Recorded(Observer):
-    """An observers' socket that tells what it is given."""
+class Recorded:
+    """What an observers' socket tells: what it is given."""
 
     def __init__(self, sidecar: Sidecar) -> None:
-        super().__init__(sidecar.admin)
+        self._admin = sidecar.admin
         self.real = self.facts = sidecar.admin.facts()
         self.answers = threading.Event()
         self.answers.set()
@@ -49,7 +48,7 @@ class Recorded(Observer):
         self.answers.wait(60)
         if isinstance(verb, m.Stat):
             return Response(m.StatReply(structs.replace(self.facts, at=time.time())))
-        return super().serve(verb)
+        return self._admin.observe(verb)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +59,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Recorde
         serve_traffic(sidecar)
         one = Recorded(sidecar)
         socket = directory / "recorded.sock"
-        sidecar.door.listen_apart(socket, one, 0o600)
+        sidecar.door.listen(socket, one.serve, 0o600)
         tokens = f"{TOKENS['']}\nred {TOKENS['red']}"
         with console(socket, tokens=tokens) as shown:
             yield one, shown
