@@ -28,11 +28,12 @@ class SpoilsOwnCache(CPUWorker):
 
 
 def into_the_next_page(worker: PagedWorker) -> None:
-    """Every load puts each page's tokens where the next one's belong."""
+    """Every load puts each page's tokens where the next one's belong, and nothing into the first page. (All pages in
+    another order would not show: attention asks for a set of tokens.)"""
     load = worker._load
 
     def shifted(order: LoadOrder, *args: Any) -> LoadReport:
-        tables = [replace(run, pages=[*run.pages[1:], *run.pages[:1]]) for run in order.tables]
+        tables = [replace(run, pages=[*run.pages[1:], run.pages[-1]]) for run in order.tables]
         report: LoadReport = load(replace(order, tables=tables), *args)
         return report
 
