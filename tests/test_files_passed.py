@@ -54,7 +54,7 @@ MOST = {
     "socket": {
         "put": (25, 37, 251),
         "match": (17, 21, 118),
-        "lease": (23, 32, 166),  # of which six where its answer is waited for
+        "lease": (23, 32, 163),
         "get": (11, 11, 78),
         "release": (15, 17, 82),
     },

@@ -1,6 +1,6 @@
 """Fuzzing within what is packed, sealed, signed or checked, in short; `make torture` runs it at length.
 
-Cases of the parsers in this process, of a client, of directories; `torture.door` has those of a sidecar.
+5,000 cases in all: of the parsers in this process, of a sidecar and of a client through sockets, of directories.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 
 from torture.nested import TARGETS, nested, outcome
 from torture.nested_disk import CHANGES, directories
-from torture.nested_door import clients
+from torture.nested_door import clients, door
 
 SEED = 25
 
@@ -23,6 +23,12 @@ def test_parsers_take_what_is_right_and_refuse_the_rest() -> None:
         assert counts.get(f"{name} refused", 0) + counts.get(f"{name} taken", 0) > 10, f"{name}: {counts}"
         assert counts.get(f"{name} taken", 0), f"{name}: nothing gets past its first check"
     assert sum(counts[f"{name} refused"] for name in TARGETS) > 1000
+
+
+@pytest.mark.slow
+def test_a_sidecar_under_odd_requests_serves_another_tenant() -> None:
+    told = door(650, SEED)
+    assert told["refused"] > 100 and told["answered"] > 10 and told["pings"] > 0
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
     make torture ARGS="--flips 200000 --index-flips 5000 --power 1000 --points 20 --stores 1000 --seed 7"
     make torture ARGS="--clients 2000 --restarts 50"
     make torture ARGS="--messages 10000 --half-open 1000 --flood 60"
-    make torture ARGS="--nested 1000000"
+    make torture ARGS="--nested 1000000 --quiet-ms 50"
 
     flips        damage to a stocked directory, that many single damages (attack/test_nvme_damage.py)
     index-flips  single bits of the index file, each opened and used by another process (attack/test_index_damage.py)
@@ -15,7 +15,9 @@
     messages     to a sidecar, none of them as it should be, with connections of all kinds around them
     half-open    connections to a sidecar that say nothing, say half a hello, or never read
     nested       cases of values changed within what is packed, sealed, signed or checked: most are given to the
-                 parsers in this process, some to a client by a sidecar that answers oddly, some to a store on a disk
+                 parsers in this process, a fourth to a sidecar, of which another tenant asks meanwhile, some to a
+                 client by a sidecar that answers oddly, some to a store on a disk. --quiet-ms: what that tenant may
+                 wait on a quiet machine
     flood        seconds of clients that ask a sidecar as fast as they may; what others wait for meanwhile
     long-prompts prompts of 1,000,000 tokens, and a hundred times as many of 6,400, mixed on one connection of a sidecar
 
@@ -43,6 +45,7 @@ from torture.long_prompts import long_prompts
 from torture.nested import nested
 from torture.nested_disk import directories
 from torture.nested_door import clients as odd_answers
+from torture.nested_door import door as odd_requests
 from torture.nursery import Nursery
 from torture.points import POINTS
 
@@ -73,6 +76,7 @@ def main() -> int:
     parser.add_argument("--messages", type=int, default=2_000, help="broken messages to a sidecar")
     parser.add_argument("--half-open", type=int, default=200, help="connections to a sidecar that stop half way")
     parser.add_argument("--nested", type=int, default=5_000, help="values changed within nested structures")
+    parser.add_argument("--quiet-ms", type=float, default=float("inf"), help="that another tenant may wait meanwhile")
     parser.add_argument("--flood", type=int, default=10, help="seconds of clients that flood a sidecar")
     parser.add_argument("--long-prompts", type=int, default=10, help="prompts of 1,000,000 tokens, beside short ones")
     parser.add_argument("--seed", type=int, default=0, help="of all chance, except for the moment of a kill")
@@ -120,8 +124,9 @@ def main() -> int:
         run("messages", options.messages, lambda progress: messages(options.messages, options.seed, progress))
         run("half-open", 2 * options.half_open, lambda told: half_open(options.half_open, options.seed, report=told))
         within, seed = options.nested, options.seed
-        answers, disks = within // 40, within // 200
-        run("nested", within - answers - disks, lambda told: nested(told.total, seed, told))
+        requests, answers, disks = within // 4, within // 40, within // 200
+        run("nested", within - requests - answers - disks, lambda told: nested(told.total, seed, told))
+        run("nested requests", requests, lambda told: odd_requests(requests, seed, told, options.quiet_ms))
         run("nested answers", answers, lambda told: odd_answers(answers, seed, told))
         run("nested disks", disks, lambda told: directories(disks, seed, told))
         run("flood", options.flood, lambda progress: flood(options.flood, options.seed, report=progress))

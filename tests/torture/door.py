@@ -6,7 +6,7 @@ messages    seeded mutations of every verb, and of namespaces within (`torture.n
             or changed
 half-open   connections that are silent, stop within a hello, or never read: others are let in, and all of it is given
             back
-flood       clients that ask as fast as they may; see `torture.flood`
+flood       clients in a cgroup with a limit of CPU time; see `torture.flood`
 
 Every campaign ends with a sidecar that is the same process, has nothing in its log, and ends in order.
 """

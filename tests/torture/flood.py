@@ -1,4 +1,4 @@
-"""Floods against a real sidecar: clients that ask as fast as they may, with idle cores alone.
+"""Floods against a real sidecar: clients that ask as fast as they may, in a cgroup with a limit of CPU time.
 
 Meanwhile well-behaved connections ask at a steady pace. What they waited for in the sidecar's own queue is the
 sidecar's account of their session (`kvstore stat --json`); beside it stand their round trips, which have the clients'
@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
@@ -26,11 +27,14 @@ QUEUE_WAIT_MS = 5.0
 QUIET_TRIP_MS = 1.0
 """At p99, without a flood, on a machine that does nothing else. Where other programs have the cores and this takes
 longer, the others may wait longer in proportion."""
+CPU_SHARE = 0.5
+"""Of one core, for all who flood."""
 QUIET_SECONDS = 5.0
 PACE_SECONDS = 0.004
 """Of each well-behaved connection, between two requests."""
 OTHERS = ("default", "default", OTHER_TENANT, OTHER_TENANT)
 ENGINE = "well-behaved"
+CGROUPS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup/cpu,cpuacct"))
 
 
 def flood(
@@ -47,32 +51,34 @@ def flood(
             quiet = min(QUIET_SECONDS, seconds)
             for name, wait in _served(sidecar, "before", quiet, lambda: None).items():
                 told[f"quiet_{name}"] = wait
-            command = [sys.executable, "-m", "torture.flooder", sidecar.sockets["default"], str(seed)]
-            flooders = [
-                subprocess.Popen([*command, *some], env={**os.environ, **PATHS}, stdout=subprocess.PIPE)
-                for some in ([list(kinds)] if kinds else [list(TALKING), list(CALLING)])
-            ]
-            try:
-                for one in flooders:
-                    assert one.stdout is not None and one.stdout.read(1), "a flooder did not begin"
-                    os.sched_setscheduler(one.pid, os.SCHED_IDLE, os.sched_param(0))
-                most = 0
+            with _limited_group() as (how, enter):
+                told["limited_by"] = how
+                command = [sys.executable, "-m", "torture.flooder", sidecar.sockets["default"], str(seed)]
+                flooders = [
+                    subprocess.Popen([*command, *some], env={**os.environ, **PATHS}, stdout=subprocess.PIPE)
+                    for some in ([list(kinds)] if kinds else [list(TALKING), list(CALLING)])
+                ]
+                try:
+                    for one in flooders:
+                        assert one.stdout is not None and one.stdout.read(1), "a flooder did not begin"
+                        enter(one.pid)
+                    most = 0
 
-                def look() -> None:
-                    nonlocal most
-                    most = max(most, sidecar.resident_bytes())
-                    report(round(time.monotonic() - began))
+                    def look() -> None:
+                        nonlocal most
+                        most = max(most, sidecar.resident_bytes())
+                        report(round(time.monotonic() - began))
 
-                began, without_core = time.monotonic(), sidecar.waited_for_core()
-                told |= _served(sidecar, "flooded", seconds, look)
-                told["flooders_core_share"] = round(sum(map(_core_seconds, flooders)) / seconds, 2)
-                told["without_core_share"] = round((sidecar.waited_for_core() - without_core) / seconds, 3)
-                for one in flooders:
-                    assert one.poll() is None, f"a flooder ended by itself, with status {one.returncode}"
-            finally:
-                for one in flooders:
-                    one.kill()
-                    one.communicate()
+                    began, without_core = time.monotonic(), sidecar.waited_for_core()
+                    told |= _served(sidecar, "flooded", seconds, look)
+                    told["flooders_core_share"] = round(sum(map(_core_seconds, flooders)) / seconds, 2)
+                    told["without_core_share"] = round((sidecar.waited_for_core() - without_core) / seconds, 3)
+                    for one in flooders:
+                        assert one.poll() is None, f"a flooder ended by itself, with status {one.returncode}"
+                finally:
+                    for one in flooders:
+                        one.kill()
+                        one.communicate()
             for name, wait in _served(sidecar, "after", quiet, lambda: None).items():
                 told[f"quiet_{name}"] = max(float(told[f"quiet_{name}"]), wait)
             household.turn()
@@ -156,3 +162,55 @@ def _served(sidecar: Sidecar, name: str, seconds: float, look: Callable[[], None
 def _core_seconds(process: subprocess.Popen[bytes]) -> float:
     """What it has had so far, its start included."""
     return int(Path(f"/proc/{process.pid}/schedstat").read_text().split()[0]) / 1e9
+
+
+@contextmanager
+def _limited_group() -> Iterator[tuple[str, Callable[[int], None]]]:
+    """A cgroup with a limit of CPU time, of either version; where none can be made, the scheduler's idle class."""
+    for root in CGROUPS:
+        if not (root / "cgroup.procs").exists():  # a folder that only holds the hierarchies
+            continue
+        group = root / f"kv-torture-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            period, quota = 20_000, int(20_000 * CPU_SHARE)
+            try:
+                if (group / "cpu.max").exists():
+                    (group / "cpu.max").write_text(f"{quota} {period}")
+                elif (group / "cpu.cfs_quota_us").exists():
+                    (group / "cpu.cfs_period_us").write_text(str(period))
+                    (group / "cpu.cfs_quota_us").write_text(str(quota))
+                else:  # without the controller
+                    continue
+            except OSError:
+                continue
+
+            def enter(pid: int, group: Path = group) -> None:
+                (group / "cgroup.procs").write_text(str(pid))
+                assert group.name in Path(f"/proc/{pid}/cgroup").read_text(), "a flooder is not in its cgroup"
+
+            yield f"cgroup with {CPU_SHARE} of a core", enter
+            return
+        finally:
+            _remove(group)
+    yield "SCHED_IDLE, since no cgroup with a limit of CPU time can be made here", _be_idle
+
+
+def _be_idle(pid: int) -> None:
+    os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+
+
+def _remove(group: Path) -> None:
+    """It is busy until its processes are buried."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            group.rmdir()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.01)

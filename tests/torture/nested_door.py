@@ -1,11 +1,17 @@
-"""Fuzzing within, to a client: a sidecar that answers what it should not, valid answers changed within; a client has
-misses, no more.
+"""Fuzzing within, through sockets: packed namespaces to a real sidecar, and answers to a real client.
+
+door       requests whose nested structures are changed (`torture.nested`), on a tenant's socket of a real sidecar;
+           another tenant pings meanwhile, and the operator asks what there is
+clients    a sidecar that answers what it should not: valid answers, changed within; a client has misses, no more
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 from collections import Counter
@@ -30,9 +36,99 @@ from tiering.dram.extents import Extent
 from tiering.frame import Stamp
 from tiering.tier import place_of
 from torture import Report, quiet
+from torture.doorstep import OTHER_TENANT, PATHS, Household, Sidecar
 from torture.mutate import mutated
-from torture.nested import NAMESPACES
+from torture.mutations import VALID, Booty
+from torture.nested import MOST_GROWN_BYTES, NAMESPACES, packed_bytes, some_payloads
+from torture.peer import come_in, packed_namespace
 from workbench import blank_pages, ids, random_pages, small_layout
+
+BATCH = 2000
+IN_ONE_CONNECTION = 200
+
+
+# To a sidecar ---------------------------------------------------------------------------------------------------------
+
+
+def door(count: int, seed: int, report: Report = quiet, most_ms: float = float("inf")) -> dict[str, float]:
+    """That many requests. most_ms: that a ping of the other tenant may take."""
+    random, counts = Random(seed), Counter[str]()
+    with Sidecar() as sidecar:
+        household = Household(sidecar.sockets[OTHER_TENANT], "household")
+        command = [sys.executable, "-m", "torture.pinger", sidecar.sockets[OTHER_TENANT]]
+        pinger = subprocess.Popen(
+            command, env={**os.environ, **PATHS}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert pinger.stdout is not None and pinger.stdout.read(1) == "\n", "the other tenant is not let in"
+            while sum(counts.values()) < count:
+                done = sum(counts.values())
+                until = min(count, done + BATCH)
+                try:
+                    while sum(counts.values()) < until:
+                        _ask_oddly(sidecar, random, min(IN_ONE_CONNECTION, until - sum(counts.values())), counts)
+                    household.turn()
+                    sidecar.check()
+                except AssertionError as error:
+                    raise AssertionError(f"seed {seed}, requests {done} to {sum(counts.values())}: {error}") from error
+                grown = sidecar.resident_bytes() - sidecar.rest_bytes
+                assert grown <= MOST_GROWN_BYTES, f"seed {seed}: the sidecar grew by {grown >> 20} MiB"
+                report(sum(counts.values()))
+            assert pinger.poll() is None, f"the other tenant's client ended, with status {pinger.returncode}"
+            told: dict[str, float] = json.loads(pinger.communicate("\n")[0])
+            assert told["ping_ms_max"] <= most_ms, f"another tenant waited for {told['ping_ms_max']:.1f} ms: {told}"
+        finally:
+            pinger.kill()
+            pinger.communicate()
+            household.close()
+        return {**counts, "grown_mib": max(0, grown) >> 20, **{name: round(one, 2) for name, one in told.items()}}
+
+
+def _ask_oddly(sidecar: Sidecar, random: Random, most: int, counts: Counter[str]) -> None:
+    """On one connection, until it is ended or has had enough."""
+    peer = come_in(sidecar.sockets["default"])
+    try:
+        granted = peer.ask(m.OpenNamespace(packed_namespace(), [8192]))
+        booty = Booty(granted.grant.number if isinstance(granted, m.Granted) else 0, 1, 1, 1, [bytes(32)] * 3)
+        for number in range(2, 2 + most):
+            peer.socket.sendall(_odd_request(random, booty, number))
+            try:
+                reply = peer.reply()
+            except TimeoutError:
+                raise AssertionError("no answer") from None
+            if reply is None:
+                counts["ended"] += 1
+                return
+            answer = reply.answer
+            if isinstance(answer, m.Failed) and answer.fault is m.RequestFault.MALFORMED:
+                counts["malformed"] += 1
+                assert peer.reply() is None
+                return
+            assert reply.number == number, f"an answer to {reply.number}, not to {number}"
+            if isinstance(answer, m.Failed):
+                assert "log" not in answer.text, f"a fault of the sidecar: {answer}"
+                counts["refused"] += 1
+            else:
+                counts["answered"] += 1
+    except (BrokenPipeError, ConnectionResetError):
+        counts["ended"] += 1
+    finally:
+        peer.close()
+
+
+def _odd_request(random: Random, booty: Booty, number: int) -> bytes:
+    if random.random() < 0.75:
+        raw = packed_bytes(random)
+        sizes = some_payloads(random, random.choice((1, 1, 2, 16, 512)))
+        body = msgspec.msgpack.encode([number, ["namespace", raw, sizes]])
+    else:
+        kind = random.choice([one for one in VALID if one not in ("hello", "purge", "persist", "drop")])
+        verb = msgspec.to_builtins(VALID[kind](random, booty), builtin_types=(bytes,))
+        body = msgspec.msgpack.encode([number, mutated(random, verb, wire=True)])
+    return len(body).to_bytes(m.LENGTH_BYTES, "little") + body
+
+
+# To a client ----------------------------------------------------------------------------------------------------------
 
 LAYOUT = small_layout()
 EXTENT_BYTES, FRAME_BYTES = 64 << 10, 4096 + 8192
