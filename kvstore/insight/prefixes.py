@@ -1,22 +1,24 @@
 """A sidecar's hot prefixes, live: hierarchical heavy hitters over the chains that look-ups found.
 
-    looked_up(), granted()  a sample goes into its tenant's trees, a path of runs of blocks for each chain, counted at
-                            each node passed: some microseconds, and a millisecond where a tree has to shrink
-    told()                  counts what a tenant's engines saved
+    looked_up(), granted()  a sample goes into the tenant's bounded queue; if that is full, they are counted as dropped
+    told()                  counts what its engines saved
+    step()                  the worker's thread feeds trees from the queues, a path of runs of blocks for each chain,
+                            counted at each node passed; run() repeats it until stopped
     figures()               any thread reads which prefixes are hot, of about the last hour: from the leaves up, a
                             node's own uses are those that no reported node below it explains; x its tokens
 
 A prefix that a thousand conversations share is one node. Trees are bounded: when one has too many nodes or blocks, the
 least used leaves go, and their uses stay counted above them. Counts decay with a half-life of half an hour. Each tenant
-has its own rate and trees, so that other tenants hardly influence what it sees. A look-up never waits: while trees are
-read, it is dropped and counted. After G. Cormode, F. Korn, S. Muthukrishnan, D. Srivastava, "Finding Hierarchical Heavy
-Hitters in Streaming Data", ACM TKDD 1 (4), 2008. Clock and names are handed in.
+has its own queue, rate and trees, so that other tenants hardly influence what it sees. After G. Cormode, F. Korn, S.
+Muthukrishnan, D. Srivastava, "Finding Hierarchical Heavy Hitters in Streaming Data", ACM TKDD 1 (4), 2008. Clock and
+names are handed in; the caller owns the thread.
 """
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -36,13 +38,12 @@ MOST_TREES, LEAST_NODES = 64, 16
 """Per tenant: namespaces that are followed, the most recent; nodes that each may have in any case."""
 FREE_A_SECOND, ONE_IN = 32, 67
 """Per tenant, of look-ups and of leases: so many a second are followed, and of the rest one in so many."""
-LONGEST_BLOCKS = 1 << 14
-"""Longer chains are dropped."""
+MOST_QUEUED, MOST_QUEUED_BLOCKS = 256, 1 << 14
 LEAST_SHARE = 0.01
 """A prefix is listed if it found this share of the tokens that its tenant's look-ups found."""
 MOST_ROWS = 20
 """Per tenant and list; three times as many in the list of all tenants."""
-FADE_EVERY_SECONDS, FRESH_SECONDS, LEAST_SECONDS = 60.0, 2.0, 60.0
+FADE_EVERY_SECONDS, WAIT_SECONDS, FRESH_SECONDS, LEAST_SECONDS = 60.0, 1.0, 2.0, 60.0
 ROW_DIGITS = 8
 LEAST_USES = 0.01
 """Prefixes with fewer decayed uses are not listed."""
@@ -70,19 +71,25 @@ class SpaceNames(NamedTuple):
 UNKNOWN = SpaceNames("", "")
 
 
+class _Chain(NamedTuple):
+    """keys: joined. first_block: of a lease; None for a look-up."""
+
+    namespace: int
+    keys: bytes
+    first_block: int | None
+    weight: int
+
+
 @dataclass(slots=True)
 class _Sampling:
-    """For look-ups or for leases. free: how many may still be followed in the second that began at `paid_at`."""
+    """For look-ups or for leases. free: how many may still be followed in this second."""
 
     came: int = 0
     free: int = FREE_A_SECOND
-    paid_at: float = 0.0
 
-    def weight(self, now: float) -> int:
+    def weight(self) -> int:
         """Count one more; returns how many it stands for, or 0 if it is not followed."""
         self.came += 1
-        if now - self.paid_at >= 1:
-            self.free, self.paid_at = FREE_A_SECOND, now
         if self.free > 0:
             self.free -= 1
             return 1
@@ -95,6 +102,8 @@ class _Tenant:
     leases: _Sampling = field(default_factory=_Sampling)
     sampled: int = 0
     dropped: int = 0
+    chains: deque[_Chain] = field(default_factory=deque)
+    queued_blocks: int = 0
     trees: dict[int, PrefixTree] = field(default_factory=dict)  # last fed at the end
     saved_seconds: float = 0.0
     saved_tokens: int = 0
@@ -109,15 +118,15 @@ class _Tenant:
 
 
 class PrefixBook:
-    """Thread-safe."""
+    """Thread-safe; one thread at a time steps."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._sizes: dict[int, tuple[int, int]] = {}
         self._tenants: dict[bytes, _Tenant] = {}
-        self._lock = threading.Lock()  # guards tenants, trees and what was shown
-        self._savings_lock = threading.Lock()  # held for an addition
-        self._began_at = self._faded_at = clock.monotonic_seconds()
+        self._queue_lock = threading.Lock()  # guards queues and counts; held for one append
+        self._lock = threading.Lock()  # guards trees; held for one item
+        self._began_at = self._faded_at = self._paid_at = clock.monotonic_seconds()
         self._busy = 1  # tenants with trees
         self._shown: dict[tuple[bool, tuple[bytes, ...]], tuple[float, PrefixFigures]] = {}
 
@@ -126,77 +135,96 @@ class PrefixBook:
     def opened(self, tenant: bytes, namespace: int, block_bytes: int, block_tokens: int) -> None:
         """Announce a tenant's namespace. block_bytes: size of its blocks in a tier."""
         self._sizes[namespace] = block_bytes, block_tokens
-        with self._lock:
+        with self._queue_lock:
             self._tenants.setdefault(tenant, _Tenant())
 
     def looked_up(self, tenant: bytes, namespace: int, keys: Sequence[bytes], blocks: int) -> None:
         mine = self._tenants.get(tenant)
-        if mine is not None and (weight := mine.lookups.weight(self._clock.monotonic_seconds())):
-            if not self._follow(mine, namespace, keys[:blocks], None, weight):
-                mine.dropped += weight
+        if mine is not None and (weight := mine.lookups.weight()):
+            self._offer(mine, _Chain(namespace, b"".join(keys[:blocks]), None, weight))
 
     def granted(self, tenant: bytes, namespace: int, keys: Sequence[bytes], first_block: int, blocks: int) -> None:
         """A lease granted these from first_block up to `blocks`."""
         mine = self._tenants.get(tenant)
-        if mine is not None and (weight := mine.leases.weight(self._clock.monotonic_seconds())):
-            self._follow(mine, namespace, keys[:blocks], first_block, weight)
+        if mine is not None and (weight := mine.leases.weight()):
+            self._offer(mine, _Chain(namespace, b"".join(keys[:blocks]), first_block, weight))
 
     def told(self, tenant: bytes, verb: m.Tell) -> None:
         mine = self._tenants.get(tenant)
         if mine is None or verb.savings is None:
             return
-        with self._savings_lock:
+        with self._queue_lock:
             mine.tells_savings = True
             mine.saved_seconds += verb.savings.saved_seconds - verb.savings.regret_seconds
             for one in verb.firsts:
                 mine.saved_tokens += one.hits.get(HitTier.DRAM, 0) + one.hits.get(HitTier.NVME, 0)
 
-    def _follow(
-        self, mine: _Tenant, namespace: int, keys: Sequence[bytes], first_block: int | None, weight: int
-    ) -> bool:
-        """first_block: of a lease; None for a look-up. `False` if it is dropped."""
-        if len(keys) > LONGEST_BLOCKS or not self._lock.acquire(blocking=False):
-            return False
-        try:
-            self._fade()
-            mine.sampled += first_block is None
-            if not keys:
-                return True
-            is_first = not mine.trees
-            size_bytes, tokens = self._sizes[namespace]
-            tree = mine.trees.pop(namespace, None) or PrefixTree(tokens, size_bytes)
-            mine.trees[namespace] = tree
-            if is_first:
-                self._count_busy()
-            while len(mine.trees) > MOST_TREES:
-                del mine.trees[next(iter(mine.trees))]
-            if first_block is None:
-                tree.found(b"".join(keys), weight, self._clock.wall_seconds())
-            else:
-                tree.granted(b"".join(keys), first_block, weight)
-            self._shrink(mine, tree)
-            return True
-        finally:
-            self._lock.release()
+    def _offer(self, mine: _Tenant, chain: _Chain) -> None:
+        blocks = len(chain.keys) // KEY_BYTES
+        with self._queue_lock:
+            if len(mine.chains) >= MOST_QUEUED or mine.queued_blocks + blocks > MOST_QUEUED_BLOCKS:
+                mine.dropped += chain.weight if chain.first_block is None else 0
+                return
+            mine.sampled += chain.first_block is None
+            if blocks:
+                mine.chains.append(chain)
+                mine.queued_blocks += blocks
+
+    # Working through it --------------------------------------------------------------------------------------------
+
+    def step(self) -> int:
+        """Process everything queued; returns how many items."""
+        self._pass_time()
+        done = 0
+        tenants = list(self._tenants.values())
+        self._busy = max(1, sum(bool(mine.trees) for mine in tenants))
+        for mine in tenants:
+            with self._queue_lock:
+                chains, mine.chains = mine.chains, deque()
+                mine.queued_blocks = 0
+            for chain in chains:
+                with self._lock:
+                    self._follow(mine, chain)
+            done += len(chains)
+        return done
+
+    def run(self, stop: threading.Event) -> None:
+        """Step until `stop` is set; what is queued then is dropped."""
+        while not stop.wait(WAIT_SECONDS):
+            self.step()
+
+    def _follow(self, mine: _Tenant, chain: _Chain) -> None:
+        size_bytes, tokens = self._sizes[chain.namespace]
+        tree = mine.trees.pop(chain.namespace, None) or PrefixTree(tokens, size_bytes)
+        mine.trees[chain.namespace] = tree
+        while len(mine.trees) > MOST_TREES:
+            del mine.trees[next(iter(mine.trees))]
+        if chain.first_block is None:
+            tree.found(chain.keys, chain.weight, self._clock.wall_seconds())
+        else:
+            tree.granted(chain.keys, chain.first_block, chain.weight)
+        self._shrink(mine, tree)
 
     def _shrink(self, mine: _Tenant, tree: PrefixTree) -> None:
         trees = len(mine.trees) * self._busy
         tree.shrink(max(LEAST_NODES, MOST_NODES // trees), max(LEAST_NODES, MOST_BLOCKS // trees))
 
-    def _count_busy(self) -> None:
-        self._busy = max(1, sum(bool(mine.trees) for mine in self._tenants.values()))
-
-    def _fade(self) -> None:
+    def _pass_time(self) -> None:
         now = self._clock.monotonic_seconds()
+        if now - self._paid_at >= WAIT_SECONDS:
+            with self._queue_lock:
+                for mine in self._tenants.values():
+                    mine.lookups.free = mine.leases.free = FREE_A_SECOND
+            self._paid_at = now
         if now - self._faded_at < FADE_EVERY_SECONDS:
             return
         factor = 0.5 ** ((now - self._faded_at) / HALF_LIFE_SECONDS)
         self._faded_at = now
-        self._count_busy()
-        for mine in self._tenants.values():
-            for tree in mine.trees.values():
-                tree.fade(factor)
-                self._shrink(mine, tree)
+        for mine in list(self._tenants.values()):
+            with self._lock:
+                for tree in mine.trees.values():
+                    tree.fade(factor)
+                    self._shrink(mine, tree)
 
     # Reading it ----------------------------------------------------------------------------------------------------
 
@@ -220,7 +248,6 @@ class PrefixBook:
         hot: list[tuple[float, int, bytes, HotPrefix]] = []
         for name, tenant in mine:
             with self._lock:
-                self._fade()
                 hot += _hottest(tenant, printable(name), named, per_hour)
         hot.sort(key=lambda one: -one[0])
         tenants = [tenant for _, tenant in mine]
@@ -231,22 +258,25 @@ class PrefixBook:
             sum(one.sampled for one in tenants),
             sum(one.dropped for one in tenants),
         )
-        with self._lock:
+        with self._queue_lock:
             if len(self._shown) > 2 * len(self._tenants):  # one for each tenant, and one of all
                 self._shown.clear()
             self._shown[asker] = now, shown
         return shown
 
     def forget(self, tenant: bytes) -> None:
-        with self._lock:
+        with self._queue_lock, self._lock:
             self._tenants.pop(tenant, None)
             self._shown.clear()
 
     def check(self) -> None:
-        """Verify the bounds, and the invariants of each tree."""
-        with self._lock:
+        """Verify the bounds, and the invariants of each tree and table."""
+        with self._queue_lock, self._lock:
             tenants = list(self._tenants.values())
             for mine in tenants:
+                assert len(mine.chains) <= MOST_QUEUED
+                queued = sum(len(one.keys) for one in mine.chains)
+                assert queued == mine.queued_blocks * KEY_BYTES <= MOST_QUEUED_BLOCKS * KEY_BYTES
                 assert len(mine.trees) <= MOST_TREES
                 for tree in mine.trees.values():
                     tree.check()

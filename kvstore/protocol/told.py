@@ -120,8 +120,8 @@ class HotPrefix(msgspec.Struct, frozen=True):
 
 class PrefixFigures(msgspec.Struct, frozen=True):
     """What was seen of prompts in about the last hour; the weight of each halves in half an hour. seconds: how long
-    this has counted. lookups: all; sampled: those followed; dropped: those that were too long, or came while this was
-    read. The others stay empty: `kvstore lint` finds where the prompts of a file part."""
+    this has counted. lookups: all; sampled: those followed; dropped: those that came too fast. The others
+    stay empty: `kvstore lint` finds where the prompts of a file part."""
 
     hottest: list[HotPrefix]
     seconds: float

@@ -254,8 +254,10 @@ class Daemon:
         estimate = partial(whatif.run, ends, lambda: (thread_seconds(), process_seconds()))
         try:
             threading.Thread(target=estimate, name="kv-whatif", daemon=True).start()
+            follow = partial(self._handlers.prefixes.run, ends)
+            threading.Thread(target=follow, name="kv-prefixes", daemon=True).start()
         except RuntimeError as error:
-            _log.warning("no estimates of what other sizes would find: %s", error)
+            _log.warning("no estimates of what other sizes would find, or of which prefixes are hot: %s", error)
 
     def _follow_keys(self) -> None:
         while not self._ends.wait(KEYS_LOOK_SECONDS):

@@ -48,7 +48,7 @@ def serve_traffic(sidecar: Sidecar, prompts: int = 60) -> None:
             ask_for(number - 55)
         else:
             assert prompts < 60, "nothing was evicted"
-    while sidecar.whatif.step():  # no thread does it here
+    while sidecar.whatif.step() or sidecar.prefixes.step():  # no thread does it here
         pass
 
 

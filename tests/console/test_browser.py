@@ -199,7 +199,7 @@ def test_prefixes_are_those_of_the_api(served: tuple[Sidecar, RunningConsole], b
         handle.put(ids(320, 88_000_000), random_pages(LAYOUT, 5))
         for _ in range(40):
             assert handle.match(ids(320, 88_000_000)).blocks == 5
-    wait_until(lambda: shown.ask("/api/prefixes").json["hottest"])
+    wait_until(lambda: sidecar.prefixes.step() >= 0 and shown.ask("/api/prefixes").json["hottest"])
     told = shown.ask("/api/prefixes").json
     browser.open(f"{shown.url}prefixes")
     browser.until("document.querySelector('td code')")

@@ -66,6 +66,7 @@ def ask_for_a_while(sidecar: Sidecar, cache: PrefixCache) -> str:
         report = cache.report
         while sidecar.whatif.step():  # no thread does it here
             pass
+        sidecar.prefixes.step()
         if time.monotonic() > ends_at and {MissReason.EVICTED, HitTier.DRAM} <= {
             one.origin for one in report.account.segments
         }:

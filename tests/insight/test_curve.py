@@ -9,7 +9,7 @@ import tracemalloc
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
 from hashlib import blake2b
-from itertools import count, groupby
+from itertools import groupby
 from math import inf
 from timeit import repeat
 from typing import Any
@@ -40,7 +40,7 @@ from kvstore.insight.curve import (
 )
 from kvstore.insight.whatif import curve_of, marks_of_blocks
 from recorded import PUBLIC, recorded
-from waiting import FakeClock, wait_until
+from waiting import FakeClock
 
 SALT = 0x1234_5678_9ABC_DEF0
 BLOCK_BYTES, BLOCK_TOKENS = 2 << 20, 64
@@ -402,7 +402,7 @@ def test_a_full_queue_drops_and_counts() -> None:
     assert not looked_up(whatif, 1, half[:1]), "as many blocks wait as may"
     whatif.check()
     told = whatif.snapshot(10**9)
-    assert (told.lookups, told.dropped_lookups) == (3, 1)
+    assert (told.lookups, told.dropped_lookups, whatif._dropped_blocks) == (3, 1, 1)
     work_through(whatif)
     assert looked_up(whatif, 1, half[:1]), "there is room again"
     assert not looked_up(whatif, 1, [bytes(32)] * (MOST_QUEUED_BLOCKS + 1)), "never fits"
@@ -437,25 +437,48 @@ def test_a_look_up_does_not_wait_for_work() -> None:
     assert not worker.is_alive() and whatif.step() == 4
 
 
-def test_a_filled_queue_is_worked_through_at_once_and_a_quiet_one_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvstore.insight.curve, "WAIT_SECONDS", 20.0)
-    whatif, stop, steps = WhatIf(FakeClock(), SALT, LEAST_NAMES), threading.Event(), list[float]()
-
-    def worked() -> tuple[float, float]:
-        steps.append(time.monotonic())
-        return 0.0, 0.0
-
-    worker = threading.Thread(target=whatif.run, args=(stop, worked))
+def test_it_runs_until_it_is_stopped() -> None:
+    whatif, stop = WhatIf(FakeClock(), SALT), threading.Event()
+    worker = threading.Thread(target=whatif.run, args=(stop,))
+    for _ in range(50):
+        looked_up(whatif, 1, chain(range(4)))
     worker.start()
-    eighth = [key(at) for at in range(MOST_QUEUED_BLOCKS // 8)]
-    try:
-        wait_until(lambda: len(steps) >= 4, lambda: looked_up(whatif, 1, eighth))
-        assert steps[3] - steps[0] < 20
-        time.sleep(0.1)
-        assert len(steps) <= 6
-    finally:
-        stop.set()
-    wait_until(lambda: not worker.is_alive(), lambda: looked_up(whatif, 1, eighth))
+    while whatif.snapshot(10**9).asked_tokens < 200 * BLOCK_TOKENS:
+        assert worker.is_alive()
+    stop.set()
+    worker.join(30)
+    assert not worker.is_alive()
+    assert whatif.snapshot(10**9).points[-1].token_hit_rate == pytest.approx(49 / 50)
+
+
+@pytest.mark.parametrize(
+    ("blocks_a_second", "most_lost", "steps"), [(120_000, 0, (10, 12)), (800_000, 160_000, (30, 60))]
+)
+def test_a_busy_queue_is_worked_through_in_time_and_a_quiet_one_seldom(
+    blocks_a_second: int, most_lost: int, steps: tuple[int, int]
+) -> None:
+    """For two seconds. What is lost is lost at first, until it is known how much comes."""
+    clock, waits = FakeClock(), list[float]()
+    whatif = WhatIf(clock, SALT, 16)
+    keys = [key(at) for at in range(8_000)]
+    look_ups = [keys[at : at + 400] for at in range(0, len(keys), 400)]
+
+    class TwoSeconds:
+        def is_set(self) -> bool:
+            return sum(waits) >= 2
+
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            for at in range(round(blocks_a_second * timeout / 400)):
+                looked_up(whatif, 1, look_ups[at % len(look_ups)])
+            waits.append(timeout)
+            clock.monotonic += timeout
+            return False
+
+    whatif.run(TwoSeconds())
+    told = whatif.snapshot(10**9)
+    assert told.lookups * 400 >= 1.9 * blocks_a_second and whatif._dropped_blocks <= most_lost
+    assert steps[0] <= len(waits) <= steps[1]
 
 
 def test_what_was_counted_half_an_hour_ago_counts_half() -> None:
@@ -581,33 +604,36 @@ def test_where_few_names_take_too_much_work_hot_ones_are_followed_less_often_to_
     assert rates[1] == pytest.approx(rates[0], abs=0.01) and seconds[1] < seconds[0] / 2
 
 
-def test_a_burst_of_work_is_weighed_at_once_and_a_little_every_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_burst_of_work_is_weighed_at_once_and_a_little_every_five_seconds() -> None:
     """Weighed after five seconds alone, a sidecar that starts under load serves thousands of look-ups late."""
-    monkeypatch.setattr(kvstore.insight.curve, "WAIT_SECONDS", 0.0)
     clock, spent = FakeClock(), [0.0]
     whatif = WhatIf(clock, SALT, 2_048)
     ask_for(whatif, 3_000)
 
-    def names_after(steps: int, worker_seconds: float) -> int:
-        """After so many steps of 0.2 s, of which the worker takes some."""
-        stop, calls = threading.Event(), count()
+    class Steps:
+        """So many steps of 0.2 s, of which the worker takes some."""
 
-        def worked() -> tuple[float, float]:
-            if step := next(calls):  # the first one is before the first step; each moves the next step's clock
-                clock.advance(0.2)
-                spent[0] += worker_seconds
-                if step == steps:
-                    stop.set()
-            return spent[0], 0.0
+        def __init__(self, steps: int, worker_seconds: float) -> None:
+            self.left, self.seconds = steps, worker_seconds
 
-        whatif.run(stop, worked)
+        def is_set(self) -> bool:
+            return not self.left
+
+        def wait(self, timeout: float | None = None) -> bool:
+            self.left -= 1
+            clock.monotonic += 0.2
+            spent[0] += self.seconds
+            return False
+
+    def names_after(steps: Steps) -> int:
+        whatif.run(steps, lambda: (spent[0], 0.0))
         return whatif.snapshot(10**9).sampled_names
 
-    assert names_after(25, 0.001) == 2_048, "not weighed yet"
-    assert names_after(1, 1.5 * WEIGHED_AFTER_WORK_SECONDS) <= FEWEST_NAMES, "weighed at once"
+    assert names_after(Steps(24, 0.001)) == 2_048, "not weighed yet"
+    assert names_after(Steps(1, 1.5 * WEIGHED_AFTER_WORK_SECONDS)) <= FEWEST_NAMES, "weighed at once"
     whatif = WhatIf(clock, SALT, 2_048)
     ask_for(whatif, 3_000)
-    assert 2_048 // 6 <= names_after(26, 0.001) <= 2_048 // 4, "weighed after five seconds: five times too much"
+    assert 2_048 // 6 <= names_after(Steps(25, 0.001)) <= 2_048 // 4, "weighed after five seconds: five times too much"
 
 
 def test_the_rate_of_tokens_is_what_was_asked_for_in_a_second() -> None:

@@ -72,6 +72,7 @@ def test_the_hottest_prefix_is_shown_as_it_is_stored(sidecar: Sidecar, handle: N
     for number in range(10):
         prompt = ids(640) + ids(64, 1_000_000 * (number + 1))
         handle.lease(handle.match(prompt), first_token=128, deadline_ms=5000).release()
+    sidecar.prefixes.step()
     (row,) = observed(sidecar).hottest
     assert (row.tokens, row.stored_tokens, row.tiers, row.tenant) == (640, 640, {"dram": 10}, "default")
     assert row.id == handle.match(ids(640)).keys[-1].hex()[:8]
@@ -91,6 +92,7 @@ def test_the_command_prints_sentences_and_an_object(sidecar: Sidecar, handle: Na
     assert "No prefix that was found stands out" in run(*command).stdout
     handle.put(ids(640), random_pages(LAYOUT, 10))
     handle.lease(handle.match(ids(700)), deadline_ms=5000).release()
+    sidecar.prefixes.step()
     time_over(sidecar)
     assert "small model" in run(*command).stdout
     assert told(*command)["hottest"][0]["tokens"] == 640
