@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,11 +16,12 @@ import pytest
 
 from descriptors import open_files, opened_since
 from kvstore.block.account import MissReason
+from kvstore.block.errors import Unreachable
 from kvstore.client import socket_door as remote_door
 from kvstore.client.handle import NamespaceHandle, PutResult
 from kvstore.client.sidecar_store import SidecarStore
 from kvstore.protocol import messages as m
-from programs import start_python
+from programs import run_python, start_python
 from service.sidecar import Sidecar, wire_to
 from tiering.dram.unmap_wait import TENANT_SECONDS, WAIT_SECONDS
 from tiering.frame import digest
@@ -266,7 +268,49 @@ def test_an_answer_without_its_bell_is_no_bell(sidecar: Sidecar) -> None:
     wire.close()
 
 
+@pytest.mark.slow
+def test_a_descriptor_of_something_else_is_no_bell(sidecar: Sidecar) -> None:
+    wire = wire_to(sidecar.path)
+    receive, before = wire._receive_piece, open_files("/dev/null")
+
+    def another() -> bytes:
+        piece = receive()
+        wire._descriptors.appendleft(os.open(os.devnull, os.O_RDONLY))
+        return piece
+
+    wire._receive_piece = another  # type: ignore[method-assign]
+    with pytest.raises(Unreachable):
+        wire.call(m.Ping(True), 10.0)
+    wire.close()
+    assert not opened_since(before, "/dev/null")
+
+
 # A client's own life --------------------------------------------------------------------------------------------------
+
+
+def test_one_thread_listens_however_often_it_is_asked(sidecar: Sidecar) -> None:
+    def listening() -> int:
+        return sum(thread.name == "kv-bell" for thread in threading.enumerate())
+
+    wait_until(lambda: listening() == 0)
+    with sidecar.client() as store:
+        opened(store, MODEL)
+        wait_until(lambda: listening() == 1)
+        for _ in range(5):
+            store._door.look_after()
+        assert listening() == 1
+    wait_until(lambda: listening() == 0)
+
+
+def test_a_client_asks_for_a_bell_until_there_is_one(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as without:
+        without.setattr(sidecar.sessions, "new_notify_pipe", lambda caller: None)
+        store = sidecar.client()
+        opened(store, MODEL)
+        store._door.look_after()
+        assert store._door._run is not None and store._door._run.notify_pipe is None
+    wait_until(lambda: store._door._run is not None and store._door._run.notify_pipe is not None)
+    store.close()
 
 
 def test_what_a_client_mapped_is_let_go_of_when_the_sidecar_hangs_up(sidecar: Sidecar) -> None:
@@ -284,3 +328,45 @@ def test_what_a_client_mapped_is_let_go_of_when_the_sidecar_hangs_up(sidecar: Si
         connection.socket.shutdown(socket.SHUT_RDWR)
         wait_until(lambda: store._door._run is not None and store._door._run is not run)
         assert put(handle, 0).present == 8
+
+
+FORKING = """
+import os, sys, time
+from kvstore.client.sidecar_store import open_sidecar
+from kvstore.block.codec import codec_named
+from kvstore.node import SystemClock
+from workbench import ids, random_pages, small_layout
+
+store = open_sidecar(sys.argv[1], codecs=codec_named, clock=SystemClock(), session="a" * 32, engine="other")
+handle = store.namespace(model="other", layout=small_layout())
+while store._door._run.notify_pipe is None:
+    time.sleep(0.002)
+
+def is_open(inode):
+    for number in range(1024):
+        try:
+            if os.fstat(number).st_ino == inode:
+                return True
+        except OSError:
+            pass
+    return False
+
+bell = os.fstat(store._door._run.notify_pipe._descriptor).st_ino
+assert is_open(bell)
+child = os.fork()
+assert child or store._door._run is None
+assert child or not is_open(bell)
+if child:
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert handle.put(ids(64), random_pages(handle.layout, 1)).stored + handle.match(ids(64)).blocks >= 1
+else:
+    assert handle.put(ids(64), random_pages(handle.layout, 1)).stored == 1
+    while store._door._run.notify_pipe is None:
+        time.sleep(0.002)
+    os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_child_has_a_bell_of_its_own(sidecar: Sidecar) -> None:
+    run_python(FORKING, sidecar.path)

@@ -163,6 +163,16 @@ def test_stat_shows_what_decides_what_is_worth_holding(tmp_path: Path) -> None:
     assert "  tenant default, share 0.25," in shown and "nvme retained budget 20.0 MiB" in " ".join(shown.split())
 
 
+@pytest.mark.slow
+def test_stat_without_nvme_has_no_writes(tmp_path: Path) -> None:
+    with serving(tmp_path, "--nvme", "off") as _:
+        found = told("stat", "--data", str(tmp_path / "kv"))
+        shown = run("stat", "--data", str(tmp_path / "kv")).stdout
+    assert (found["policy"], found["nvme_writes"], found["write_budget"]) == ("lru", None, None)
+    assert found["nvme_retained_budget_bytes"] is None and found["retained_fraction"] == 0.25
+    assert "\npolicy: lru\n" in shown and "\ndram retained budget: 4.0 MiB\n" in shown and "nvme" not in shown
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_table_of_namespaces_cuts_no_id_and_no_figure(width: int) -> None:
     looked = LookupCounts(asked_tokens=10, hit_tokens={"dram": 10}, granted_tokens=10, hit_rate=1.0)
@@ -201,6 +211,16 @@ def test_watch_draws_again_and_again(sidecar: Running) -> None:
         while not (found := json.loads(watch.stdout.readline()))["namespaces"]:
             assert time.monotonic() < deadline
         assert found["namespaces"][0]["model"] == handle.model
+        watch.send_signal(signal.SIGINT)
+        assert watch.wait(20) == 130
+    with subprocess.Popen([*command, "--watch", "0.2"], stdout=subprocess.PIPE, text=True, env=env) as watch:
+        assert watch.stdout is not None
+        pages, lines = 0, 0
+        while pages < 2:  # into a pipe: one page behind the other, each as soon as it is there
+            line = watch.stdout.readline()
+            pages += ": " in line and " up " in line.split(":")[0]
+            lines += 1
+            assert line and lines < 200
         watch.send_signal(signal.SIGINT)
         assert watch.wait(20) == 130
     terminal, theirs = pty.openpty()

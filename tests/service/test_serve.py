@@ -30,7 +30,7 @@ from programs import run_python, serving_program
 from service.sidecar import patient
 from tiering.clock import SystemClock
 from waiting import wait_until
-from workbench import MODEL, ids, random_pages, small_layout
+from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
 from wrong_values import every_setting
 
 SERVE = [sys.executable, "-m", "kvstore", "serve", "--json"]
@@ -111,6 +111,72 @@ def test_two_processes_share_blocks_and_a_third_finds_them_after_a_restart(tmp_p
         assert not Path(socket).exists()
     with serving(tmp_path, *flags) as (_, said):
         assert client(said["serving"][0], "get") == "640 True"
+
+
+@pytest.mark.slow
+def test_a_sidecar_that_learns_what_to_keep_serves_right_bytes(tmp_path: Path) -> None:
+    """Eviction and writing by what was learned: more than DRAM has room for, put and asked for again, and a restart."""
+    config = tmp_path / "config.toml"
+    config.write_text('[store]\npolicy = "adaptive"\nnvme_writes = 1000.0\nnvme = "64MiB"\ndram = "1MiB"\n')
+    layout = small_layout()
+    prompts = [[*ids(320), *ids(320, 1_000_000 + 1_000 * number)] for number in range(60)]
+    pages = [random_pages(layout, 10, seed=number) for number in range(60)]
+    found = 0
+    with serving(tmp_path, "--dram", "1MiB", "--config", str(config)) as (process, said):
+        with patient(kvstore.open(f"unix:{said['serving'][0]}")) as store:
+            handle = store.namespace(model=MODEL, layout=layout)
+            for number in [*range(60), *range(60)]:
+                assert handle.put(prompts[number], pages[number]).reason is None
+                earlier, blank = max(0, number - 2), blank_pages(layout, 10)
+                with handle.lease(handle.match(prompts[earlier]), deadline_ms=5000) as lease:
+                    tokens = handle.get(lease, blank).tokens
+                assert same_tokens(pages[0], blank, range(min(tokens, 320)))
+                assert same_tokens(pages[earlier], blank, range(320, tokens))
+                found += tokens
+        status, _ = ended(process)
+        assert status == 0 and found > 60 * 320
+    with (
+        serving(tmp_path, "--dram", "1MiB", "--config", str(config)) as (_, said),
+        patient(kvstore.open(f"unix:{said['serving'][0]}")) as store,
+    ):
+        handle = store.namespace(model=MODEL, layout=layout)
+        wait_until(lambda: handle.match(prompts[59]).blocks == 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_a_client_outlives_its_sidecar(tmp_path: Path, end: signal.Signals) -> None:
+    flags = ["--nvme", "64MiB"]
+    layout = small_layout()
+    pages = random_pages(layout, 10)
+    with serving(tmp_path, *flags) as (process, said):
+        store = patient(kvstore.open(f"unix:{said['serving'][0]}"))
+        handle = store.namespace(model=MODEL, layout=layout)
+        assert handle.put(ids(640), pages, durability="disk").stored == 10
+        lease = handle.lease(handle.match(ids(640)))
+        if end == signal.SIGKILL:
+            crash(process, said)
+        process.send_signal(end)
+        process.communicate(timeout=20)
+    match = handle.match(ids(640))
+    assert match.blocks == 0 and match.reason is MissReason.UNREACHABLE and match.account.asked == 640
+    assert handle.get(lease, blank_pages(layout, 10)).reason in (None, MissReason.UNREACHABLE)
+    assert handle.lease(match).blocks == 0
+    assert handle.put(ids(640), pages).reason is MissReason.UNREACHABLE
+    with serving(tmp_path, *flags):
+        deadline = time.monotonic() + 20
+        while (match := handle.match(ids(640))).blocks < 10:
+            assert time.monotonic() < deadline and match.reason in (MissReason.UNREACHABLE, MissReason.WARMING), match
+            time.sleep(0.01)
+        blank = blank_pages(layout, 10)
+        with handle.lease(match, deadline_ms=5000) as fresh:
+            assert handle.get(fresh, blank).tokens == 640
+        assert same_tokens(pages, blank, range(640))
+        loaded = handle.get(lease, blank_pages(layout, 10))
+        assert loaded.tokens == 0 and loaded.reason is MissReason.UNREACHABLE, "it was leased from the one before"
+        lease.release()
+    store.close()
+    assert handle.match(ids(640)).reason is MissReason.DISABLED
 
 
 def test_nobody_waits_long_for_a_sidecar_that_is_not_there(tmp_path: Path) -> None:

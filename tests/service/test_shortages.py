@@ -194,6 +194,14 @@ def says_why_not(status: int | None, errors: str, words: str) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("descriptors", "keeper"), [(12, False), (16, True), (20, False), (28, False), (28, True)])
+def test_a_start_with_few_descriptors_says_why_not(tmp_path: Path, descriptors: int, keeper: bool) -> None:
+    flags = configured(tmp_path, keeper)
+    status, output, errors = started(tmp_path, {resource.RLIMIT_NOFILE: descriptors}, *flags)
+    assert output == "" and says_why_not(status, errors, "ulimit -n")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("keeper", [False, True])
 def test_a_start_names_the_descriptors_that_it_lacks_and_serves_with_them(tmp_path: Path, keeper: bool) -> None:
     flags = configured(tmp_path, keeper)
@@ -245,6 +253,14 @@ def test_a_start_with_few_threads_serves_or_says_why_not(tmp_path: Path, threads
         return
     assert status == OUT_OF_RESOURCES, errors
     assert "no threads" in errors.splitlines()[-1] and "ulimit -u" in errors.splitlines()[-1], errors
+
+
+@pytest.mark.slow
+def test_a_start_on_a_full_disk_says_why_not(disk: Path) -> None:
+    fill(disk)
+    status, output, errors = started(disk, {}, "--nvme", "8MiB")
+    assert (status, output) == (OUT_OF_RESOURCES, "")
+    assert len(errors.splitlines()) == 1 and "disk full" in errors and "make room" in errors
 
 
 # Who reads what it prints ---------------------------------------------------------------------------------------------

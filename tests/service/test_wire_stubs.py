@@ -11,10 +11,12 @@ import re
 import subprocess
 import sys
 import tomllib
+import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Union, get_args, get_origin
 
 import msgspec
 import pytest
@@ -90,6 +92,14 @@ NOT_PUBLISHED = {
     "Stat.numbers_only": "for the edge, which asks the observers' socket: callers read few fields, and `json`",
     "WarmPrompt.line": "the line of a file, which the caller has",
 }
+
+PUBLISHED_OTHERWISE = {
+    "MatchPrefix.namespace": "a number of one connection's; here the namespace's id",
+    "Drop.namespace": "a number of one connection's; here the namespace's id",
+    "Namespace.layout": "a tree of groups; here its words, since who speaks this never touches a block's bytes",
+    "WarmPrompt.token_ids": "packed for the hash; here numbers",
+}
+"""Their field here has another type."""
 
 ONLY_HERE = {
     "MatchRequest.prompt": "the keys, or the tokens that they are made of",
@@ -256,14 +266,39 @@ def test_each_call_is_unary_and_has_messages_of_its_own() -> None:
     for method in methods:
         assert (method.input_type.name, method.output_type.name) == (f"{method.name}Request", f"{method.name}Response")
         assert not (method.client_streaming or method.server_streaming), "a stream holds a thread for its life"
-    names = "Match Namespaces Drop Warm Stat Health DropAny Score WhoAreYou Has OpenPull Offer"
-    assert {one.name for one in methods} == set(names.split())
+    assert {one.name for one in methods} == {
+        "Match",
+        "Namespaces",
+        "Drop",
+        "Warm",
+        "Stat",
+        "Health",
+        "DropAny",
+        "Score",
+        "WhoAreYou",
+        "Has",
+        "OpenPull",
+        "Offer",
+    }
 
 
 def test_all_of_it_is_kvstore_v1_and_has_no_enums() -> None:
     for file in FILES:
         assert file.package == "kvstore.v1"
         assert not file.enum_types_by_name and not any(one.enum_types for one in file.message_types_by_name.values())
+
+
+def test_each_message_field_and_call_has_a_comment(described: dict[str, descriptor_pb2.FileDescriptorProto]) -> None:
+    silent = []
+    for file in described.values():
+        said = {tuple(at.path) for at in file.source_code_info.location if at.leading_comments.strip()}
+        for number, message in enumerate(file.message_type):
+            named = [(f"{message.name}.{one.name}", (4, number, 2, at)) for at, one in enumerate(message.field)]
+            silent += [name for name, path in [(message.name, (4, number)), *named] if path not in said]
+        for number, service in enumerate(file.service):
+            named = [(f"{service.name}.{one.name}", (6, number, 2, at)) for at, one in enumerate(service.method)]
+            silent += [name for name, path in [(service.name, (6, number)), *named] if path not in said]
+    assert silent == []
 
 
 def test_no_field_can_carry_a_payload() -> None:
@@ -358,12 +393,34 @@ def test_no_message_has_a_field_that_no_struct_has() -> None:
 
 def test_the_tables_name_what_there_is() -> None:
     fields = {f"{struct.__name__}.{name}": struct for struct in PUBLISHED for name in _hints(struct)}
-    assert NOT_PUBLISHED.keys() <= fields.keys()
+    assert (NOT_PUBLISHED.keys() | PUBLISHED_OTHERWISE.keys()) <= fields.keys()
     for field in NOT_PUBLISHED:
         name = field.partition(".")[2]
         assert not any(name in MESSAGES[one].fields_by_name for one in PUBLISHED[fields[field]]), (
             f"{field} is published"
         )
+
+
+def test_a_field_that_is_not_published_is_reported() -> None:
+    class MatchReplyOfTomorrow(MatchReply, frozen=True):
+        elsewhere: int = 0
+
+    (problem,) = _problems(MatchReplyOfTomorrow, MESSAGES["MatchResponse"])
+    assert problem == "MatchReplyOfTomorrow.elsewhere: MatchResponse has no such field"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (float, "uint32 cannot be a float"),
+        (list[int], "uint32 cannot be a list of int"),
+        (str, "uint32 cannot be a str"),
+        (bool, "uint32 cannot be a bool"),
+        (int | None, "not set cannot be told from 0"),
+    ],
+)
+def test_a_field_of_another_type_is_reported(kind: Any, said: str) -> None:
+    assert said in _type_problem(kind, MESSAGES["MatchResponse"].fields_by_name["blocks"])
 
 
 def _hints(struct: type) -> dict[str, Any]:
@@ -379,7 +436,7 @@ def _defaults(struct: type) -> dict[str, object]:
 def _problems(struct: type, message: Descriptor) -> Iterator[str]:
     """What a message lacks of a struct's fields."""
     defaults = _defaults(struct)
-    for name in _hints(struct):
+    for name, kind in _hints(struct).items():
         full = f"{struct.__name__}.{name}"
         if full in NOT_PUBLISHED:
             continue
@@ -389,8 +446,74 @@ def _problems(struct: type, message: Descriptor) -> Iterator[str]:
         if field is None:
             yield f"{full}: {message.name} has no such field"
             continue
+        if full not in PUBLISHED_OTHERWISE:
+            problem = _type_problem(kind, field)
+            if problem:
+                yield f"{full}: {problem}"
         if defaults.get(name) and not field.has_presence:
             yield f"{full}: not set means {defaults[name]!r}, and cannot be told from {field.default_value!r}"
+
+
+SCALARS: dict[type, tuple[str, ...]] = {
+    bool: ("bool",),
+    int: ("uint32", "uint64"),
+    float: ("double",),
+    str: ("string",),
+    bytes: ("bytes",),
+}
+TYPE_NAMES = {
+    getattr(FieldDescriptor, name): name.removeprefix("TYPE_").lower()
+    for name in vars(FieldDescriptor)
+    if name.startswith("TYPE_")
+}
+
+
+def _type_problem(kind: Any, field: FieldDescriptor) -> str:
+    """Why a field cannot say what an annotation says; "" where it can."""
+    if get_origin(kind) in (Union, types.UnionType):
+        (kind,) = [one for one in get_args(kind) if one is not type(None)]
+        is_word = isinstance(kind, type) and issubclass(kind, StrEnum)  # none of which is ""
+        if not field.is_repeated and not field.has_presence and not is_word:
+            return f"not set cannot be told from {field.default_value!r}"
+    said = TYPE_NAMES[field.type]
+    origin = get_origin(kind)
+    if origin in (list, tuple, Sequence):
+        item = get_args(kind)[0]
+        if not field.is_repeated or _is_map(field):
+            return f"{said} cannot be a list of {_name(item)}"
+        return _item_problem(item, field)
+    if origin in (dict, Mapping):
+        if not _is_map(field):
+            return f"{said} cannot be a table"
+        entry = field.message_type.fields_by_name
+        key, value = get_args(kind)
+        return _item_problem(key, entry["key"]) or _item_problem(value, entry["value"])
+    if field.is_repeated:
+        return f"many of {said} cannot be a {_name(kind)}"
+    return _item_problem(kind, field)
+
+
+def _item_problem(kind: Any, field: FieldDescriptor) -> str:
+    """As `_type_problem`, of one of many."""
+    said = TYPE_NAMES[field.type]
+    if get_origin(kind) is tuple:  # a pair as a message, its fields in that order
+        if field.message_type is None or len(field.message_type.fields) != len(get_args(kind)):
+            return f"{said} cannot be a {_name(kind)}"
+        pairs = zip(get_args(kind), field.message_type.fields, strict=True)
+        return next((problem for one, inner in pairs if (problem := _type_problem(one, inner))), "")
+    if kind in PUBLISHED:
+        is_it = field.message_type is not None and field.message_type.name in PUBLISHED[kind]
+        return "" if is_it else f"{said} cannot be a {_name(kind)}"
+    plain = next((one for one in SCALARS if isinstance(kind, type) and issubclass(kind, one)), None)
+    return "" if plain is not None and said in SCALARS[plain] else f"{said} cannot be a {_name(kind)}"
+
+
+def _is_map(field: FieldDescriptor) -> bool:
+    return field.message_type is not None and field.message_type.GetOptions().map_entry
+
+
+def _name(kind: Any) -> str:
+    return str(getattr(kind, "__name__", kind))
 
 
 # --- who imports them ------------------------------------------------------------------------------------------------
