@@ -27,17 +27,17 @@ class SpoilsOwnCache(CPUWorker):
         return super().execute_model(scheduler_output)
 
 
-def into_the_next_page(worker: PagedWorker) -> None:
-    """Every load puts each page's tokens where the next one's belong, and nothing into the first page. (All pages in
+def into_the_first_page(worker: PagedWorker) -> None:
+    """Every load puts the tokens of all pages into the first one; the others keep what lay in them. (All pages in
     another order would not show: attention asks for a set of tokens.)"""
     load = worker._load
 
-    def shifted(order: LoadOrder, *args: Any) -> LoadReport:
-        tables = [replace(run, pages=[*run.pages[1:], run.pages[-1]]) for run in order.tables]
+    def misplaced(order: LoadOrder, *args: Any) -> LoadReport:
+        tables = [replace(run, pages=run.pages[:1] * len(run.pages)) for run in order.tables]
         report: LoadReport = load(replace(order, tables=tables), *args)
         return report
 
-    worker._load = shifted  # type: ignore[method-assign]
+    worker._load = misplaced  # type: ignore[method-assign]
 
 
 def without_the_drafts(worker: PagedWorker) -> None:
@@ -66,8 +66,8 @@ class _Planted(KvStoreConnector):
             type(self).fault(self._worker)
 
 
-class ShiftedConnector(_Planted):
-    fault = into_the_next_page
+class OnePageConnector(_Planted):
+    fault = into_the_first_page
 
 
 class DraftlessConnector(_Planted):

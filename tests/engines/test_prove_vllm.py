@@ -75,7 +75,7 @@ def connector(url: str, **changed: Any) -> list[str]:
 
 
 def test_a_connector_that_loads_into_other_pages_is_named(saved: Any, sidecar: Any, tmp_path: Path) -> None:
-    wrong = {"kv_connector": "ShiftedConnector", "kv_connector_module_path": "engines.planted"}
+    wrong = {"kv_connector": "OnePageConnector", "kv_connector_module_path": "engines.planted"}
     status, told = proven(tmp_path, "--", *engine_words(saved(), *connector(sidecar.url, **wrong)))
     assert (status, parties(told)) == (1, [Party.PAGES])
 

@@ -442,7 +442,7 @@ FAULTS: list[tuple[str, Callable[[Path], object], list[Said], list[str], int]] =
     ),
     ("index: none", lambda kv: data_of(kv).unlink(), [INDEX], ["missing: there is none"], 48),
     ("index: no folder", lambda kv: shutil.rmtree(data_of(kv).parent), [INDEX], ["missing: there is none"], 48),
-    ("index: cut", lambda kv: os.truncate(data_of(kv), 3 * PAGE_BYTES), [INDEX], ["doubtful: it is shorter"], 48),
+    ("index: cut", lambda kv: os.truncate(data_of(kv), 3 * PAGE_BYTES), [INDEX], ["doubtful: the probe"], 48),
     ("index: garbage", garbage, [INDEX], ["doubtful: the probe"], 48),
     ("index: another's", foreign, [INDEX], ["foreign: it belongs to another directory"], 48),
     ("index: no name", lambda kv: change_index(kv, lambda t: t.delete(META)), [INDEX], ["foreign: it does not"], 48),
