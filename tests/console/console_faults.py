@@ -3,7 +3,8 @@
     PYTHONPATH=benchmarks python tests/console/console_faults.py [--rounds 7] [--seconds 2]
 
 Sidecar and client share one core; the console has the others. Each look-up has to find all blocks, and a prompt that is
-read back has to have its bytes. Compared are the 99th percentiles of a round.
+read back has to have its bytes. Compared are the 99th percentiles of a round. `flooders` is the limit of `flooded`: what
+the same clients cost where a program that asks the sidecar nothing answers them, beside a quiet console.
 """
 
 from __future__ import annotations
@@ -50,6 +51,15 @@ for path in itertools.cycle(paths):
     for link in links:
         link.close()
     print(asked, flush=True)
+"""
+ANSWERER = """
+import socket, sys
+listener = socket.create_server((sys.argv[1], 0), backlog=64)
+print(listener.getsockname()[1], flush=True)
+while True:
+    with listener.accept()[0] as link:
+        link.recv(1 << 16)
+        link.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: 0\\r\\n\\r\\n")
 """
 KEPT = "/api/status /api/series /api/misses /api/namespaces /api/engines /api/whatif /api/events /"
 """What the console answers from what it has."""
@@ -131,7 +141,22 @@ class Consoles:
 
     @contextmanager
     def flooded(self) -> Iterator[Happened]:
-        with self.running() as (_, port), ExitStack() as stack:
+        with self.running() as (_, port), self._flooding(port) as answered:
+            yield answered
+
+    @contextmanager
+    def flooders(self) -> Iterator[Happened]:
+        command = [sys.executable, "-P", "-c", ANSWERER, HOST]
+        with self.running(), ExitStack() as stack:
+            with on_cores(self._cores):
+                answerer = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+            stack.callback(answerer.kill)
+            assert answerer.stdout is not None
+            yield stack.enter_context(self._flooding(int(answerer.stdout.readline())))
+
+    @contextmanager
+    def _flooding(self, port: int) -> Iterator[Happened]:
+        with ExitStack() as stack:
             flooders = []
             with on_cores(self._cores):
                 for paths in (KEPT, ASKED):
@@ -190,6 +215,7 @@ def main() -> None:
         consoles = Consoles(sidecar, set(others))
         faults: dict[str, Callable[[], AbstractContextManager[Happened]]] = {QUIET: consoles.quiet}
         faults |= {"killed": consoles.killed, "stopped": consoles.stopped, "flooded": consoles.flooded}
+        faults["flooders"] = consoles.flooders
         faults["full"] = partial(consoles.quiet, writes=False)
         figures, times = {name: list[float]() for name in faults}, dict.fromkeys(faults, 0)
         for turn in range(given.rounds + 1):

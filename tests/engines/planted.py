@@ -3,8 +3,7 @@ store that puts blocks into the wrong pages, or loses the draft's KV."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -27,33 +26,39 @@ class SpoilsOwnCache(CPUWorker):
         return super().execute_model(scheduler_output)
 
 
-def into_the_first_page(worker: PagedWorker) -> None:
-    """Every load puts the tokens of all pages into the first one; the others keep what lay in them. (All pages in
-    another order would not show: attention asks for a set of tokens.)"""
-    load = worker._load
+def the_first_page_everywhere(worker: PagedWorker) -> None:
+    """Every load leaves the tokens of its first page in all of its pages. (The right ones in another order would not
+    show: attention asks for a set of tokens.)"""
 
-    def misplaced(order: LoadOrder, *args: Any) -> LoadReport:
-        tables = [replace(run, pages=run.pages[:1] * len(run.pages)) for run in order.tables]
-        report: LoadReport = load(replace(order, tables=tables), *args)
-        return report
+    def misplaced(plane: Any, pages: list[int]) -> None:
+        plane[pages] = plane[pages[0]].clone()
 
-    worker._load = misplaced  # type: ignore[method-assign]
+    _after_loads(worker, worker.pages.numbers.values(), misplaced)
 
 
 def without_the_drafts(worker: PagedWorker) -> None:
     """Every load leaves nothing but zeros in the pages of the draft model's layers."""
+
+    def emptied(plane: Any, pages: list[int]) -> None:
+        plane[pages] = 0
+
+    drafted = [number for name, number in worker.pages.numbers.items() if "draft" in name]
+    assert drafted, f"no layer is a draft's: {list(worker.pages.numbers)}"
+    _after_loads(worker, drafted, emptied)
+
+
+def _after_loads(worker: PagedWorker, numbers: Collection[int], spoil: Callable[[Any, list[int]], None]) -> None:
+    """numbers: of layers. spoil: called for each plane of these with the pages of a load that is over."""
     load = worker._load
 
-    def emptied(order: LoadOrder, *args: Any) -> LoadReport:
+    def spoiled(order: LoadOrder, *args: Any) -> LoadReport:
         report: LoadReport = load(order, *args)
-        drafted = [number for name, number in worker.pages.numbers.items() if "draft" in name]
-        assert drafted, f"no layer is a draft's: {list(worker.pages.numbers)}"
-        for plane in (plane for number in drafted for plane in worker.pages._planes[number]):
+        for plane in (plane for number in numbers for plane in worker.pages._planes[number]):
             for run in order.tables:
-                plane[list(run.pages)] = 0
+                spoil(plane, list(run.pages))
         return report
 
-    worker._load = emptied  # type: ignore[method-assign]
+    worker._load = spoiled  # type: ignore[method-assign]
 
 
 class _Planted(KvStoreConnector):
@@ -67,7 +72,7 @@ class _Planted(KvStoreConnector):
 
 
 class OnePageConnector(_Planted):
-    fault = into_the_first_page
+    fault = the_first_page_everywhere
 
 
 class DraftlessConnector(_Planted):
