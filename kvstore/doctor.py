@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -57,7 +58,7 @@ from kvstore.status.tree import SidecarStatus
 from tiering.clock import SystemClock
 from tiering.dram.extents import HUGE_PAGE_BYTES, Extent
 from tiering.errors import TierError
-from tiering.files import read_text_files, what_stands_at
+from tiering.files import Unfit, flock_holder, read_file, read_text_files, what_stands_at
 from tiering.nvme.slab_files import disk_room
 
 CHECK_SECONDS = 20.0
@@ -229,22 +230,20 @@ def _dram(settings: Settings, limit: int) -> DramConfig:
     return DramConfig.of(int(DRAM_SHARE * limit) if given == AUTO else given, settings.store.extent, limit)
 
 
-def _nvme(settings: Settings) -> NvmeConfig | str | None:
-    """The sizes of the NVMe tier, or why it cannot have them; None where it is off. Makes no directory."""
+def _nvme(settings: Settings) -> NvmeConfig | None:
+    """The sizes of the NVMe tier; None where it is off. Makes no directory. Raises `BadInput`."""
     given, data = settings.store.nvme, Path(settings.store.data)
     if given is None or given == OFF:
         return None
-    try:
-        free = disk_room(existing(data / "nvme"))
-        return NvmeConfig.of(int(NVME_SHARE * free) if given == AUTO else given, settings.store.slab, free)
-    except BadInput as error:
-        return str(error)
+    free = disk_room(existing(data / "nvme"))
+    return NvmeConfig.of(int(NVME_SHARE * free) if given == AUTO else given, settings.store.slab, free)
 
 
 def _descriptors(settings: Settings, dram: DramConfig) -> Iterator[Finding]:
-    nvme = _nvme(settings)
-    has_nvme = nvme if isinstance(nvme, NvmeConfig) else None
-    yield from descriptors(dram, has_nvme, settings.door.connections)
+    nvme = None
+    with suppress(BadInput):  # which is the disk's finding
+        nvme = _nvme(settings)
+    yield from descriptors(dram, nvme, settings.door.connections)
 
 
 def _sidecar(settings: Settings) -> Iterator[Finding]:
@@ -594,15 +593,9 @@ def keys(path: Path, shared: str | None) -> Iterator[Finding]:
 def holder_of(path: Path) -> int | None:
     """The process that has locked the directory, as the kernel tells; None where none has, or it cannot be seen."""
     try:
-        status = os.stat(path / "lock")
+        return flock_holder(os.stat(path / "lock"))
     except OSError:
         return None
-    wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    for line in "".join(read_text_files(["/proc/locks"]).values()).splitlines():
-        words = line.split()
-        if len(words) > 5 and words[1] == "FLOCK" and words[5] == wanted and words[4].isdigit():
-            return int(words[4])
-    return None
 
 
 def use(path: Path, sidecar: int | None) -> Iterator[Finding]:
@@ -617,13 +610,10 @@ def use(path: Path, sidecar: int | None) -> Iterator[Finding]:
         yield lacks(text, f"see what it is (ps -fp {holder}), and end it, or give another --data", check="use")
 
 
-def room(path: Path, nvme: NvmeConfig | str | None) -> Iterator[Finding]:
-    """Whether the disk has room for NVMe. nvme: its sizes, or why they cannot be had; None without such a tier."""
+def room(path: Path, nvme: NvmeConfig | None) -> Iterator[Finding]:
+    """The room that the disk has for NVMe. nvme: None without such a tier."""
     if nvme is None:
         yield ok("store.nvme is off, so no room is needed")
-    elif isinstance(nvme, str):
-        text, _, remedy = nvme.partition("; ")
-        yield lacks(text, remedy)
     else:
         free = disk_room(existing(path / "nvme"))
         yield ok(f"nvme={format_size(nvme.budget_bytes)} fits the {format_size(free)} that {path} can have")
@@ -783,10 +773,15 @@ TIER, TIER_MODULE = "KvStoreTier", "engine_adapter.vllm_tier"
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
 
-def read_transfer_config(text: str) -> Mapping[str, Any]:
-    """The object of `--kv-transfer-config`. Raises `BadInput`."""
+def read_transfer_config(engine: str) -> Mapping[str, Any]:
+    """The object of `--kv-transfer-config`, given as JSON or as a file that has it. Raises `BadInput`, `OSError`."""
+    if not engine.lstrip().startswith("{"):
+        try:
+            engine = read_file(Path(engine).expanduser(), MOST_BYTES).decode("utf-8", "replace")
+        except Unfit as error:
+            raise BadInput(f"--engine {engine}: {error}; give a file of JSON, or JSON") from None
     try:
-        given = json.loads(text)
+        given = json.loads(engine)
     except (ValueError, RecursionError) as error:
         raise BadInput(f"--engine is not JSON ({error}); give what vLLM's --kv-transfer-config has") from None
     if not isinstance(given, dict):

@@ -28,11 +28,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.block.display_names import read_names
-from kvstore.block.errors import BadInput, DirectoryInUse, KeysUnusable
+from kvstore.block.errors import BadInput, KeysUnusable
 from kvstore.block.identity import KeyRing
 from kvstore.block.key_file import KeyFile
 from kvstore.config import format_size
-from kvstore.keys.store_keys import ring_of
+from kvstore.keys.store_keys import locked, ring_of
 from kvstore.node import new_uid
 from tiering.clock import SystemClock
 from tiering.errors import BlockCorrupt, TierUnavailable
@@ -87,7 +87,7 @@ def check(directory: str | Path, show: ShowProgress = quiet, pool: str | None = 
     Raises `BadInput` if it is not a store's directory, `DirectoryInUse`, and `KeysUnusable` for a damaged key file.
     """
     path = _store_directory(directory)
-    with _locked(ReadingLock, path):
+    with locked(ReadingLock, path):
         return _examined(path, _StoredKeys(path, pool), show)
 
 
@@ -97,11 +97,11 @@ def repair(
     """`check`, then repair as described above. Raises as `check` does, and `KeysUnusable` if keys are missing: without
     them nothing is written. reach: called at failpoints. pool: as for `check`."""
     path = _store_directory(directory)
-    with _locked(ReadingLock, path), _slabs_of(path) as files:
+    with locked(ReadingLock, path), _slabs_of(path) as files:
         keys = _StoredKeys(path, pool)
         _look_at_stamp(files)
         _refuse_without_keys(path, keys, _look_at_slabs(files, keys.ring))
-    with _locked(DirectoryLock, path):
+    with locked(DirectoryLock, path):
         keys = _StoredKeys(path, pool)
         found = _examined(path, keys, show)
         _refuse_without_keys(path, keys, found.slabs)
@@ -130,18 +130,6 @@ def _store_directory(directory: str | Path) -> Path:
     if not slabs:
         raise BadInput(f"{path / 'nvme'} holds no slabs, so it is not a store's; give a store's directory")
     return path
-
-
-@contextmanager
-def _locked(lock: type[ReadingLock | DirectoryLock], path: Path) -> Iterator[None]:
-    try:
-        held = lock(path)
-    except BlockingIOError as error:
-        raise DirectoryInUse(f"{path} is in use by process {error}; close that store first") from None
-    try:
-        yield
-    finally:
-        held.release()
 
 
 @contextmanager

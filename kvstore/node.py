@@ -222,8 +222,8 @@ class EmbeddedStore:
         keys: StoreKeys,
         lock: DirectoryLock,
         parts: StoreParts,
+        names: DisplayNames,
         tenant: str = DEFAULT_TENANT,
-        names: DisplayNames | None = None,
     ) -> None:
         """names: of models, for people."""
         self._store = store
@@ -260,9 +260,6 @@ class EmbeddedStore:
         """
         codec = codec_meant(codec)
         chosen = self._codecs(codec)
-        for key, value in (config or {}).items():
-            if not isinstance(key, str) or not isinstance(value, str):
-                raise BadInput(f"config {key!r}={value!r}: names and values must be text")
         namespace = Namespace(model, layout, codec, weights_epoch, dict(config or {}))
         return NamespaceHandle(self._door(), namespace, chosen, shard=shard, name=checked_name(name))
 
@@ -293,7 +290,7 @@ class EmbeddedStore:
 
     def tenant_names(self) -> dict[bytes, str]:
         """The name of every tenant that has keys, by its opaque id."""
-        return self.keys.names()
+        return {keys[-1].tenant: name for name, keys in self.keys.by_name().items()}
 
     def purge(self, tenant: str, seconds: float = DROP_SECONDS) -> tuple[TenantKeys, int]:
         """Void all blocks of a tenant durably, then retire its key; returns the retired keys and how many blocks were
@@ -306,8 +303,7 @@ class EmbeddedStore:
         keys = self.keys.known(tenant)
         blocks = self._store.purge(keys.tenant, seconds)
         self.keys.retire(tenant)
-        if self.names is not None:
-            self.names.forget(keys.tenant)
+        self.names.forget(keys.tenant)
         self._ring.forget(keys.tenant)
         return keys, blocks
 
@@ -342,8 +338,7 @@ class EmbeddedStore:
         self._before_close()
         self._threads.close()
         self._store.close()
-        if self.names is not None:
-            self.names.close()
+        self.names.close()
         if not self._store.is_stuck:
             self._lock.release()
             if self.node_lock is not None:
@@ -449,7 +444,7 @@ def open_embedded(directory: str, options: StoreOptions, parts: StoreParts) -> E
         lock.release()
         raise
     names = DisplayNames(path / "names", faults)
-    opened = EmbeddedStore(store, ring, keys, lock, parts, options.tenant, names)
+    opened = EmbeddedStore(store, ring, keys, lock, parts, names, options.tenant)
     assert opened.node_lock is not None
     close_in_children(store, lock, opened.node_lock)
     return opened

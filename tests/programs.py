@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,3 +59,13 @@ def refused_start(*words: str, env: Mapping[str, str] | None = None) -> str:
     done = subprocess.run([*KVSTORE, *words], capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout, done.stderr
     return done.stderr
+
+
+def page_at(url: str, token: str = "", body: bytes | None = None, seconds: float = 20) -> tuple[int, str]:
+    """The status and the text of an answer, whatever status it has."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=seconds) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()

@@ -3,10 +3,9 @@
 import json
 import shutil
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from kvstore.cli.run import EngineCommand, engine_of
 from kvstore.prove import trials
 from kvstore.prove.judge import Way
 from kvstore.prove.weights import with_other_weights
+from openai_api.small_openai import Asked, SmallOpenAi
 from test_cli import Here, error_line
 
 TRAINED = Path(__file__).parents[1] / "kvstore/demo/trained"
@@ -61,25 +61,11 @@ ROUTES: dict[str, tuple[int, Any]] = {
 def engine_with(routes: dict[str, tuple[int, Any]]) -> Iterator[str]:
     """Something that answers so at an engine's address."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers.get("content-length") or 0))
-            status, told = routes.get(self.path, (404, {}))
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(told if isinstance(told, bytes) else json.dumps(told).encode())
+    async def answered(status: int, told: Any, asked: Asked) -> None:
+        await asked.json(told, status)
 
-        do_GET = do_POST
-
-        def log_message(self, *_: Any) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with closing(SmallOpenAi({path: partial(answered, *one) for path, one in routes.items()})) as engine:
+        yield engine.url
 
 
 @pytest.mark.parametrize(

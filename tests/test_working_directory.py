@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import subprocess
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from network.running import token_file
-from service.test_serve import PATHS, ROOT
+from programs import PATHS, ROOT, serving_program
 from waiting import wait_until
 
 KVSTORE = Path(sys.executable).with_name("kvstore")
@@ -56,26 +55,10 @@ def run(traps: Path, *command: object, **settings: str) -> subprocess.CompletedP
 @contextmanager
 def started(traps: Path, *command: object) -> Iterator[tuple[subprocess.Popen[str], dict[str, object]]]:
     """A program that serves, and the line of JSON that it prints."""
-    with subprocess.Popen(
-        [str(word) for word in command],
-        cwd=traps,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None and process.stderr is not None
-            line = process.stdout.readline()
-            assert line, (sprung(traps), process.stderr.read())
-            yield process, json.loads(line)
-        finally:
-            process.terminate()
-            try:
-                process.communicate(timeout=60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                raise
+    with serving_program([str(word) for word in command], ENVIRONMENT, cwd=traps) as served:
+        yield served
+        served[0].terminate()
+        served[0].communicate(timeout=60)
 
 
 @pytest.mark.slow

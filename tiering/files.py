@@ -94,19 +94,20 @@ def _take_lock(descriptor: int) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = _lock_holder(descriptor)
+        written = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+        holder = flock_holder(os.fstat(descriptor)) or written or "unknown"
         os.close(descriptor)
         raise BlockingIOError(holder) from None
 
 
-def _lock_holder(descriptor: int) -> str:
-    status = os.fstat(descriptor)
+def flock_holder(status: os.stat_result) -> int | None:
+    """The process that has locked this file, as the kernel tells; None where none has, or it cannot be seen."""
     wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     for line in "".join(read_text_files(["/proc/locks"]).values()).splitlines():
         fields = line.split()
-        if len(fields) > 5 and fields[1] == "FLOCK" and fields[5] == wanted:
-            return fields[4]
-    return os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        if len(fields) > 5 and fields[1] == "FLOCK" and fields[5] == wanted and fields[4].isdigit():
+            return int(fields[4])
+    return None
 
 
 def names_in(directory: Path) -> set[str]:

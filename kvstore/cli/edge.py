@@ -20,7 +20,8 @@ from msgspec.structs import replace
 import kvstore
 from kvstore.block.errors import BadInput
 from kvstore.cli import ask
-from kvstore.cli.operate import SERVE_FLAGS, Data, ObserveSocket, sidecar_settings
+from kvstore.cli.operate import SERVE_FLAGS, Data, ObserveSocket
+from kvstore.cli.plain import sidecar_settings
 from kvstore.cli.standard_streams import say
 from kvstore.cli.terminal import (
     OK,
@@ -38,7 +39,7 @@ from kvstore.cli.terminal import (
 )
 from kvstore.config import DEFAULT_TENANT, expanded
 from kvstore.protocol.words import printable
-from tiering.clock import Clock
+from tiering.clock import Clock, SystemClock
 
 NONE = "none"
 MOST_BEAT_BYTES = 1000
@@ -203,14 +204,13 @@ def _settings(flags: Sequence[Flag], given: Given, sockets: Mapping[str, str]) -
         return checked({**given, "door": door, "tenants": tenants})
     except BadInput as error:
         text = str(error)
-        for one in flags:
+        for one in sorted(flags, key=lambda one: -len(one.setting)):  # some begin with another one's name
             text = text.replace(one.setting, f"--{one.name.replace('_', '-')}")
         raise BadInput(text) from None
 
 
 def _watch(settings: Any) -> Any:
     from kvstore.edge.watch import StatusWatch
-    from tiering.clock import SystemClock
 
     return StatusWatch(settings.observe_socket, SystemClock())
 
@@ -335,7 +335,6 @@ def _courier_of(settings: Any, paths: Mapping[str, str], socket: str | None = No
 
     def make() -> Any:
         from kvstore.network.couriers import make_courier
-        from tiering.clock import SystemClock
 
         ucx = None
         if settings.network.transport == "ucx":

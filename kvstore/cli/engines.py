@@ -1,8 +1,12 @@
 """Commands that talk to engines over OpenAI's API: `kvstore pd-proxy` and `kvstore prime`."""
 
 import asyncio
+import json
+import os
 import secrets
 import sys
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,12 +22,11 @@ from kvstore.cli.terminal import (
     option,
     path_option,
     print_result,
-    say_started,
     shown_progress,
     typer,
-    url_of,
 )
-from kvstore.config import expanded
+from kvstore.config import expanded, host_and_port
+from tiering.clock import SystemClock
 
 PROXY_LISTEN = "127.0.0.1:8200"
 DAY_SECONDS = 86_400.0
@@ -79,8 +82,6 @@ def pd_proxy(
     from kvstore.openai.client import checked_url
     from kvstore.openai.fleet import Fleet, ProxiedEngine
     from kvstore.openai.proxy import PdProxy, ProxyLimits, serve_proxy
-    from kvstore.service.settings import host_and_port
-    from tiering.clock import SystemClock
 
     if legs not in [*Legs]:
         raise typer.BadParameter(f"--legs {legs[:40]!r}; allowed: {', '.join(Legs)}")
@@ -90,10 +91,11 @@ def pd_proxy(
         raise typer.BadParameter("--prefiller belongs to --legs at-once; leave it out")
     if not score and (score_token_file is not None or score_model is not None):
         raise typer.BadParameter("--score-token-file and --score-model belong to --score; leave them out")
-    address = host_and_port(listen, "--listen")
+    host, listened = host_and_port(listen, "--listen")
 
     def started(port: int) -> None:
-        say_started("pd-proxy", url_of(address[0], port), as_json)
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        say(json.dumps({"pd_proxy": url, "pid": os.getpid()}) if as_json else f"pd-proxy on {url}", sys.stdout)
 
     def told(line: str) -> None:
         say(f"kvstore: {line}", sys.stderr)
@@ -113,7 +115,7 @@ def pd_proxy(
         limits=ProxyLimits(requests=requests, prefill_seconds=prefill_seconds, decode_seconds=decode_seconds),
         passed=pass_on or (),
     )
-    serve_proxy(fleet, proxy, address, SystemClock(), started)
+    serve_proxy(fleet, proxy, (host, listened), SystemClock(), started)
     return OK
 
 
@@ -171,33 +173,30 @@ def prime(
 
 
 def _prompts(files: list[str], role: Any) -> list[Any]:
-    from kvstore.openai import prime as priming
+    from kvstore.openai.prime import MOST_PROMPTS
 
-    found: list[Any] = []
-    for name in files:
-        file = Path(expanded(name))
-        if file.name.removesuffix(".gz").endswith((".jsonl", ".ndjson")):
-            with lines_of(file) as lines:
-                for one in priming.line_prompts(file.name, lines):
-                    found.append(one)
-                    _check_count(found)
-        else:
-            with open(file, encoding="utf-8-sig", errors="replace") as text:
-                said = text.read(priming.MOST_PROMPT_BYTES + 1)
-            if len(said) > priming.MOST_PROMPT_BYTES:
-                raise BadInput(f"{file}: at most {priming.MOST_PROMPT_BYTES:,} characters are taken; cut it in pieces")
-            found.append(priming.text_prompt(file.name, said, role))
-            _check_count(found)
+    found = list(islice(_each_prompt(files, role), MOST_PROMPTS + 1))
+    if len(found) > MOST_PROMPTS:
+        raise BadInput(f"there are more than {MOST_PROMPTS:,} prompts; prime them in several runs")
     if not found:
         raise BadInput(f"{', '.join(files)}: there is no prompt in it")
     return found
 
 
-def _check_count(found: list[Any]) -> None:
-    from kvstore.openai.prime import MOST_PROMPTS
+def _each_prompt(files: list[str], role: Any) -> Iterator[Any]:
+    from kvstore.openai import prime as priming
 
-    if len(found) > MOST_PROMPTS:
-        raise BadInput(f"there are more than {MOST_PROMPTS:,} prompts; prime them in several runs")
+    for name in files:
+        file = Path(expanded(name))
+        if file.name.removesuffix(".gz").endswith((".jsonl", ".ndjson")):
+            with lines_of(file) as lines:
+                yield from priming.line_prompts(file.name, lines)
+        else:
+            with open(file, encoding="utf-8-sig", errors="replace") as text:
+                said = text.read(priming.MOST_PROMPT_BYTES + 1)
+            if len(said) > priming.MOST_PROMPT_BYTES:
+                raise BadInput(f"{file}: at most {priming.MOST_PROMPT_BYTES:,} characters are taken; cut it in pieces")
+            yield priming.text_prompt(file.name, said, role)
 
 
 def api_key_header(file: str | None) -> dict[str, str]:

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+from rich.text import Text
 
 import kvstore
 from kvstore.block.errors import BadInput
+from kvstore.block.layout import MAX_KV_HEADS, MAX_LAYERS, MAX_PLANE_WIDTH, default_block_tokens
+from kvstore.block.pages import codec_meant, default_codec
 from kvstore.block.states import DEFAULT_SHARE
 from kvstore.cli.terminal import (
     CHECK_FAILED,
@@ -35,6 +38,7 @@ from kvstore.cli.terminal import (
     whole,
 )
 from kvstore.config import DEFAULT_POLICY, POLICIES, REMOVED_POLICY, checked_policy, expanded, parse_rate, parse_size
+from tiering.clock import SystemClock
 
 _8B = str(128 << 10)
 
@@ -154,7 +158,6 @@ def whatif(
     """
     from kvstore.insight import whatif as estimates
     from kvstore.insight.curve import LEAST_NAMES
-    from kvstore.node import SystemClock
 
     path = _trace_file(trace)
     if policy not in estimates.ESTIMATED:
@@ -363,8 +366,6 @@ def plan(
 
     Nothing is measured here: speeds are those that you give, or assumed ones, and the output says which.
     """
-    from kvstore.block.layout import MAX_KV_HEADS, MAX_LAYERS, MAX_PLANE_WIDTH
-    from kvstore.block.pages import codec_meant
     from kvstore.insight import models as known
     from kvstore.insight import plan as plans
 
@@ -504,8 +505,6 @@ class ServedRow:
 
 
 def row_of(model: Any) -> ServedRow:
-    from kvstore.block.layout import default_block_tokens
-    from kvstore.block.pages import default_codec
     from kvstore.insight.models import KvKind
     from kvstore.insight.plan import PlanRequest, layout_of
     from kvstore.insight.served import Engine, served, vllm_page_tokens
@@ -523,8 +522,6 @@ def row_of(model: Any) -> ServedRow:
 
 
 def _served_lines(rows: Sequence[ServedRow]) -> list[Any]:
-    from rich.text import Text
-
     from kvstore.insight.replay import headed
 
     engines = list(rows[0].engines)

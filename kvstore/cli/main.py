@@ -35,7 +35,8 @@ import kvstore.cli.prove
 import kvstore.cli.run
 from kvstore.block.errors import OutOfResources, StoreError
 from kvstore.cli.edge import agent_makes, check_edge, edge_makes
-from kvstore.cli.operate import SERVE_FLAGS, sidecar_settings
+from kvstore.cli.operate import SERVE_FLAGS
+from kvstore.cli.plain import sidecar_settings
 from kvstore.cli.standard_streams import (
     flush_output,
     hold_standard_descriptors,
@@ -64,6 +65,7 @@ from kvstore.cli.terminal import (
     typer,
     with_settings,
 )
+from kvstore.config import host_and_port
 from tiering.errors import TierError
 
 _TRACEBACK = "KVSTORE_TRACEBACK"
@@ -191,7 +193,6 @@ def serve(
     takes connections; logs go to standard error. Each setting may also be a variable, such as KVSTORE_STORE_DRAM for
     store.dram. Flags take precedence over variables, and variables over the file.
     """
-    from kvstore.config import host_and_port
     from kvstore.listeners.addresses import listening_sockets
     from kvstore.service import keeper
     from kvstore.service.serve import KeeperWire, Outside

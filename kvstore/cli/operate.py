@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+from kvstore.block.errors import StoreError
+from kvstore.cli import ask, report
 from kvstore.cli.insight import given_model
+from kvstore.cli.plain import sidecar_settings
 from kvstore.cli.terminal import (
     CHECK_FAILED,
     OK,
     Console,
-    Given,
     Group,
     Json,
     Live,
@@ -33,6 +35,7 @@ from kvstore.cli.terminal import (
     typer,
     with_settings,
 )
+from tiering.clock import SystemClock
 
 WATCH_SECONDS = 2
 
@@ -95,32 +98,16 @@ def doctor(
     Give it the flags of kvstore serve; KVSTORE_ variables count as they do there. Status 0: all is well. Status 1:
     something is missing.
     """
-    from kvstore.doctor import MOST_BYTES, checks_of, examine, read_transfer_config
-    from tiering.files import Unfit, read_file
+    from kvstore.doctor import checks_of, examine, read_transfer_config
 
     settings = sidecar_settings(config, given)
-    transfer = None
-    if engine is not None:
-        if not engine.lstrip().startswith("{"):
-            try:
-                engine = read_file(Path(engine).expanduser(), MOST_BYTES).decode("utf-8", "replace")
-            except Unfit as error:
-                raise typer.BadParameter(f"--engine {engine}: {error}; give a file of JSON, or JSON") from None
-        transfer = read_transfer_config(engine)
+    transfer = read_transfer_config(engine) if engine is not None else None
     asked = given_model(model) if model is not None else None
     with shown_progress() as show:
         show("looking at the machine")
         found = examine(checks_of(settings, "door" in given, transfer, asked))
     print_result(found, as_json)
     return CHECK_FAILED if found.lacking else OK
-
-
-def sidecar_settings(config: str | None, flags: Given) -> Any:
-    """The settings of a file, of variables, and of flags by section. Raises `BadInput`, `OSError`."""
-    from kvstore.service.settings import read_configuration, read_settings
-
-    text = read_configuration(Path(config)) if config is not None else b""
-    return read_settings(text, flags, config or "the configuration", os.environ)
 
 
 class _Watchable(typer.core.TyperCommand):
@@ -146,8 +133,6 @@ def stat(
 
     With --watch and --json it prints one object per line.
     """
-    from kvstore.cli import ask, report
-
     if watch is not None and not 0.1 <= watch <= 86400:
         raise typer.BadParameter(f"--watch {watch:g}: give 0.1 to 86400 seconds")
     path, clock = _admin(data, socket)
@@ -177,9 +162,6 @@ def stat(
 @app.command()
 def ping(data: Data = "./kv", socket: AdminSocket = None, as_json: Json = False) -> int:
     """Whether a running sidecar answers at its socket, for liveness probes. Status 0: it does; status 1: not."""
-    from kvstore.block.errors import StoreError
-    from kvstore.cli import ask
-
     try:
         ask.ping(*_admin(data, socket))
     except (StoreError, OSError) as error:
@@ -201,8 +183,6 @@ def why(
 
     A sidecar remembers the last 1,024 requests of each tenant.
     """
-    from kvstore.cli import ask, report
-
     path, clock = _admin(data, socket)
     return print_result(report.why_report(ask.why(path, clock, request)), as_json)
 
@@ -215,8 +195,6 @@ def prefixes(
     as_json: Json = False,
 ) -> int:
     """Which stored prefixes are hot, of about the last hour."""
-    from kvstore.cli import ask, report
-
     path, clock = _admin(data, socket)
     return print_result(report.prefix_report(ask.prefixes(path, clock, tenant)), as_json)
 
@@ -224,8 +202,6 @@ def prefixes(
 @app.command()
 def namespaces(data: Data = "./kv", socket: AdminSocket = None, as_json: Json = False) -> int:
     """The namespaces of a running sidecar: tenant, model, layout, codec, and size."""
-    from kvstore.cli import ask, report
-
     return print_result(report.namespaces_report(ask.stat(*_admin(data, socket))), as_json)
 
 
@@ -239,8 +215,6 @@ def drop(
     as_json: Json = False,
 ) -> int:
     """Evict a namespace from every tier of a running sidecar."""
-    from kvstore.cli import ask, report
-
     gone = ask.drop(*_admin(data, socket), namespace, tenant, seconds)
     return print_result(report.gone_report(f"Namespace {namespace} is gone", "namespace", namespace, gone), as_json)
 
@@ -258,8 +232,6 @@ def purge(
 
     The tenant's connections end; when it connects again it gets a new key.
     """
-    from kvstore.cli import ask, report
-
     if not yes:
         if not sys.stdin.isatty():
             raise typer.BadParameter("a purge cannot be undone, and there is no terminal to ask at; give --yes")
@@ -283,9 +255,7 @@ def warm(
     as_json: Json = False,
 ) -> int:
     """Promote the stored prefixes of prompts to DRAM, before engines ask for them."""
-    from kvstore.cli import ask
     from kvstore.service.settings import TENANT_SOCKET, default_socket
-    from tiering.clock import SystemClock
 
     with open(file, encoding="utf-8", errors="replace") as lines:
         prompts = ask.read_prompts(file, lines)
@@ -311,8 +281,6 @@ def record(
 
     The salt is drawn anew for each recording and never leaves the sidecar. SIGINT and SIGTERM end it in order.
     """
-    from kvstore.cli import ask
-
     path, clock = _admin(data, socket)
     if os.path.exists(file):
         raise typer.BadParameter(f"{file} is there already; give another name")
@@ -331,7 +299,6 @@ def record(
 
 def _admin(data: str, socket: str | None) -> tuple[str, Any]:
     from kvstore.service.settings import ADMIN_SOCKET, default_socket
-    from tiering.clock import SystemClock
 
     return socket or default_socket(data, ADMIN_SOCKET), SystemClock()
 

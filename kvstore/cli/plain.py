@@ -7,14 +7,15 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import kvstore
 from kvstore.block.errors import BadInput
 
-FLAGS = {"data": "store", "dram": "store", "nvme": "store", "socket": "door"}
-"""Settings that doctor takes as flags, and their sections."""
+FLAGS = {"store": ("data", "dram", "nvme"), "door": ("socket",)}
+"""Settings that doctor takes as flags, by section."""
 
 
 class _OneLine(argparse.ArgumentParser):
@@ -46,30 +47,30 @@ def run(about: str, commands: str, needs: str) -> int:
     return 0
 
 
+def sidecar_settings(config: str | None, flags: Mapping[str, Mapping[str, Any]]) -> Any:
+    """The settings of a file, of variables, and of flags by section. Raises `BadInput`, `OSError`."""
+    from kvstore.service.settings import read_configuration, read_settings
+
+    text = read_configuration(Path(config)) if config is not None else b""
+    return read_settings(text, flags, config or "the configuration", os.environ)
+
+
 def doctor(words: list[str]) -> int:
     """Status 1: something is missing. Raises `BadInput`, `OSError`."""
-    from kvstore.doctor import MOST_BYTES, checks_of, examine, read_transfer_config
-    from kvstore.service.settings import read_configuration, read_settings
-    from tiering.files import read_file
+    from kvstore.doctor import checks_of, examine, read_transfer_config
 
     told = "What this machine, the sidecar's socket and an engine's configuration lack. Changes nothing."
     parser = _OneLine("kvstore doctor", description=told, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="The sidecar's settings, as for kvstore serve.")
     parser.add_argument("--engine", metavar="JSON|FILE", help="What vLLM is given as --kv-transfer-config.")
-    for name, section in FLAGS.items():
-        parser.add_argument(f"--{name}", help=f"Setting {section}.{name} of the sidecar.")
+    for section, names in FLAGS.items():
+        for name in names:
+            parser.add_argument(f"--{name}", help=f"Setting {section}.{name} of the sidecar.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
     given = vars(parser.parse_args(words))
-    flags: dict[str, dict[str, str]] = {}
-    for name, section in FLAGS.items():
-        if given[name] is not None:
-            flags.setdefault(section, {})[name] = given[name]
-    config, engine = given["config"], given["engine"]
-    text = read_configuration(Path(config)) if config is not None else b""
-    settings = read_settings(text, flags, config or "the configuration", os.environ)
-    if engine is not None and not engine.lstrip().startswith("{"):
-        engine = read_file(Path(engine).expanduser(), MOST_BYTES).decode("utf-8", "replace")
+    flags = {section: {name: given[name] for name in names} for section, names in FLAGS.items()}
+    settings, engine = sidecar_settings(given["config"], flags), given["engine"]
     transfer = read_transfer_config(engine) if engine is not None else None
-    found = examine(checks_of(settings, "door" in flags, transfer))
+    found = examine(checks_of(settings, given["socket"] is not None, transfer))
     print(json.dumps(found.to_dict()) if given["json"] else "\n".join(found.lines()))
     return int(found.lacking > 0)

@@ -24,7 +24,7 @@ from typing import Annotated, Any, NamedTuple
 
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.cli.insight import given_model
-from kvstore.cli.operate import sidecar_settings
+from kvstore.cli.plain import sidecar_settings
 from kvstore.cli.standard_streams import say
 from kvstore.cli.terminal import OK, Json, app, argument, option, path_option, typer
 from kvstore.config import MIN_DRAM_BYTES, MIN_NVME_BYTES, OFF, format_size

@@ -7,7 +7,6 @@ import gzip
 import inspect
 import io
 import json
-import os
 import re
 import sys
 import zlib
@@ -247,16 +246,6 @@ def fail(message: str, status: int = BAD_INPUT) -> NoReturn:
     """Print the message as one line, and exit."""
     say(f"kvstore: {' '.join(message.split())}", sys.stderr)
     raise SystemExit(status) from None
-
-
-def url_of(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def say_started(name: str, url: str, as_json: bool) -> None:
-    """Print where a server listens."""
-    told = {name.replace("-", "_"): url, "pid": os.getpid()}
-    say(json.dumps(told) if as_json else f"{name} on {url}", sys.stdout)
 
 
 def check_folder(given: str, file: str) -> None:

@@ -18,8 +18,8 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvstore.block.errors import BadInput, DirectoryInUse, KeysUnusable, TenantPurged
@@ -28,7 +28,7 @@ from kvstore.block.key_file import KeyFile, PooledTenant
 from kvstore.config import KeysOptions, format_size
 from kvstore.keys.pool_keys import NewSecret, PoolKeys, SecretDirectory, TenantSecrets, file_name
 from tiering.failpoint import Reach, go_on
-from tiering.files import DirectoryLock, Unfit, read_secret_file, write_secret_file
+from tiering.files import DirectoryLock, ReadingLock, Unfit, read_secret_file, write_secret_file
 from tiering.nvme.slab import STAMP_SLAB, slab_name
 from tiering.nvme.slab_files import ReadOnlyFiles
 from tiering.nvme.slab_recovery import LeftAlone
@@ -40,16 +40,6 @@ _log = logging.getLogger(__name__)
 
 Epochs = Collection[tuple[bytes, int]]
 """Key ids and numbers."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeysOfTenant:
-    """A tenant's keys, for people. fingerprint: of its identity. epoch: that signs. accepted: all."""
-
-    tenant: str
-    fingerprint: str
-    epoch: int
-    accepted: list[int]
 
 
 class StoreKeys:
@@ -91,20 +81,19 @@ class StoreKeys:
 
     def tenants(self) -> list[TenantKeys]:
         """All known ones, in the epoch that signs."""
-        with self._lock:
-            return [keys[-1] for keys in self._by_name().values()]
+        return [keys[-1] for keys in self.by_name().values()]
 
-    def names(self) -> dict[bytes, str]:
+    def by_name(self) -> dict[str, list[TenantKeys]]:
+        """Every known tenant's in each accepted epoch; the last ones sign."""
         with self._lock:
-            return {keys[-1].tenant: name for name, keys in self._by_name().items()}
+            return {**{name: [one] for name, one in self._own.by_name().items()}, **self._served}
 
     def known(self, name: str) -> TenantKeys:
         """The keys of a tenant that has some. Raises `BadInput`."""
-        with self._lock:
-            by_name = self._by_name()
-            if name not in by_name:
-                raise BadInput(f"tenant {name!r} has no keys here; there are: {', '.join(sorted(by_name))}")
-            return by_name[name][-1]
+        by_name = self.by_name()
+        if name not in by_name:
+            raise BadInput(f"tenant {name!r} has no keys here; there are: {', '.join(sorted(by_name))}")
+        return by_name[name][-1]
 
     def retire(self, name: str) -> None:
         """Retire the keys of a purged tenant: a secret of this store's own is gone when this returns, and a pool's is
@@ -119,7 +108,7 @@ class StoreKeys:
     def fill(self, ring: KeyRing) -> None:
         """Add every epoch of every tenant, accepted or retired, to a ring."""
         with self._lock:
-            for name, accepted in self._by_name().items():
+            for name, accepted in self.by_name().items():
                 for one in accepted:
                     ring.add(one)
                 for key_id, epoch in self.retired(name):
@@ -240,17 +229,6 @@ class StoreKeys:
         with self._lock:
             return [str(error) for error in self._trouble.values()]
 
-    def told(self) -> list[KeysOfTenant]:
-        """Every tenant's."""
-        with self._lock:
-            return [
-                KeysOfTenant(name, keys[-1].fingerprint.hex(), keys[-1].epoch, [one.epoch for one in keys])
-                for name, keys in sorted(self._by_name().items())
-            ]
-
-    def _by_name(self) -> dict[str, list[TenantKeys]]:
-        return {**{name: [one] for name, one in self._own.by_name().items()}, **self._served}
-
     def _purged(self, name: str, fingerprint: str) -> TenantPurged:
         assert self._directory is not None
         return TenantPurged(
@@ -285,19 +263,27 @@ def ring_of(own: KeyFile, directory: str | None = None) -> tuple[KeyRing, dict[b
     return ring, names
 
 
+@contextmanager
+def locked(lock: type[ReadingLock | DirectoryLock], path: Path) -> Iterator[None]:
+    """A context in which no other process has a store's directory. Raises `DirectoryInUse`, `OSError`."""
+    try:
+        held = lock(path)
+    except BlockingIOError as error:
+        raise DirectoryInUse(f"{path} is in use by process {error}; close that store first") from None
+    try:
+        yield
+    finally:
+        held.release()
+
+
 def revive(path: Path, tenant: str) -> list[str]:
     """Let the store of a directory serve a purged tenant again; see `KeyFile.revive`. Raises `BadInput`,
     `DirectoryInUse` and `KeysUnusable`."""
     try:
-        lock = DirectoryLock(path)
-    except BlockingIOError as error:
-        raise DirectoryInUse(f"{path} is in use by process {error}; stop that sidecar first") from None
+        with locked(DirectoryLock, path):
+            return KeyFile(path / "keys").revive(tenant)
     except OSError as error:
         raise BadInput(f"{path} cannot be used as a store's directory: {error.strerror}; give another one") from None
-    try:
-        return KeyFile(path / "keys").revive(tenant)
-    finally:
-        lock.release()
 
 
 def refuse_new_keys(path: Path) -> None:

@@ -182,8 +182,8 @@ class Admin:
             faults=[replace(one, detail=printable(one.detail)) for one in faults.now()],
             fault_counts=faults.counts(),
             keys=[
-                KeyStatus(printable(one.tenant), one.fingerprint, one.epoch, one.accepted)
-                for one in self.store.keys.told()
+                KeyStatus(printable(name), keys[-1].fingerprint.hex(), keys[-1].epoch, [one.epoch for one in keys])
+                for name, keys in sorted(self.store.keys.by_name().items())
             ],
         )
 
@@ -251,7 +251,7 @@ class Admin:
 
     def name(self, tenant: bytes, digest: bytes) -> str:
         """What an engine called a namespace's model, "" if none did."""
-        return self.store.names.get(tenant, digest) if self.store.names is not None else ""
+        return self.store.names.get(tenant, digest)
 
     def _session_facts(self) -> list[SessionStatus]:
         names, reservations = self.store.tenant_names(), self._sessions.reservations()

@@ -167,6 +167,7 @@ def test_without_certificates_no_other_host_is_dialled_whatever_a_directory_says
         (["--peer", "10.0.0.9:7470"], "certificate"),
         (["--peer", "127.0.0.1:0"], "the port that the other node listens at"),
         pytest.param(["--pull", "127.0.0.1:7471"], "--peer or --directory", marks=SLOW),
+        pytest.param(["--directory-password-file", "x"], "--directory-password-file is for other nodes", marks=SLOW),
         pytest.param(["--directory", "http://x"], "valkey://", marks=SLOW),
         pytest.param(["--directory", "valkey://127.0.0.1:1", "--seal", "never"], "auto or always", marks=SLOW),
         pytest.param(["--remote", "http://x"], "remote.url", marks=SLOW),

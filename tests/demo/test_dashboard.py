@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,12 @@ pytest.importorskip("torch", reason="torch is not installed (extra: hf)")
 pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 pytest.importorskip("fastapi", reason="fastapi is not installed (extra: server)")
 
-from service.test_serve import PATHS
+from programs import PATHS, page_at
 from waiting import wait_until
 
 
 def api(url: str, path: str) -> Any:
-    with urllib.request.urlopen(f"{url.rstrip('/')}{path}", timeout=20) as answer:
-        return json.load(answer)
+    return json.loads(page_at(f"{url.rstrip('/')}{path}")[1])
 
 
 def is_running(pid: int) -> bool:

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from kv_kernels.gpu import Measured
 from kvstore import doctor
 from kvstore.block.errors import BadInput
+from kvstore.cli.operate import DOCTOR_FLAGS
 from kvstore.config import DramConfig, NetworkSettings, NvmeConfig, host_and_port
 from kvstore.doctor import Check, Finding, Health, _told_by, examine, gpu_ways, lacks, ok
 from kvstore.insight.models import MODELS
@@ -260,7 +261,7 @@ def test_a_directory_that_another_process_has_lacks(data: Path) -> None:
 def test_room_that_a_disk_has_not_lacks(data: Path) -> None:
     settings = read_settings(f'[store]\ndata = "{data}"\nnvme = "900TiB"\ndram = "16MiB"')
     (check,) = (one for one in doctor.checks_of(settings, False, None) if one.name == "disk")
-    only(iter(check.look()), Health.LACKS, "900TiB", "free")
+    only(iter(examine([check]).findings), Health.LACKS, "900TiB", "free")
 
 
 def test_direct_io_is_tried_in_a_file_without_a_name(data: Path, tmp_path: Path) -> None:
@@ -364,9 +365,11 @@ def test_a_vllm_that_was_not_tried_is_noted(package: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "7", "{", "[" * 100_000, '{"a": ' * 100_000])
-def test_what_is_no_configuration_is_refused(text: str) -> None:
-    with pytest.raises(BadInput, match="--engine"):
-        doctor.read_transfer_config(text)
+def test_what_is_no_configuration_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "engine.json").write_text(text)
+    for engine in (str(tmp_path / "engine.json"), *[text] * text.startswith("{")):
+        with pytest.raises(BadInput, match="--engine"):
+            doctor.read_transfer_config(engine)
 
 
 def test_the_page_has_each_check(data: Path) -> None:
@@ -375,15 +378,8 @@ def test_the_page_has_each_check(data: Path) -> None:
     beside = {"use", "clock"}  # of the sidecar's check
     names = {one.name for one in doctor.checks_of(settings, False, {}, MODELS["phi-4"])} | beside
     assert set(re.findall(r"^\| ([a-z][\w /]+) \| ", page, re.MULTILINE | re.IGNORECASE)) - {"check"} == names
-    assert set(re.findall(r"`(--\w+)`", page)) >= {
-        "--config",
-        "--data",
-        "--dram",
-        "--nvme",
-        "--socket",
-        "--keys",
-        "--engine",
-    }
+    flags = {"--config", "--engine", *(f"--{one.name}" for one in DOCTOR_FLAGS)}
+    assert set(re.findall(r"`(--\w+)`", page)) >= flags
 
 
 # The command ------------------------------------------------------------------------------------------------------

@@ -6,8 +6,6 @@ import asyncio
 import json
 import socket
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -26,6 +24,7 @@ from kvstore.listeners.addresses import listening_sockets
 from kvstore.listeners.http_server import HttpListener
 from kvstore.service.settings import HttpSettings, read_token
 from kvstore.status.tree import SidecarStatus
+from programs import page_at
 from service.sidecar import Sidecar
 from tiering.clock import SystemClock
 from waiting import wait_until
@@ -125,11 +124,7 @@ def serving(watch: Sidecars, listeners: list[HttpListener] | None = None) -> Ite
 
 
 def asked(port: int, path: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+    return page_at(f"http://127.0.0.1:{port}{path}")
 
 
 def test_probes_say_how_the_sidecar_is_and_nothing_of_tenants(facts: SidecarStatus) -> None:

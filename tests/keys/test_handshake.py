@@ -39,7 +39,7 @@ def test_a_welcome_says_whose_keys_and_which_node(tmp_path: Path) -> None:
             assert [one.fingerprint for one in sidecar.sessions.callers()] == [b""]
 
 
-@pytest.mark.parametrize("fingerprint", [b"x", b"other-id", bytes(8)])
+@pytest.mark.parametrize("fingerprint", [b"x", b"other-id", bytes(8), b""])  # the last as earlier versions say it
 def test_a_client_with_other_keys_is_known_until_it_opens_its_namespaces_anew(
     tmp_path: Path, fingerprint: bytes
 ) -> None:
@@ -68,14 +68,6 @@ def test_a_fingerprint_that_is_too_long_ends_that_connection_alone(tmp_path: Pat
         answer = raw.ask(m.Hello(1, 2, "t", b"", b"x" * 9))
         assert isinstance(answer, m.Failed) and answer.fault is m.RequestFault.MALFORMED
         assert handle.put(ids(64), random_pages(LAYOUT, 1)).stored == 1
-
-
-def test_a_client_of_an_earlier_version_says_nothing_of_keys(tmp_path: Path) -> None:
-    with Sidecar(tmp_path) as sidecar:
-        raw = Peer(str(sidecar.path))
-        assert isinstance(raw.ask(m.Hello(1, 2, "t")), m.Welcome)
-        assert [one.fingerprint for one in sidecar.sessions.callers()] == [b""]
-        raw.close()
 
 
 def test_a_sidecar_with_other_keys_is_a_miss_that_names_both(tmp_path: Path) -> None:

@@ -7,9 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +22,9 @@ from kvstore.block.account import MissReason
 from kvstore.block.errors import Unreachable
 from kvstore.cli import ask
 from kvstore.node import SystemClock
-from programs import PATHS
+from programs import KVSTORE, PATHS, page_at, refused_start, serving_program
 from service.sidecar import patient
+from test_cli import run_cli, told
 from waiting import wait_until
 from workbench import (
     MODEL,
@@ -39,33 +38,17 @@ from workbench import (
 LAYOUT = small_layout()
 
 
-def run(*words: str, status: int = 0) -> Any:
-    """A command; what it prints with --json, or its one line on standard error."""
-    done = subprocess.run(
-        [sys.executable, "-m", "kvstore", *words, "--json"], capture_output=True, text=True, env={**os.environ, **PATHS}
-    )
-    assert done.returncode == status, (words, done.stdout, done.stderr)
-    if status:
-        assert not done.stdout and done.stderr.count("\n") == 1, done.stderr
-        return done.stderr
-    return json.loads(done.stdout)
-
-
 class Served:
     """A sidecar that runs on `directory / data`, with the keys of `directory / pool`."""
 
-    def __init__(self, directory: Path, said: dict[str, Any], process: subprocess.Popen[str], data: str) -> None:
-        self.directory, self.said, self.process, self.data = directory, said, process, str(directory / data)
+    def __init__(self, said: dict[str, Any], process: subprocess.Popen[str], data: Path) -> None:
+        self.said, self.process, self.data = said, process, str(data)
 
-    def readyz(self) -> dict[str, Any]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.said['http_port']}/readyz") as answer:
-            found: dict[str, Any] = json.load(answer)
-            return found
+    def page(self, path: str) -> str:
+        return page_at(f"http://127.0.0.1:{self.said['http_port']}{path}")[1]
 
-    def metrics(self) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.said['http_port']}/metrics") as answer:
-            text: str = answer.read().decode()
-            return text
+    def readyz(self) -> Any:
+        return json.loads(self.page("/readyz"))
 
     def stat(self) -> Any:
         return msgspec.to_builtins(ask.stat(f"{self.data}/admin.sock", SystemClock()))
@@ -76,34 +59,12 @@ class Served:
 
 @contextmanager
 def served(directory: Path, *flags: str, data: str = "kv", **variables: str) -> Iterator[Served]:
-    command = [sys.executable, "-m", "kvstore", "serve", "--json", "--data", str(directory / data), "--dram", "16MiB"]
-    process = subprocess.Popen(
-        [*command, "--nvme", "16MiB", "--http", "127.0.0.1:0", "--keys", str(directory / "pool"), *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **PATHS, **variables},
-    )
-    drained = threading.Thread(target=lambda: errors.extend(process.stderr or ()))  # so that it is never full
-    errors: list[str] = []
-    try:
-        assert process.stdout is not None
-        drained.start()
-        line = process.stdout.readline()
-        if not line:
-            drained.join()
-        assert line, errors
-        yield Served(directory, json.loads(line), process, data)
-    finally:
+    command = [*KVSTORE, "serve", "--json", "--data", str(directory / data), "--dram", "16MiB", "--nvme", "16MiB"]
+    command += ["--http", "127.0.0.1:0", "--keys", str(directory / "pool"), *flags]
+    with serving_program(command, {**os.environ, **PATHS, **variables}) as (process, said):
+        yield Served(said, process, directory / data)
         process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        drained.join()
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.close()
-        process.stderr.close()
+        process.communicate(timeout=60)
 
 
 def put(handle: Any, prompt: int, blocks: int = 4) -> Any:
@@ -116,7 +77,7 @@ def read(handle: Any, prompt: int, blocks: int = 4) -> tuple[int, MissReason | N
 
 def test_rotation_and_retirement_under_load_without_a_restart(tmp_path: Path) -> None:
     pool = str(tmp_path / "pool")
-    fingerprint = run("keys", "init", pool)["tenants"][0]["fingerprint"]
+    fingerprint = told("keys", "init", pool)["tenants"][0]["fingerprint"]
     ends, faults, counts = threading.Event(), [], {"read": 0, "after": 0}
     with served(tmp_path) as sidecar:
         pid = sidecar.said["pid"]
@@ -141,11 +102,11 @@ def test_rotation_and_retirement_under_load_without_a_restart(tmp_path: Path) ->
             one.start()
         try:
             for epoch in (2, 3):
-                run("keys", "rotate", pool, "default")
+                told("keys", "rotate", pool, "default")
                 wait_until(lambda epoch=epoch: sidecar.stat()["keys"][0]["epoch"] == epoch or bool(faults))
             assert sidecar.stat()["keys"][0]["accepted"] == [1, 2, 3]
             for epoch in (1, 2):
-                run("keys", "retire", pool, "default", str(epoch))
+                told("keys", "retire", pool, "default", str(epoch))
             wait_until(lambda: sidecar.stat()["keys"][0]["accepted"] == [3] or bool(faults))
             before = counts["read"]
             wait_until(lambda: counts["read"] > before + 50 or bool(faults))
@@ -159,7 +120,7 @@ def test_rotation_and_retirement_under_load_without_a_restart(tmp_path: Path) ->
         assert stat["keys"] == [{"tenant": "default", "fingerprint": fingerprint, "epoch": 3, "accepted": [3]}]
         assert stat["counters"].get("quarantined_blocks", 0) == stat["looked"]["reports"] == 0
         assert ready == {"ready": True, "state": "ready", "node": stat["node"], "incarnation": stat["incarnation"]}
-        text = sidecar.metrics()
+        text = sidecar.page("/metrics")
         assert f'node="{stat["node"]}"' in text and f'incarnation="{stat["incarnation"]}"' in text
         assert "kvstore_warnings 0" in text
     with served(tmp_path) as sidecar:
@@ -172,15 +133,15 @@ def test_rotation_and_retirement_under_load_without_a_restart(tmp_path: Path) ->
 
 def test_another_identity_is_refused_at_the_start_and_its_clients_are_told(tmp_path: Path) -> None:
     pool = tmp_path / "pool"
-    old = run("keys", "init", str(pool))["tenants"][0]["fingerprint"]
+    old = told("keys", "init", str(pool))["tenants"][0]["fingerprint"]
     with served(tmp_path) as sidecar:
         client = sidecar.client()
         handle = client.namespace(model=MODEL, layout=LAYOUT)
         assert put(handle, 1).reason is None and read(handle, 1) == (4, None)
-    other = run("keys", "init", str(tmp_path / "other"))["tenants"][0]["fingerprint"]
-    assert old in run("keys", "import", str(tmp_path / "other"), str(pool), status=2)
-    run("keys", "import", str(tmp_path / "other"), str(pool), "--cold-start")
-    line = run("serve", "--data", str(tmp_path / "kv"), "--keys", str(pool), status=2)
+    other = told("keys", "init", str(tmp_path / "other"))["tenants"][0]["fingerprint"]
+    assert old in refused_start("keys", "import", str(tmp_path / "other"), str(pool))
+    told("keys", "import", str(tmp_path / "other"), str(pool), "--cold-start")
+    line = refused_start("serve", "--data", str(tmp_path / "kv"), "--keys", str(pool))
     assert old in line and other in line and f"keys.cold_start={other}" in line
     with served(tmp_path, KVSTORE_KEYS_COLD_START=other) as sidecar:
         wait_until(lambda: handle.match(prompt_of(1, 1)).reason is MissReason.KEY_MISMATCH)
@@ -193,7 +154,7 @@ def test_another_identity_is_refused_at_the_start_and_its_clients_are_told(tmp_p
         (public,) = sidecar.readyz()["warnings"]
         assert "kvstore stat" in public and not any(one in public for one in (old, other, "default", "test"))
         assert sidecar.readyz()["state"] == "ready", "it keeps nothing from being served"
-        assert "kvstore_warnings 1" in sidecar.metrics()
+        assert "kvstore_warnings 1" in sidecar.page("/metrics")
         anew = client.namespace(model=MODEL, layout=LAYOUT)
         assert put(anew, 1).reason is None and read(anew, 1) == (4, None)
         assert sidecar.stat()["warnings"] == []
@@ -202,12 +163,12 @@ def test_another_identity_is_refused_at_the_start_and_its_clients_are_told(tmp_p
 
 def test_a_purged_tenant_is_not_revived_by_its_mount(tmp_path: Path) -> None:
     pool, config = str(tmp_path / "pool"), tmp_path / "kvstore.toml"
-    run("keys", "init", pool, "default", "guest")
+    told("keys", "init", pool, "default", "guest")
     config.write_text(f'[tenants.guest]\nsocket = "{tmp_path}/guest.sock"\n')
     with served(tmp_path, "--config", str(config)) as sidecar:
         with sidecar.client() as store:
             assert put(store.namespace(model=MODEL, layout=LAYOUT), 1).reason is None
-        assert run("purge", "default", "--yes", "--data", sidecar.data)["blocks"] == 4
+        assert told("purge", "default", "--yes", "--data", sidecar.data)["blocks"] == 4
         with pytest.raises(Unreachable, match="purged"):
             sidecar.client().namespace(model=MODEL, layout=LAYOUT)
     for _ in range(2):
@@ -218,8 +179,8 @@ def test_a_purged_tenant_is_not_revived_by_its_mount(tmp_path: Path) -> None:
                 assert put(store.namespace(model=MODEL, layout=LAYOUT), 2).reason is None
             (warning,) = sidecar.stat()["warnings"]
             assert "purged" in warning and len(sidecar.readyz()["warnings"]) == 1
-            assert "in use" in run("keys", "revive", "default", "--data", sidecar.data, status=2)
-    run("keys", "revive", "default", "--data", str(tmp_path / "kv"))
+            assert "in use" in refused_start("keys", "revive", "default", "--data", sidecar.data)
+    told("keys", "revive", "default", "--data", str(tmp_path / "kv"))
     with served(tmp_path, "--config", str(config)) as sidecar, sidecar.client() as store:
         handle = store.namespace(model=MODEL, layout=LAYOUT)
         assert handle.match(prompt_of(1, 1)).blocks == 0, "what was purged stays so"
@@ -227,7 +188,7 @@ def test_a_purged_tenant_is_not_revived_by_its_mount(tmp_path: Path) -> None:
 
 
 def test_a_copied_directory_that_runs_as_well_says_so(tmp_path: Path) -> None:
-    run("keys", "init", str(tmp_path / "pool"))
+    told("keys", "init", str(tmp_path / "pool"))
     with served(tmp_path) as first:
         node = first.stat()["node"]
         shutil.copytree(tmp_path / "kv", tmp_path / "copy", ignore=shutil.ignore_patterns("*.sock"))
@@ -241,32 +202,27 @@ def test_a_copied_directory_that_runs_as_well_says_so(tmp_path: Path) -> None:
 
 
 def test_settings_of_keys_that_cannot_be(tmp_path: Path) -> None:
-    line = run("serve", "--data", str(tmp_path / "kv"), "--keys", str(tmp_path / "nowhere"), status=2)
+    line = refused_start("serve", "--data", str(tmp_path / "kv"), "--keys", str(tmp_path / "nowhere"))
     assert "nowhere" in line and "kvstore keys init" in line
-    run("keys", "init", str(tmp_path / "pool"), "b")
-    line = run("serve", "--data", str(tmp_path / "kv"), "--keys", str(tmp_path / "pool"), status=2)
+    told("keys", "init", str(tmp_path / "pool"), "b")
+    line = refused_start("serve", "--data", str(tmp_path / "kv"), "--keys", str(tmp_path / "pool"))
     assert "tenant default has no keys" in line
 
 
 def test_show_prints_fingerprints_and_never_a_secret(tmp_path: Path) -> None:
     pool = tmp_path / "pool"
-    made = run("keys", "init", str(pool), "default", "b")
-    shown = run("keys", "show", str(pool))
+    made = told("keys", "init", str(pool), "default", "b")
+    shown = told("keys", "show", str(pool))
     assert shown["tenants"] == sorted(made["tenants"], key=lambda one: one["tenant"])
-    rotated = run("keys", "rotate", str(pool), "b")["tenants"][0]
+    rotated = told("keys", "rotate", str(pool), "b")["tenants"][0]
     assert [one["epoch"] for one in rotated["epochs"]] == [1, 2] and rotated["epoch"] == 2
-    assert run("keys", "show", str(pool / "b.key"))["tenants"] == [rotated]
+    assert told("keys", "show", str(pool / "b.key"))["tenants"] == [rotated]
     texts = [file.read_text() for file in pool.iterdir()]
     secrets = {one["secret"] for text in texts for one in (json.loads(text)["identity"], *json.loads(text)["epochs"])}
     for words in (["show", str(pool)], ["rotate", str(pool), "b"], ["retire", str(pool), "b", "1"]):
         for form in ([], ["--json"]):
-            done = subprocess.run(
-                [sys.executable, "-m", "kvstore", "keys", *words, *form],
-                capture_output=True,
-                text=True,
-                env={**os.environ, **PATHS},
-            )
-            assert not any(secret in done.stdout + done.stderr for secret in secrets)
+            ended = run_cli("keys", *words, *form)
+            assert not any(secret in ended.stdout + ended.stderr for secret in secrets)
     with kvstore.open(f"embedded:{tmp_path / 'kv'}", dram="1MiB") as store:
         own = store.tenant_keys("default").fingerprint.hex()
-    assert run("keys", "show", str(tmp_path / "kv" / "keys"))["tenants"][0]["fingerprint"] == own
+    assert told("keys", "show", str(tmp_path / "kv" / "keys"))["tenants"][0]["fingerprint"] == own

@@ -206,7 +206,9 @@ def test_a_slow_mount_keeps_no_tenant_waiting(world: World, monkeypatch: pytest.
     read = SecretDirectory.read
 
     def slow(directory: SecretDirectory, name: str) -> bytes:
-        door = threading.Thread(target=lambda: answered.append((keys.tenant("default"), keys.warnings(), keys.told())))
+        door = threading.Thread(
+            target=lambda: answered.append((keys.tenant("default"), keys.warnings(), keys.served()))
+        )
         door.start()
         door.join(10)
         assert not door.is_alive(), "it waits for the mount"

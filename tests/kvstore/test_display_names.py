@@ -102,7 +102,6 @@ def test_a_name_is_written_once_the_disk_takes_it(tmp_path: Path, monkeypatch: p
 def test_an_embedded_stores_name_is_the_one_it_was_given(tmp_path: Path, config: dict[str, str] | None) -> None:
     with kvstore.open(f"embedded:{tmp_path}", dram="1MiB") as store:
         handle = store.namespace(model=MODEL, layout=small_layout(), config=config, name="m")
-        assert store.names is not None  # type: ignore[union-attr]
         tenant = store.tenant_keys(store.tenant).tenant  # type: ignore[union-attr]
         assert store.names.get(tenant, handle.namespace.digest()) == "m"  # type: ignore[union-attr]
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,11 +12,11 @@ from kvstore.block.errors import BadInput
 from kvstore.config import expanded
 from kvstore.service.settings import read_settings
 from programs import run_python
-from service.test_serve import PATHS, SERVE, ended, serving
+from service.test_serve import ended, serving
+from test_cli import error_line, run_cli, told
 from workbench import MODEL, ids, random_pages, refused, small_layout
 
 NOT_TEXT = os.fsdecode(b"\xff\xfe dir")
-CLI = SERVE[:-2]
 
 
 @pytest.fixture
@@ -74,26 +72,19 @@ def test_every_path_of_the_settings_may_begin_with_a_tilde(home: Path) -> None:
 def test_every_path_of_the_command_line_may_begin_with_a_tilde(home: Path, command: list[str]) -> None:
     if command == ["stat"]:
         command = ["stat", "--data=~/none"]
-    done = subprocess.run([*CLI, *command], capture_output=True, text=True, env={**os.environ, **PATHS}, timeout=60)
-    assert done.returncode == 2
-    assert str(home / "none") in done.stderr and len(done.stderr.splitlines()) == 1
+    assert str(home / "none") in error_line(run_cli(*command, seconds=60))
 
 
 @pytest.mark.slow
 def test_a_directory_whose_name_is_not_utf_8_is_served_and_checked(tmp_path: Path) -> None:
     directory = tmp_path / NOT_TEXT
     directory.mkdir()
-    environment = {**os.environ, **PATHS}
     with serving(directory, "--nvme", "16MiB") as (process, said):
         assert said["serving"] == [str(directory / "kv" / "kvstore.sock")]
-        command = [*CLI, "stat", "--json", "--data", str(directory / "kv")]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
-        assert done.returncode == 0 and json.loads(done.stdout)["pid"] == said["pid"]
+        assert told("stat", "--data", str(directory / "kv"))["pid"] == said["pid"]
         kvstore.open(f"unix:{said['serving'][0]}").close()
         assert ended(process)[0] == 0
-    done = subprocess.run(
-        [*CLI, "fsck", str(directory / "kv")], capture_output=True, text=True, env=environment, timeout=60
-    )
+    done = run_cli("fsck", str(directory / "kv"), seconds=60)
     assert done.returncode == 0 and "All is well" in done.stdout and "\\udcff" in done.stdout
     with kvstore.open(f"embedded:{directory}/kv", dram="1MiB", nvme="16MiB") as store:
         assert store.warmed(60)
@@ -115,12 +106,12 @@ def test_a_directory_whose_name_is_not_utf_8_is_served_and_checked(tmp_path: Pat
     ],
     ids=" ".join,
 )
-def test_what_is_not_there_under_a_name_that_is_not_utf_8_is_one_line(tmp_path: Path, command: list[str]) -> None:
-    done = subprocess.run(
-        [*CLI, *command], capture_output=True, text=True, env={**os.environ, **PATHS}, cwd=tmp_path, timeout=60
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert len(done.stderr.splitlines()) == 1 and "\\udcff" in done.stderr and "internal error" not in done.stderr
+def test_what_is_not_there_under_a_name_that_is_not_utf_8_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = error_line(run_cli(*command, seconds=60))
+    assert "\\udcff" in line and "internal error" not in line
     assert list(tmp_path.iterdir()) == []
 
 

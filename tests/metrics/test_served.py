@@ -6,8 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import urllib.error
-import urllib.request
 from collections import deque
 from pathlib import Path
 
@@ -15,8 +13,9 @@ import pytest
 
 import kvstore
 from metrics.scraped import Scrape
+from programs import PATHS, page_at
 from service.sidecar import patient
-from service.test_serve import PATHS, ended, serving
+from service.test_serve import ended, serving
 from waiting import wait_until
 from workbench import MODEL, blank_pages, ids, random_pages, small_layout
 
@@ -24,13 +23,7 @@ TOKEN = "a-token-of-many-letters"
 
 
 def page(port: int, path: str = "/metrics", token: str = "") -> tuple[int, str]:
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    try:
-        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers)
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+    return page_at(f"http://127.0.0.1:{port}{path}", token)
 
 
 def with_tenants(directory: Path, http: str = "") -> Path:

@@ -24,6 +24,7 @@ import torch
 
 from asking import stand_in
 from kvstore.block.codec import codec_named
+from kvstore.block.display_names import DisplayNames
 from kvstore.block.identity import KeyRing, Namespace, TenantKeys
 from kvstore.block.key_file import KeyFile
 from kvstore.block.layout import KvGroup, Layout
@@ -380,7 +381,7 @@ def open_store(
     mover = InterruptibleMover(Mover(tier, ring))
     core = Store(blocks, clock, limits)
     core._room._mover = mover  # type: ignore[assignment]
-    store = EmbeddedStore(core, ring, keys, lock, StoreParts(codec_named))
+    store = EmbeddedStore(core, ring, keys, lock, StoreParts(codec_named), DisplayNames(path / "names"))
     return OpenStore(store, core, keys, ring, clock, mover, blocks)
 
 

@@ -34,6 +34,7 @@ from network.running import (
     token_file,
     token_of,
 )
+from programs import page_at
 from service.sidecar import Sidecar
 from waiting import wait_until
 from workbench import MODEL, ids, random_pages, small_layout
@@ -67,13 +68,9 @@ def running(sidecars: dict[str, Sidecar]) -> Iterator[RunningNetwork]:
 
 def post(running: RunningNetwork, path: str, body: Any, token: str | None = None, tenant: str = "default") -> Any:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"Authorization": f"Bearer {token or token_of(tenant)}"}
-    request = urllib.request.Request(f"http://127.0.0.1:{running.http_port}{path}", data, headers)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
+    url = f"http://127.0.0.1:{running.http_port}{path}"
+    status, text = page_at(url, token or token_of(tenant), data, 60)
+    return status, json.loads(text)
 
 
 def test_a_router_is_told_tokens_by_tier_and_nothing_is_counted(

@@ -9,10 +9,10 @@ import pty
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,36 +25,19 @@ from kvstore.cli.ask import read_prompts
 from kvstore.cli.report import namespace_table
 from kvstore.client.framing import HANGS
 from kvstore.status.tree import LookupCounts, NamespaceStatus
+from programs import KVSTORE, PATHS
 from service.sidecar import patient
-from service.test_serve import PATHS, crash, ended, serving
+from service.test_serve import crash, ended, serving
+from test_cli import NO_TORCH, error_line, run_cli, told
 from waiting import wait_until
 from workbench import MODEL, ids, one_line, random_pages, small_layout
 
-CLI = [sys.executable, "-m", "kvstore"]
-NO_TORCH = "import sys; sys.modules['torch'] = None; from kvstore.cli.main import main; main()"
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Without torch, which none of these commands needs."""
-    command = [sys.executable, "-c", NO_TORCH, *arguments]
-    env = {**os.environ, **PATHS}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, stdin=subprocess.DEVNULL)
-
-
-def told(*arguments: str) -> Any:
-    """The one object that a command prints."""
-    done = run(*arguments, "--json")
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    return json.loads(done.stdout)
+run = partial(run_cli, before=NO_TORCH, seconds=60)
 
 
 def refused(*arguments: str) -> str:
     """The one line of a command that fails."""
-    done = run(*arguments)
-    assert (done.returncode, done.stdout) == (2, ""), done
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("kvstore: ")
-    return line
+    return error_line(run(*arguments))
 
 
 def client(directory: Path) -> kvstore.SidecarStore:
@@ -201,7 +184,7 @@ def test_a_table_of_namespaces_cuts_no_id_and_no_figure(width: int) -> None:
 @pytest.mark.slow
 def test_watch_draws_again_and_again(sidecar: Running) -> None:
     data, store, _ = sidecar
-    command = [*CLI, "stat", "--data", data]
+    command = [*KVSTORE, "stat", "--data", data]
     env = {**os.environ, **PATHS}
     with subprocess.Popen([*command, "--watch", "0.2", "--json"], stdout=subprocess.PIPE, text=True, env=env) as watch:
         assert watch.stdout is not None
@@ -336,7 +319,7 @@ def test_a_purge_asks_at_a_terminal(sidecar: Running, answer: bytes, is_purged: 
     store.namespace(model=MODEL, layout=small_layout())
     secret = json.loads((Path(data) / "keys").read_text())["tenants"]["default"]["secret"]
     terminal, theirs = pty.openpty()
-    command = [*CLI, "purge", "default", "--data", data, "--json"]
+    command = [*KVSTORE, "purge", "default", "--data", data, "--json"]
     with subprocess.Popen(
         command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **PATHS}
     ) as process:

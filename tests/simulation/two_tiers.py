@@ -18,6 +18,7 @@ from typing import Any
 
 from kvstore.block.account import MissReason
 from kvstore.block.codec import codec_named
+from kvstore.block.display_names import DisplayNames
 from kvstore.block.identity import KeyRing
 from kvstore.block.key_file import KeyFile
 from kvstore.config import DramConfig, Limits
@@ -186,7 +187,7 @@ def open_two_tiers(
     except BaseException:
         lock.release()
         raise
-    store = EmbeddedStore(core, ring, keys, lock, StoreParts(codec_named))
+    store = EmbeddedStore(core, ring, keys, lock, StoreParts(codec_named), DisplayNames(directory / "names"))
     return OpenStore(store, core, keys, ring, clock, core._room._mover, core.blocks)  # type: ignore[arg-type]
 
 
