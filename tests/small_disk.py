@@ -1,8 +1,9 @@
-"""A disk of a few MiB, and somebody else's file that fills it."""
+"""A disk of a few MiB, somebody else's file that fills it, and a limit on the size of files."""
 
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,3 +42,14 @@ def fill(disk: Path) -> Path:
     finally:
         os.close(descriptor)
     return path
+
+
+@contextmanager
+def files_of_at_most(size_bytes: int) -> Iterator[None]:
+    """No file of this process may become larger meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -28,14 +28,15 @@ def server_binary(python: str = sys.executable) -> str:
 
 
 class ValkeyServer:
-    """Started by `valkey_server`. Its process may be stopped, killed and started again; its port stays."""
+    """Its process may be stopped, killed and started again; its port stays."""
 
-    def __init__(self, folder: Path, options: Sequence[str], binary: str) -> None:
+    def __init__(self, folder: Path, options: Sequence[str], binary: str, wrap: Sequence[str] = ()) -> None:
+        """wrap: before its command. Of options the last one counts."""
         self.socket_path = str(folder / "valkey.sock")
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = int(probe.getsockname()[1])
         where = ["--port", str(self.port), "--bind", "127.0.0.1", "--unixsocket", self.socket_path]
-        self._command = [binary, *where, "--dir", str(folder), "--save", "", "--appendonly", "no", *options]
+        self._command = [*wrap, binary, *where, "--dir", str(folder), "--save", "", "--appendonly", "no", *options]
         self._log = folder / "valkey.log"
         self.start()
 
@@ -53,8 +54,9 @@ class ValkeyServer:
 
     def say(self, *words: bytes) -> bytes:
         """A command, and its answer as bytes."""
-        with socket.create_connection(("127.0.0.1", self.port)) as wire:
+        with socket.socket(socket.AF_UNIX) as wire:
             wire.settimeout(10.0)
+            wire.connect(self.socket_path)
             wire.sendall(command(*words))
             wire.shutdown(socket.SHUT_WR)
             return b"".join(iter(lambda: wire.recv(1 << 20), b""))

@@ -1,10 +1,13 @@
-"""Waiting for what another thread or process brings about, and that tells no event. And a clock that a test turns."""
+"""Waiting for what another thread or process brings about, and that tells no event; threads that begin together; and a
+clock that a test turns."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,6 +25,18 @@ def wait_until(is_so: Callable[[], T | None], step: Callable[[], object] = lambd
         assert time.monotonic() < deadline
         step()
     return found
+
+
+def together(work: Callable[[int], T], threads: int) -> list[T]:
+    """What it returns in each of so many threads, by their numbers; the first failure is raised."""
+    all_are_there = threading.Barrier(threads)
+
+    def run(number: int) -> T:
+        all_are_there.wait()
+        return work(number)
+
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(run, range(threads)))
 
 
 @dataclass

@@ -119,6 +119,8 @@ def kind_of(error: BaseException) -> FaultKind:
 # are counted, and the next line gives their number.
 
 
+LINE_SECONDS = 60.0
+"""Between two lines of a kind."""
 MOST_KINDS = 64
 """Of more kinds at a time, the others share one line per minute."""
 
@@ -134,11 +136,9 @@ class _Told:
 class RateLimitedLog:
     """A logger for warnings, each of a kind: a cause, and its source. Thread-safe."""
 
-    def __init__(self, logger: logging.Logger, clock: Clock, seconds: float = 60) -> None:
-        """seconds: interval between two lines of a kind."""
+    def __init__(self, logger: logging.Logger, clock: Clock) -> None:
         self._logger = logger
         self._clock = clock
-        self._seconds = seconds
         self._lock = threading.Lock()
         self._kinds: OrderedDict[str, _Told] = OrderedDict()  # least recently told first
         self._others = _Told(-inf)
@@ -155,7 +155,7 @@ class RateLimitedLog:
         now = self._clock.monotonic_seconds()
         with self._lock:
             told = self._told(kind, now)
-            if now - told.at < self._seconds:
+            if now - told.at < LINE_SECONDS:
                 told.suppressed += 1
                 return False
             suppressed, told.at, told.suppressed = told.suppressed, now, 0
@@ -170,7 +170,7 @@ class RateLimitedLog:
         if kind not in self._kinds:
             if len(self._kinds) >= MOST_KINDS:
                 oldest = next(iter(self._kinds))
-                if now - self._kinds[oldest].at < self._seconds:
+                if now - self._kinds[oldest].at < LINE_SECONDS:
                     return self._others
                 self._others.suppressed += self._kinds.pop(oldest).suppressed  # its next line may never come
             self._kinds[kind] = _Told(-inf)
@@ -224,15 +224,12 @@ class Faults:
 
     def failed(self, what: str, kind: FaultKind, detail: str) -> None:
         with suppress(MemoryError):  # there may be no memory to count with
-            self._count(what, kind, detail)
-
-    def _count(self, what: str, kind: FaultKind, detail: str) -> None:
-        at = self._clock.monotonic_seconds()
-        with self._lock:
-            one = self.failing.setdefault(what, {}).setdefault(kind, _Failing(at, at, 0, detail))
-            one.last, one.count, one.detail = at, one.count + 1, detail
-            self._counts[kind] += 1
-        self._lines.warn(f"{what}: {kind}", "%s: %s failed: %s", kind, what, detail)
+            at = self._clock.monotonic_seconds()
+            with self._lock:
+                one = self.failing.setdefault(what, {}).setdefault(kind, _Failing(at, at, 0, detail))
+                one.last, one.count, one.detail = at, one.count + 1, detail
+                self._counts[kind] += 1
+            self._lines.warn(f"{what}: {kind}", "%s: %s failed: %s", kind, what, detail)
 
     def worked(self, what: str) -> None:
         """Takes the lock only if something failed."""

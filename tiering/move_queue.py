@@ -17,7 +17,7 @@ import traceback
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import IntEnum
 from functools import partial
 from typing import TypeVar
 
@@ -51,14 +51,6 @@ class Priority(IntEnum):
     SAVE = 1
     DEMOTION = 2
     SCRUB = 3
-
-
-class BreakerState(Enum):
-    """`OPEN`: the tier's moves are refused. `TRIAL`: all but one, whose outcome decides."""
-
-    CLOSED = "closed"
-    OPEN = "open"
-    TRIAL = "trial"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +174,9 @@ class MoveQueue:
         self._queues: dict[Priority, OrderedDict[Hashable, Move]] = {each: OrderedDict() for each in Priority}
         self._passes = dict.fromkeys(Priority, 0)
         self._breakers: dict[str, _Breaker] = {}
-        self._bugs: deque[str] = deque(maxlen=BUGS_KEPT)
+        self.bugs: deque[str] = deque(maxlen=BUGS_KEPT)
+        """The last stack traces of exceptions, other than `TierError`, from moves and callbacks. As text, because an
+        exception keeps the memory of all the frames it came through."""
         self._done: Counter[tuple[str, Priority]] = Counter()
         self._failed_moves: Counter[tuple[str, Priority]] = Counter()
         self._seconds = {priority: Histogram() for priority in Priority}
@@ -220,13 +214,11 @@ class MoveQueue:
         with self._lock:
             return self._is_down(tier)
 
-    def breaker_state(self, tier: str) -> BreakerState:
-        """An open breaker stays open until a submit after `breaker_seconds` puts it on trial."""
+    def is_open(self, tier: str) -> bool:
+        """Whether the tier's breaker is open: all of its moves are refused, or all but one on trial."""
         with self._lock:
             breaker = self._breakers.get(tier)
-            if breaker is None or breaker.opened_at is None:
-                return BreakerState.CLOSED
-            return BreakerState.OPEN if breaker.trial is None else BreakerState.TRIAL
+            return breaker is not None and breaker.opened_at is not None
 
     def depths(self) -> dict[Priority, int]:
         """Moves of each priority that have not begun."""
@@ -250,14 +242,6 @@ class MoveQueue:
         with self._lock:
             return {priority: histogram.now() for priority, histogram in self._seconds.items()}
 
-    def bugs(self) -> list[str]:
-        """The last `BUGS_KEPT` stack traces of exceptions, other than `TierError`, from moves and callbacks.
-
-        As text, because an exception keeps the memory of all the frames it came through.
-        """
-        with self._lock:
-            return list(self._bugs)
-
     def close(self, timeout_seconds: float) -> bool:
         """End waiting moves as DOWN and await running ones, for at most that long. Returns whether all threads have
         ended.
@@ -266,7 +250,7 @@ class MoveQueue:
         """
         with self._lock:
             self._closed = True
-            waiting = [self._end(move, TierMiss.DOWN) for move in list(self._moves.values()) if not move.begun]
+            waiting = self._end_waiting()
             self._arrived.notify_all()
         self._call_back(waiting)
         with self._lock:
@@ -426,9 +410,9 @@ class MoveQueue:
         self._call_back(ended)
         return again
 
-    def _end_waiting(self, tier: str) -> list[Move]:
-        """A breaker opened. Now, not when a worker comes by."""
-        waiting = [move for move in self._moves.values() if move.tier == tier and not move.begun]
+    def _end_waiting(self, tier: str | None = None) -> list[Move]:
+        """Of one tier, whose breaker opened, or all. Now, not when a worker comes by."""
+        waiting = [move for move in self._moves.values() if tier in (None, move.tier) and not move.begun]
         return [self._end(move, TierMiss.DOWN) for move in waiting]
 
     # Ending --------------------------------------------------------------------------------------------------------
@@ -463,13 +447,10 @@ class MoveQueue:
         try:
             return work()
         except Exception as error:
-            self._keep(error)
-            return None
-
-    def _keep(self, error: Exception) -> None:
-        text = "".join(traceback.format_exception(error))
+            text = "".join(traceback.format_exception(error))
         with self._lock:
-            is_known = text in self._bugs
-            self._bugs.append(text)
+            is_known = text in self.bugs
+            self.bugs.append(text)
         if not is_known:
             _log.error("a move failed by a fault of this program, and counts as a fault of its tier: %s", text)
+        return None

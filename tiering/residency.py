@@ -317,10 +317,6 @@ class Residency:
         column = self._places
         return [column[row] for row in rows]
 
-    def is_held(self, place: int) -> bool:
-        """Whether a reader with an expired lease may still have the slot mapped."""
-        return place in self.held
-
     def is_in_use(self, row: int) -> bool:
         """Whether the block is pinned, may still be read under an expired lease, or is not readable here yet."""
         return not self._listed[row] or bool(self.pins.counts[row]) or self.is_row_held(row)

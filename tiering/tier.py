@@ -136,8 +136,6 @@ class ScrubUsage:
 class Tier(Protocol):
     """Six verbs. Batch first; every place handed out by `reserve` ends in exactly one `commit` or `abort`."""
 
-    name: str
-
     def reserve(self, slot_class: SlotClass, count: int) -> list[int]:
         """Places for up to `count` frames; fewer, or none, if the tier has no free slot of that class."""
         ...

@@ -365,13 +365,11 @@ class Namespace:
         if not is_whole(self.weights_epoch, 0, MAX_WEIGHTS_EPOCH):
             raise BadInput(f"weights_epoch={shown(self.weights_epoch)}; give 0 or more, below 2**63")
         codec = self.codec
-        if not isinstance(codec, str) or not 0 < len(codec) <= MAX_CODEC_CHARACTERS or not _is_ascii_text(codec):
+        is_printable = isinstance(codec, str) and codec.isascii() and codec.isprintable()
+        if not is_printable or not 0 < len(codec) <= MAX_CODEC_CHARACTERS:
             raise BadInput(
                 f"codec={shown(codec)}; give the name of one, of 1 to {MAX_CODEC_CHARACTERS} ASCII characters"
             )
-        self._check_config()
-
-    def _check_config(self) -> None:
         if not isinstance(self.config, Mapping) or len(self.config) > MAX_CONFIG_FIELDS:
             raise BadInput(f"config={shown(self.config)}; give names and their values, at most {MAX_CONFIG_FIELDS}")
         for name, value in self.config.items():
@@ -569,10 +567,6 @@ class Numbers:
 
 def _is_text(given: object, most: int) -> bool:
     return isinstance(given, str) and len(given) <= most and not any("\ud800" <= one <= "\udfff" for one in given)
-
-
-def _is_ascii_text(given: str) -> bool:
-    return given.isascii() and given.isprintable()
 
 
 def _inflated(packed: bytes) -> bytes:

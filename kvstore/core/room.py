@@ -271,7 +271,7 @@ class Room:
         place_extent = extent_of(copy.source)
         part = blocks.dram.class_of(place_extent).part
         here = residency.place(copy.row, part) == copy.source
-        in_use = residency.pins.counts[copy.row] or residency.is_held(copy.source)
+        in_use = residency.pins.counts[copy.row] or copy.source in residency.held
         if outcome is not MoveOutcome.GONE and here and not in_use:
             is_sound = outcome is MoveOutcome.MOVED
             blocks.tally.checked(CheckedAt.MOVE, blocks.dram.class_of(place_extent).frame_bytes, is_sound=is_sound)

@@ -626,7 +626,7 @@ class BlockTable(Generic[TierBelow]):
         for place in places:
             if dram.is_reserved(place):
                 dirty.append(place)
-            elif residency.is_held(place):
+            elif place in residency.held:
                 held.append(place)
             else:
                 written.append(place)

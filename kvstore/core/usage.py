@@ -206,10 +206,10 @@ class UsageReports:
         used = held.get(tenant, 0) * tier.piece_bytes
         if shares is None or shares.share_of(tenant) is None:
             return used, 0, None, None
-        guaranteed = shares.guaranteed_to(tenant, tier.pieces()) * tier.piece_bytes
+        group = shares.group_of(tenant)
+        guaranteed = shares.guaranteed(group, tier.pieces()) * tier.piece_bytes
         if retention is None:
             return used, guaranteed, None, None
-        group = shares.group_of(tenant)
         return used, guaranteed, retention.kept_bytes()[group], retention.budgets()[group]
 
     def kept_until(self, number: int, keys: Sequence[bytes]) -> float:

@@ -25,7 +25,7 @@ from kvstore.protocol import messages as m
 from tiering.clock import Clock
 from tiering.frame import HEADER_BYTES
 from tiering.remote.driver import RemoteFault
-from tiering.remote.writes import RemoteWrites, WriteQueue
+from tiering.remote.writes import LEARNED_USES, RemoteWrites, WriteQueue
 
 LOOK_SECONDS, SPACES_SECONDS = 0.5, 2.0
 LIST_SECONDS = 30.0
@@ -144,7 +144,7 @@ class Follower:
                 self._announcer.removed(name)
 
     def _take(self, one: _Followed, key: bytes, index: int, where: int, *, is_news: bool) -> None:
-        space = one.space
+        space, uses = one.space, self._run.uses
         if self._announcer is not None and is_head(index):
             name = hint_name(space.id, key)
             if where == NOWHERE:
@@ -158,11 +158,7 @@ class Follower:
             return
         if where == NOWHERE:
             self._queue.forget((space.id, key))
-        elif (
-            where == DRAM
-            and self._remote.writes.wants(self._run.uses.of(key), False)
-            and not self._run.uses.has_come(key)
-        ):
+        elif where == DRAM and self._remote.writes.wants(uses.of(key)) and not uses.has_come(key):
             self._queue.offer((space.id, key))
 
     # To the remote tier ----------------------------------------------------------------------------------------------
@@ -171,7 +167,7 @@ class Follower:
         """A request named these blocks, which are here. Any thread; handled in the follower's next turn."""
         self._run.uses.note_chain(space.id, keys)
         if self._remote is not None and self._remote.writes is RemoteWrites.LEARNED:
-            self._run.uses.wanted.extend((space.id, key) for key in keys if self._run.uses.of(key) == 2)
+            self._run.uses.wanted.extend((space.id, key) for key in keys if self._run.uses.of(key) == LEARNED_USES)
 
     def _write_some(self) -> bool:
         remote = self._remote
@@ -217,7 +213,7 @@ class Follower:
         reply = space.lease([key], WRITE_LEASE_SECONDS)
         if not reply.lease:
             return True  # evicted, or DRAM is all pinned: its next use queues it again
-        pin = Lending(lambda: run.release(reply.lease))
+        pin = Lending(lambda: run.connection.let_go(reply.lease))
         try:
             frames = [column[0] for column in run.frames(reply.places, writable=False) if column]
             if len(frames) < len(names):

@@ -172,11 +172,6 @@ class _TenantWork:
     def start(self) -> None:
         self._thread.start()
 
-    def answer(self, run: CourierRun, answer: QuestionAnswered) -> None:
-        """Send an answer to a question of that connection."""
-        run.answers.append(answer)
-        self.exchange(run)
-
     def exchange(self, run: CourierRun, told: CourierFigures | None = None) -> None:
         """Send answers, and pass on the questions that come back. Waits for the sidecar alone."""
         try:
@@ -285,8 +280,12 @@ class _TenantWork:
             self.follower.close()
 
     def _do(self, pool: ThreadPoolExecutor, run: CourierRun, work: Callable[[], QuestionAnswered]) -> None:
+        def answer() -> None:
+            run.answers.append(work())
+            self.exchange(run)
+
         try:
-            pool.submit(lambda: self.answer(run, work())).add_done_callback(_log_fault)
+            pool.submit(answer).add_done_callback(_log_fault)
         except RuntimeError:  # it is closed
             pass
 
@@ -328,9 +327,8 @@ class _TenantWork:
 
     def _forget(self, run: CourierRun, question: Forget) -> QuestionAnswered:
         remote, session = self._courier.remote, self._session
-        said = []
-        failed = remote.forget(run.fingerprint, question.namespace) if remote is not None else ""
-        if failed and remote is not None:
+        said, failed = [], ""
+        if remote is not None and (failed := remote.forget(run.fingerprint, question.namespace)):
             said.append(f"{remote.name} may still have blocks of it: {failed}; drop it again")
         nodes = session.others() if session is not None else []
         if nodes:
@@ -447,7 +445,7 @@ class PeerHolder:
         reply = space.lease(terms.keys[:most], max(0.0, wait))
         if not reply.lease:
             raise Unavailable(reply.reason or MissReason.ABSENT, "nothing is leased")
-        undo.callback(space.run.release, reply.lease)
+        undo.callback(space.run.connection.let_go, reply.lease)
         columns = space.run.frames(reply.places, writable=False)
         blocks = min(map(len, columns))
         if not blocks:

@@ -149,8 +149,8 @@ class NamedPeers:
         clock: Clock,
     ) -> None:
         """table: receives them, beside those that a directory names."""
-        self._addresses = dict.fromkeys(addresses, True)  # whether another node may be there
-        self._named: dict[str, bytes] = {}
+        self._nodes: dict[str, bytes | None] = dict.fromkeys(addresses, b"")
+        """By address, the node that answered there last: empty if none has, None for this one."""
         self._here = here
         self._calls = calls
         self._faults = faults
@@ -166,11 +166,11 @@ class NamedPeers:
             one.start()
 
     def nodes(self) -> set[bytes]:
-        return set(self._named.values())
+        return {node for node in self._nodes.values() if node}
 
     def addresses(self) -> list[tuple[bytes, str]]:
         """All but this node's own; with the id of the node that answered there last, empty if none has."""
-        return [(self._named.get(one, b""), one) for one, is_another in self._addresses.items() if is_another]
+        return [(node, address) for address, node in self._nodes.items() if node is not None]
 
     def close(self) -> None:
         self._ends.set()
@@ -180,11 +180,10 @@ class NamedPeers:
         while not self._ends.is_set():
             try:
                 entry = self._asked(address)
-                self._addresses[address] = entry is not None
+                self._nodes[address] = entry.node if entry is not None else None
                 if entry is None:
                     self._faults.say(kind, f"network.peers: {address} is this node itself; leave it out")
                 else:
-                    self._named[address] = entry.node
                     self._table.saw([entry], self._clock.monotonic_seconds(), NODE_SECONDS)
                     self._faults.ended(kind, f"peer {address} answers")
             except (PeerAway, StoreError, ValueError) as error:

@@ -139,7 +139,7 @@ class ValkeyDirectory:
         self._own, self._telling = _ValkeyWire(address, clock), threading.Lock()
         self._lookups: LifoQueue[_ValkeyWire] = LifoQueue()
         self._missing_lookups = LOOKUP_CONNECTIONS
-        self._claim = NodeClaim(here)
+        self._claim, self._has_entered = NodeClaim(here), False
         self._lock = threading.Lock()
         self._wanted, self._ends = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="kv-directory", daemon=True)
@@ -276,14 +276,14 @@ class ValkeyDirectory:
     def _write_entry(self, own: object, now: float) -> None:
         entry = read_entry(self._here.node, own)
         found = None if entry is None else entry.incarnation
-        if self._claim.was_lost(found):
+        if found is None and self._has_entered:  # then our hints, or announcements since, may be lost too
             self._announcer.lost()
         was = self._claim.state
         if self._claim.look(found, now):
             key, value, ttl_ms = _NODE + self._here.node, entry_bytes(self._entry()), int(1e3 * NODE_SECONDS)
             try:
                 self._judge(self._ask([(b"SET", key, value, b"PX", ttl_ms), (b"SADD", _NODES, self._here.node)]))
-                self._claim.wrote()
+                self._has_entered = True
                 self._refused.pop("entry", None)
             except _Refused as error:
                 self._refused["entry"] = str(error)

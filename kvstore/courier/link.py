@@ -196,10 +196,6 @@ class CourierRun:
         opened = CourierSpace(self, grant.number, digest, grant, sizes)
         self.by_number[grant.number] = self.by_id[digest] = opened
 
-    def release(self, lease: int) -> None:
-        """Does not block."""
-        self.connection.let_go(lease)
-
     def frames(self, places: Sequence[Sequence[int]], *, writable: bool) -> list[list[memoryview]]:
         """The bytes at places of a lease or a reservation, by part; as many as are mapped."""
         table = self.connection.writable if writable else self.connection.readable

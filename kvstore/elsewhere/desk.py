@@ -148,6 +148,7 @@ class CourierDesk(Parking):
         self._clock = store.core.clock
         self._lock = threading.Lock()
         self._books: dict[bytes, TenantQuestions] = {}  # of tenants that have couriers
+        self._no_book = TenantQuestions(count(1))  # of all others: without a courier nothing is asked
         self._numbers = defaultdict[bytes, Iterator[int]](lambda: count(1))  # of a tenant's questions, never reused
         self._alone_since = self._clock.monotonic_seconds()  # without couriers since then
         self._due: deque[tuple[float, bytes]] = deque()  # of locates, which all have the same time limit
@@ -187,19 +188,17 @@ class CourierDesk(Parking):
 
     def is_served(self, tenant: bytes) -> bool:
         with self._lock:
-            book = self._books.get(tenant)
-            return book is not None and book.courier is not None
+            return self._book(tenant).courier is not None
 
     def left(self, caller: ClientState) -> None:
         if not caller.is_courier:
             return
         tenant = caller.keys.tenant
         with self._lock:
-            book = self._books.get(tenant)
-            ended = book.left(caller) if book is not None else []
-            heir = book.courier if book is not None and len(book) else None
-            if book is not None and not book.couriers:
-                del self._books[tenant]
+            book = self._book(tenant)
+            ended = book.left(caller)
+            heir = book.courier if len(book) else None
+            if not book.couriers and self._books.pop(tenant, None) is not None:
                 self._alone_since = self._clock.monotonic_seconds()
         self.told.left(caller)
         self._end(ended, NO_COURIER)
@@ -290,9 +289,9 @@ class CourierDesk(Parking):
         parked = ParkedLocate()
         until = self._clock.monotonic_seconds() + c.LOCATE_SECONDS
         with self._lock:
-            book = self._books.get(tenant)
-            courier = book.courier if book is not None else None
-            if book is None or courier is None:
+            book = self._book(tenant)
+            courier = book.courier
+            if courier is None:
                 return m.Located(0, present, reason=UNREACHABLE, detail=NO_COURIER)
             question = c.LocateQuestion(book.number(), verb.namespace, verb.keys, present, *where)
             if not book.add(OpenQuestion(question, parked, until)):
@@ -320,10 +319,9 @@ class CourierDesk(Parking):
             return super().park(caller, number, verb, tell)
         tenant = caller.keys.tenant
         with self._lock:
-            book = self._books.get(tenant)
-            now = self._clock.monotonic_seconds()
-            place = book.place(verb.located, verb.namespace, now) if book is not None else None
-        if book is None or place is None:
+            book = self._book(tenant)
+            place = book.place(verb.located, verb.namespace, self._clock.monotonic_seconds())
+        if place is None:
             return self._not_fetched(number, verb, "what was located is not known any more; locate it again")
         keys = place.question.keys
         blocks = last_of(keys, verb.keys[-1])
@@ -430,10 +428,8 @@ class CourierDesk(Parking):
         with self._lock:
             while self._over:
                 tenant, one = self._over.popleft()
-                book = self._books.get(tenant)
-                if book is not None:
-                    book.no_more(one)
-                    couriers.add(one.courier if one.is_over else None)
+                self._book(tenant).no_more(one)
+                couriers.add(one.courier if one.is_over else None)
         for courier in couriers:
             self._ring(courier)
 
@@ -453,8 +449,7 @@ class CourierDesk(Parking):
         name, left = (tenant, digest), LeftElsewhere()
         with self._lock:
             self._dropping[name] += 1
-            if tenant in self._books:
-                self._books[tenant].forget()
+            self._book(tenant).forget()
         try:
             if not digest:
                 self._forget(tenant, digest, left)
@@ -469,12 +464,12 @@ class CourierDesk(Parking):
     def _forget(self, tenant: bytes, digest: bytes, left: LeftElsewhere) -> None:
         done = threading.Event()
         with self._lock:
-            book = self._books.get(tenant)
-            courier = book.courier if book is not None else None
-            one = OpenQuestion(c.Forget(book.number() if book is not None else 0, digest), done)
-            is_asked = book is not None and courier is not None and book.add(one)
+            book = self._book(tenant)
+            courier = book.courier
+            one = OpenQuestion(c.Forget(book.number(), digest), done)
+            is_asked = courier is not None and book.add(one)
         self._ring(courier)
-        if is_asked and book is not None and not done.wait(FORGET_SECONDS):
+        if is_asked and not done.wait(FORGET_SECONDS):
             with self._lock:
                 book.no_more(one)
         answer, rest = one.answer, "what other nodes and remote engines have of it remains until it is evicted there"
@@ -493,6 +488,10 @@ class CourierDesk(Parking):
         return any((tenant, one) in self._dropping for one in (b"", self._store.namespace_of(number).digest()))
 
     # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _book(self, tenant: bytes) -> TenantQuestions:
+        """Under the lock."""
+        return self._books.get(tenant, self._no_book)
 
     def _is_located(self, book: TenantQuestions, one: OpenQuestion) -> bool:
         """If it was a locate, answer it; returns whether it was. Under the lock, which also guards its place."""
@@ -584,8 +583,8 @@ class FetchedBlocks(Fetched):
             OrderedDict()
         )  # row > namespace, until; the first to end first
         self.marks: OrderedDict[int, _Mark] = OrderedDict()
-        self._pinned_bytes = 0
-        self._tenants: Counter[bytes] = Counter()  # pinned bytes, by tenant
+        self.kept_bytes = 0  # of pinned blocks
+        self._tenants: Counter[bytes] = Counter()  # the same by tenant
         self.adopted = Counter[HitTier]()
         """Blocks since the start, by origin."""
         self.gave_way = 0
@@ -602,7 +601,7 @@ class FetchedBlocks(Fetched):
 
     def room(self, number: int, tenants: int) -> int:
         """As `Fetched.room`: if several tenants have couriers, each takes at most half of what is left."""
-        left = int(SHARE_OF_DRAM * self._blocks.dram.budget_bytes) - self._pinned_bytes
+        left = int(SHARE_OF_DRAM * self._blocks.dram.budget_bytes) - self.kept_bytes
         mine, tenant = 0, self._blocks.spaces[number].tenant
         for one in self._reservations.values():
             if one.is_fetched:
@@ -664,8 +663,8 @@ class FetchedBlocks(Fetched):
     def pinned(self) -> list[int]:
         for row, (number, _) in self._pins.items():
             assert self._blocks.index.is_row_of(row, number), "what is pinned is there"
-        assert self._pinned_bytes == sum(self._blocks.spaces[number].block_bytes for number, _ in self._pins.values())
-        assert sum(self._tenants.values()) == self._pinned_bytes <= SHARE_OF_DRAM * self._blocks.dram.budget_bytes
+        assert self.kept_bytes == sum(self._blocks.spaces[number].block_bytes for number, _ in self._pins.values())
+        assert sum(self._tenants.values()) == self.kept_bytes <= SHARE_OF_DRAM * self._blocks.dram.budget_bytes
         return list(self._pins)
 
     # Called by the desk ----------------------------------------------------------------------------------------------
@@ -714,10 +713,6 @@ class FetchedBlocks(Fetched):
             after = int(some[-1]) + 1 if len(some) < len(rows) else stop
             return found, after if after < index.rows_end else 0
 
-    @property
-    def kept_bytes(self) -> int:
-        return self._pinned_bytes
-
     def _mark_of(self, row: int) -> _Mark | None:
         mark = self.marks.get(row)
         if mark is None:
@@ -739,7 +734,7 @@ class FetchedBlocks(Fetched):
 
     def _count(self, number: int, blocks: int) -> None:
         space = self._blocks.spaces[number]
-        self._pinned_bytes += blocks * space.block_bytes
+        self.kept_bytes += blocks * space.block_bytes
         self._tenants[space.tenant] += blocks * space.block_bytes
         if not self._tenants[space.tenant]:
             del self._tenants[space.tenant]

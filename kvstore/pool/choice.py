@@ -78,13 +78,9 @@ class SpeedBook:
     source is tried again.
     """
 
-    def __init__(self, most: int = MAX_SOURCES) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sources: OrderedDict[Hashable, _Learned] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._sources)
 
     def milliseconds(self, source: Hashable, size_bytes: int, now: float, prior: SourcePrior = PEER_PRIOR) -> float:
         with self._lock:
@@ -99,7 +95,7 @@ class SpeedBook:
         with self._lock:
             one = self._sources.setdefault(source, _Learned(prior))
             self._sources.move_to_end(source)
-            while len(self._sources) > self._most:
+            while len(self._sources) > MAX_SOURCES:
                 self._sources.popitem(last=False)
             latency, transfer = one.terms(size_bytes, now)
             share = latency / (latency + transfer)

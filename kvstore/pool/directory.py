@@ -226,7 +226,6 @@ class NodeClaim:
     def __init__(self, here: NodeIdentity) -> None:
         self._incarnation = here.incarnation
         self._other: tuple[bytes, float] | None = None
-        self._wrote = False
         self.state = ClaimState.UNSURE
 
     def look(self, found: bytes | None, now: float) -> bool:
@@ -240,14 +239,6 @@ class NodeClaim:
         if self.state == ClaimState.OURS or now - self._other[1] > FORGOTTEN_SECONDS:
             self.state = ClaimState.CLONED
         return False
-
-    def wrote(self) -> None:
-        """Our entry is there, for `NODE_SECONDS`."""
-        self._wrote = True
-
-    def was_lost(self, found: bytes | None) -> bool:
-        """Whether an entry that was written is gone: then our hints, or announcements since, may be lost too."""
-        return found is None and self._wrote
 
 
 # What this node announces to the directory, and when -----------------------------------------------------------------
@@ -266,11 +257,10 @@ _NEVER = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class HintBatch:
-    """For the directory, at most `BATCH` in all. again: how many of the announcements are repeats."""
+    """For the directory, at most `BATCH` in all."""
 
     announce: list[tuple[bytes, HitTier]]
     withdraw: list[bytes]
-    again: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.announce or self.withdraw)
@@ -297,8 +287,8 @@ class Announcer:
     announced with the repeats; a removal that was leaves a stale hint until it expires.
     """
 
-    def __init__(self, most_queued: int = MAX_QUEUED, most_held: int = MAX_HELD) -> None:
-        self._most_queued, self._most_held = most_queued, most_held
+    def __init__(self, most_queued: int = MAX_QUEUED) -> None:
+        self._most_queued = most_queued
         self._lock = threading.Lock()
         self._queue: OrderedDict[bytes, HitTier | None] = OrderedDict()
         """News, the oldest first; None: removed."""
@@ -356,7 +346,7 @@ class Announcer:
                     self._note(name, now)
             again = self._due(min(BATCH - len(announce) - len(withdraw), self._allowed(now)), now)
             self._allowance -= len(again)
-            return HintBatch(announce + again, withdraw, len(again))
+            return HintBatch(announce + again, withdraw)
 
     def failed(self, batch: HintBatch) -> None:
         """The directory did not take it: announcements are repeated later, and removals precede others."""
@@ -377,7 +367,7 @@ class Announcer:
     def _hold(self, name: bytes, tier: HitTier) -> None:
         self._held[name] = _ToldChunk(tier, _NEVER, self._emptied)
         self._held.move_to_end(name, last=False)
-        if len(self._held) > self._most_held:
+        if len(self._held) > MAX_HELD:
             self._queue.pop(self._held.popitem()[0], None)
             self.dropped += 1
 

@@ -47,7 +47,7 @@ from tiering.counts.histogram import percentile_ms
 from tiering.counts.tally import CheckedAt, EvictedTo, TierName
 from tiering.errors import TierError
 from tiering.faults import NEW_SLABS, NVME_READS, NVME_WRITES, FaultKind
-from tiering.move_queue import BreakerState, MoveQueue, Priority
+from tiering.move_queue import MoveQueue, Priority
 from tiering.nvme.slab_files import disk_room
 from tiering.tier import Usage
 
@@ -447,8 +447,7 @@ def _queue(queue: MoveQueue | None) -> QueueStatus | None:
         {kind: depths[priority] for priority, kind in KINDS_OF_MOVES.items()},
         {
             TierName.NVME.value: {
-                way: int(queue.breaker_state(tier) is not BreakerState.CLOSED)
-                for way, tier in (("read", NVME_READS), ("write", NVME_WRITES))
+                way: int(queue.is_open(tier)) for way, tier in (("read", NVME_READS), ("write", NVME_WRITES))
             }
         },
     )

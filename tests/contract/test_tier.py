@@ -51,9 +51,6 @@ class TierContract:
         tier.commit(places, [frame(number, slots.part) for number in numbers])
         return places
 
-    def test_it_has_a_name(self) -> None:
-        assert self.make().name
-
     def test_places_are_different(self) -> None:
         tier = self.make()
         mine, theirs = tier.reserve(MINE, CAPACITY), tier.reserve(THEIRS, CAPACITY)

@@ -306,14 +306,12 @@ class Asker:
 
     def find(self, keys: list[bytes]) -> m.Located:
         """Looks again until something is elsewhere: a look-up of 5 ms may come to nothing on a busy machine."""
-        found: list[m.Located] = []
 
-        def is_found() -> bool:
-            found.append(self.locate(keys))
-            return found[-1].number > 0
+        def found() -> m.Located | None:
+            located = self.locate(keys)
+            return located if located.number else None
 
-        wait_until(is_found)
-        return found[-1]
+        return wait_until(found)
 
     def get(self, number: int, blocks: int, seconds: float, locates: float, ticket: str = "") -> Got:
         keys = self.hashed(number, blocks).keys

@@ -21,7 +21,7 @@ from courier.namespaces import rack  # noqa: E402
 from courier.nodes import Node, make_keys, wait_for_peers  # noqa: E402
 from kvstore.config import check_network  # noqa: E402
 from kvstore.service.settings import read_settings  # noqa: E402
-from valkey_server import server_binary  # noqa: E402
+from valkey_server import ValkeyServer, server_binary  # noqa: E402
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 COMPOSE = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())
@@ -68,10 +68,8 @@ def test_the_composed_pool_serves_from_node_to_node_and_from_its_remote_tier(tmp
             program, *options = services[name]["command"]
             assert program == "valkey-server"
             (tmp_path / name).mkdir()
-            where = ["--bind", address(services[name]), "--dir", str(tmp_path / name)]
-            command = [*host.wrap(0), server_binary(), *options, *where]
-            server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            stack.callback(server.wait)
+            where = ["--bind", address(services[name]), "--port", "6379"]
+            server = ValkeyServer(tmp_path / name, [*options, *where], server_binary(), host.wrap(0))
             stack.callback(server.kill)
         nodes = []
         for name, one in stores.items():

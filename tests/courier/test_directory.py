@@ -37,7 +37,7 @@ from kvstore.pool.directory import (
 from remote.between import Harm, proxy, saying
 from tiering.clock import SystemClock
 from valkey_server import ValkeyServer, valkey_server
-from waiting import wait_until
+from waiting import together, wait_until
 
 valkey = pytest.importorskip("valkey", reason="valkey is not installed (extra: test)")
 
@@ -406,16 +406,8 @@ def test_many_threads_look_up_at_once(modern: ValkeyServer) -> None:
     with pool(modern, 2) as (a, b):
         a.has(*NAMES)
         wait_until(lambda: b.finds((a, 80)))
-        right: list[bool] = []
-        threads = [
-            threading.Thread(target=lambda: right.extend(b.finds((a, 80)) for _ in range(50)))
-            for _ in range(3 * LOOKUP_CONNECTIONS)
-        ]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
-        assert right == [True] * (50 * len(threads))
+        many = 3 * LOOKUP_CONNECTIONS
+        assert together(lambda number: all(b.finds((a, 80)) for _ in range(50)), many) == [True] * many
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from courier.nodes import Asker, HostClock, Node, make_keys, wait_for_peers
 from kvstore.block.errors import StoreError
 from kvstore.client.framing import TimedOut
 from kvstore.pool.directory import NODE_SECONDS
-from valkey_server import server_binary
+from valkey_server import ValkeyServer, server_binary
 from waiting import wait_until
 
 CERTIFICATES = Path(__file__).resolve().parents[2] / "deploy" / "compose" / "certificates.sh"
@@ -42,36 +42,11 @@ BUSY_SECONDS = 2.0
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="the openssl command is not installed")
 
 
-class Valkey:
-    """One of the servers, in its namespace."""
-
-    def __init__(self, folder: Path, wrap: list[str], address: str, *options: str) -> None:
-        self.address = address
-        where = ["--port", "6379", "--bind", address, "--dir", str(folder), "--protected-mode", "no"]
-        self._command = [*wrap, server_binary(), *where, "--save", "", "--appendonly", "no", *options]
-        self._cli = wrap
-        self.start()
-
-    def start(self) -> None:
-        self.process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def flush(self) -> None:
-        code = (
-            "import socket, sys; wire = socket.create_connection((sys.argv[1], 6379), 2); "
-            "wire.sendall(b'FLUSHALL\\r\\n'); wire.recv(9)"
-        )
-        subprocess.run([*self._cli, "python3", "-c", code, self.address], check=False, timeout=20, capture_output=True)
-
-
 @dataclass
 class World:
     rack: Rack
     nodes: list[Node]
-    valkeys: list[Valkey]
+    valkeys: list[ValkeyServer]
     clocks: list[HostClock]
     stored: dict[int, int] = field(default_factory=dict)  # prompt > a node that stored it
     waits: list[float] = field(default_factory=list)
@@ -87,8 +62,9 @@ def world(folder: Path) -> Iterator[World]:
         valkeys = []
         for at in (DIRECTORY, REMOTE):
             (folder / f"v{at}").mkdir()
-            options = ("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
-            valkeys.append(Valkey(folder / f"v{at}", made.wrap(at), made.address(at), *options))
+            where = ("--port", "6379", "--bind", made.address(at), "--protected-mode", "no")
+            options = (*where, "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
+            valkeys.append(ValkeyServer(folder / f"v{at}", options, server_binary(), made.wrap(at)))
             stack.callback(valkeys[-1].kill)
         nodes, clocks = [], []
         for at in range(NODES):
@@ -141,7 +117,7 @@ def happen(this: World, rng: random.Random) -> str:
         ("sidecar stopped", lambda: _stopped(one.sidecar, rng)),
         ("valkey killed", lambda: (valkey.kill(), valkey.start())),
         ("valkey stopped", lambda: _stopped(valkey.process, rng)),
-        ("valkey emptied", valkey.flush),
+        ("valkey emptied", lambda: _emptied(valkey)),
         ("cut", lambda: this.rack.cut(rng.randrange(NODES + 2))),
         ("cut one way", lambda: this.rack.cut_one_way(node, rng.choice([x for x in range(NODES + 2) if x != node]))),
         ("throttled", lambda: this.rack.throttle(rng.randrange(NODES + 2))),
@@ -152,6 +128,11 @@ def happen(this: World, rng: random.Random) -> str:
     name, do = rng.choice(events)
     do()
     return name
+
+
+def _emptied(valkey: ValkeyServer) -> None:
+    with suppress(OSError):  # it may be stopped
+        valkey.empty()
 
 
 _asleep: list[tuple[float, int]] = []

@@ -53,12 +53,6 @@ def healed(three: list[Node], directory: ValkeyServer) -> Iterator[list[Node]]:
     wait_for_peers(three, 2)
 
 
-def pinned(node: Node) -> tuple[int, int]:
-    """Bytes that are pinned for waiters, and reservations' slots in DRAM."""
-    stat = node.stat()
-    return stat["elsewhere"]["kept_bytes"], stat["dram"]["slots"].get("reserved", 0) if "slots" in stat["dram"] else 0
-
-
 def all_is_let_go(node: Node) -> bool:
     stat = node.stat()
     return stat["elsewhere"]["kept_bytes"] == 0 and stat["awaits"]["parked"] == 0

@@ -88,14 +88,12 @@ def told(answer: Any) -> list[tuple[str, dict[str, int]]]:
 
 def wait_for_score(node: Node, wanted: list[tuple[str, dict[str, int]]], **given: Any) -> Any:
     """Until it says that, of all nodes: hints are told a moment after a block is stored."""
-    found: list[Any] = []
 
-    def is_so() -> bool:
-        found.append(ask(node, **given))
-        return not found[-1].is_partial and told(found[-1]) == wanted
+    def found() -> Any:
+        answer = ask(node, **given)
+        return answer if not answer.is_partial and told(answer) == wanted else None
 
-    wait_until(is_so)
-    return found[-1]
+    return wait_until(found)
 
 
 def keys_of(node: Node, number: int, tenant: str = "default") -> bytes:

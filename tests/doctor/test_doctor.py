@@ -30,6 +30,7 @@ from kvstore.insight.models import MODELS
 from kvstore.peers.transport import must_seal
 from kvstore.service.settings import Settings, read_settings
 from service.sidecar import Sidecar
+from small_disk import files_of_at_most
 from test_cli import Here, error_line, run_cli
 from tiering.files import DirectoryLock
 from tiering.nvme.slab_files import DirectFiles
@@ -122,13 +123,9 @@ def test_memory_that_others_have_lacks_unless_the_sidecar_is_among_them(monkeypa
 
 
 def test_files_that_may_not_be_as_large_as_an_extent_lack() -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
-    try:
+    with files_of_at_most(1 << 20):
         only(doctor.shared_memory(64 << 20), Health.LACKS, "ulimit -f")
         only(doctor.shared_memory(1 << 20), Health.OK)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_kernel_that_gives_small_pages_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

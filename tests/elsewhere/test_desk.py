@@ -67,31 +67,25 @@ class Fetcher(RawCourier):
 
     def one(self) -> c.QuestionsReply:
         """The next reply that has a question, or an end."""
-        found = []
 
-        def has_any() -> bool:
+        def found() -> c.QuestionsReply | None:
             reply = self.questions()
-            found.append(reply)
-            return bool(reply.locates or reply.fetches or reply.forgets or reply.over)
+            return reply if reply.locates or reply.fetches or reply.forgets or reply.over else None
 
-        wait_until(has_any)
-        return found[-1]
+        return wait_until(found)
 
     def asked(self, engine: Engine, keys: list[bytes], ticket: str = "") -> c.LocateQuestion:
         """What an engine locates, taken within its 5 ms: asked again where the machine is too busy for that."""
-        found: list[c.LocateQuestion] = []
 
-        def is_taken() -> bool:
+        def taken() -> c.LocateQuestion | None:
             engine.send(m.Locate(engine.space, keys, ticket))
             for _ in range(20):
-                found.extend(self.questions().locates)
-                if found:
-                    return True
+                if asked := self.questions().locates:
+                    return asked[0]
             engine.located()
-            return False
+            return None
 
-        wait_until(is_taken)
-        return found[0]
+        return wait_until(taken)
 
     def bring(self, keys: list[bytes], tier: HitTier = HitTier.PEER) -> int:
         reply = self.reserve(self.space, keys)
@@ -104,16 +98,14 @@ class Fetcher(RawCourier):
 
 def located(sidecar: Sidecar, engine: Engine, courier: Fetcher, keys: list[bytes], blocks: int) -> m.Located:
     """Ask until the courier was fast enough: it has 5 ms, on a busy machine too."""
-    found: list[m.Located] = []
 
-    def is_found() -> bool:
+    def found() -> m.Located | None:
         asked = courier.asked(engine, keys)
         courier.questions(c.QuestionAnswered(asked.number, blocks, HitTier.PEER, 1.5, "node-b"))
-        found.append(engine.located())
-        return found[-1].number > 0
+        answer = engine.located()
+        return answer if answer.number else None
 
-    wait_until(is_found)
-    return found[-1]
+    return wait_until(found)
 
 
 # Locate ---------------------------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ class Disk:
         not there alone."""
         children = {one for one in self.index.rows(0) if self.index.parent(one) == row}
         is_way = row not in self.above and not children <= set(self.below) - self.above
-        is_read = self.residency.pins.counts[row] or self.residency.is_held(self.residency.place(row, 0))
+        is_read = self.residency.pins.counts[row] or self.residency.place(row, 0) in self.residency.held
         return bool(is_read) or row in self.writing or is_way
 
     def family(self, slab: int) -> set[int]:

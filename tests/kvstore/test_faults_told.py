@@ -270,7 +270,7 @@ def test_a_move_without_memory_is_no_bug_and_is_told(
     assert queue.submit("a", NVME_READS, Priority.WAITING, work).wait(20)
     is_memory = error is MemoryError
     assert [one.kind for one in faults.now()] == [FaultKind.NO_MEMORY] * is_memory
-    assert len(queue.bugs()) == (not is_memory)
+    assert len(queue.bugs) == (not is_memory)
     queue.close(20)
 
 

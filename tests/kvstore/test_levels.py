@@ -179,7 +179,7 @@ def test_a_reader_finds_damage_before_the_write_does(
         for reply in repairs:
             Asking(handle.door).abort(reply.reservation)
         store.check()
-        assert core._levels._queue.bugs() == []
+        assert not core._levels._queue.bugs
         result = put(handle, 0, durability="disk")
         assert result.reason is None and result.present >= 3
         assert read(handle, 0)[0] == BLOCKS

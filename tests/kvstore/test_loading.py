@@ -190,7 +190,7 @@ def test_a_block_on_its_way_down_is_decided_when_it_is_there(directory: Path, mo
         assert result.stored == 5 and result.reason is None
         assert store.warmed(20)
         store.check()
-        assert levels._queue.bugs() == []
+        assert not levels._queue.bugs
         assert used(store) == USED
         assert not store.usage().nvme.reserved and delivered(handle, 0) == BLOCKS
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import resource
 import stat
 import threading
 from pathlib import Path
@@ -21,6 +20,7 @@ from kvstore.block.identity import TenantKeys
 from kvstore.block.key_file import KeyFile
 from kvstore.node import EmbeddedStore, SystemClock
 from programs import run_python, start_python
+from small_disk import files_of_at_most
 from workbench import MODEL, blank_pages, ids, one_line, random_pages, refused, same_tokens, small_layout
 
 
@@ -366,13 +366,8 @@ def test_a_namespace_is_dropped_where_it_was_opened(tmp_path: Path) -> None:
 def test_a_new_tenant_whose_keys_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         before = keys_in(store)
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-        try:
-            with pytest.raises(KeysUnusable) as caught:
-                keys_in(store.for_tenant("new"))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        with files_of_at_most(0), pytest.raises(KeysUnusable) as caught:
+            keys_in(store.for_tenant("new"))
         assert one_line(caught.value, str(tmp_path / "keys"), "cannot be written (File too large)", "make room")
         assert keys_in(store) == before
         new = keys_in(store.for_tenant("new"))

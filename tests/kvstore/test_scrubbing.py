@@ -25,7 +25,7 @@ from kvstore.core.recovery import NvmeRecovery
 from kvstore.core.scrub import Scrubbing
 from kvstore.node import EmbeddedStore
 from tiering.faults import NVME_READS
-from tiering.move_queue import BreakerState, Priority, QueueLimits
+from tiering.move_queue import Priority, QueueLimits
 from tiering.nvme.lmdb_index import LmdbMaker
 from tiering.nvme.scrub import ScrubLimits
 from tiering.nvme.slab import slab_name
@@ -151,7 +151,7 @@ class Rig:
 
     def check(self) -> None:
         self.store.check()
-        assert not self.queue.bugs(), self.queue.bugs()
+        assert not self.queue.bugs, self.queue.bugs
 
 
 def read(handle: NamespaceHandle, number: int, blocks: int = BLOCKS) -> int:
@@ -601,7 +601,7 @@ def test_a_frame_that_stays_unreadable_is_given_up_after_the_third_pass(tmp_path
         assert rig.state(place) == FrameState.QUARANTINED
         assert handle.match(prompt(0)).reason is MissReason.CORRUPT
         assert put(handle, 0, durability="disk").stored == 1 and read(handle, 0) == BLOCKS
-        assert rig.queue.breaker_state(NVME_READS) is BreakerState.CLOSED
+        assert not rig.queue.is_open(NVME_READS)
         rig.check()
 
 
@@ -628,14 +628,14 @@ def test_a_disk_that_is_gone_is_left_alone_and_loses_nothing(tmp_path: Path, mon
         rig.queue._limits = QueueLimits(breaker_seconds=1.0)
         rig.whole_pass()
         failing(rig, lambda name, offset: True)
-        wait_until(lambda: rig.queue.breaker_state(NVME_READS) is not BreakerState.CLOSED)
+        wait_until(lambda: rig.queue.is_open(NVME_READS))
         reads, taken, start = rig.files.reads, len(steps), time.monotonic()
         time.sleep(0.5)  # a scrub that did not mind would ask fifty times, and one that did not rest some thousand
         assert rig.files.reads - reads <= 10
         assert len(steps) - taken <= 10 + 3 * (time.monotonic() - start) / EVER.pause_seconds
         assert read(handle, 0) == 0
         rig.files.before = None
-        wait_until(lambda: rig.queue.breaker_state(NVME_READS) is BreakerState.CLOSED)
+        wait_until(lambda: not rig.queue.is_open(NVME_READS))
         rig.whole_pass()
         assert "quarantined_blocks" not in rig.counters and read(handle, 0) == BLOCKS
         rig.check()

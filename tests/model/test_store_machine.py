@@ -546,7 +546,7 @@ class StoreMachine(RuleBasedStateMachine):
             rows, staying = list(index.rows(space.number)), set()
             for row in rows:
                 places = [residency.place(row, part) for part in range(len(space.classes))]
-                is_read = residency.pins.counts[row] or any(map(residency.is_held, places))
+                is_read = residency.pins.counts[row] or any(place in residency.held for place in places)
                 if is_read or not residency.is_listed(row):
                     staying.update(index.chain(row))
             for slot_class in space.classes if space.number != owned.number else ():

@@ -93,7 +93,7 @@ def test_the_oldest_news_is_dropped_counted_and_told_later() -> None:
     batch = announcer.batch(0.0)
     assert [one for one, _ in batch.announce[:10]] == [name(number) for number in range(15, 25)]
     assert {one for one, _ in batch.announce[10:]} == {name(number) for number in range(15)}
-    assert batch.again == 15
+    assert len(batch.announce) == 25
 
 
 def test_batches_are_of_500_and_all_is_told_again_at_a_bounded_rate() -> None:
@@ -107,7 +107,7 @@ def test_batches_are_of_500_and_all_is_told_again_at_a_bounded_rate() -> None:
         now += 0.1
         while batch := tell(announcer, now, known):
             assert len(batch.announce) <= BATCH
-            told += batch.again
+            told += len(batch.announce)
         assert told <= AGAIN_PER_SECOND * now + BATCH
     assert now < 10_000 / AGAIN_PER_SECOND + 1
     assert not announcer.batch(now + AGAIN_SECONDS - 10)
@@ -119,5 +119,5 @@ def test_many_nodes_share_what_a_directory_can_take() -> None:
     announcer.shares(1000)
     for number in range(2000):
         announcer.kept(name(number), DRAM)
-    told = sum(announcer.batch(at / 10).again for at in range(101))
+    told = sum(len(announcer.batch(at / 10).announce) for at in range(101))
     assert abs(told - BATCH - 10 * POOL_AGAIN_PER_SECOND / 1000) <= 2

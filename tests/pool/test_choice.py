@@ -182,7 +182,9 @@ def test_what_is_known_fades_and_sources_are_bounded() -> None:
     assert book.milliseconds("a", 64 * MB, 20.0 + 20 * HALF_LIFE_SECONDS) == pytest.approx(unknown, rel=0.01)
     for number in range(2 * MAX_SOURCES):
         book.learn(number, MB, 0.001, 100.0)
-    assert len(book) == MAX_SOURCES and book.speed("a") == SourceSpeed() != book.speed(2 * MAX_SOURCES - 1)
+    last = 2 * MAX_SOURCES - 1
+    forgotten = [book.speed(one) == SourceSpeed() for one in ("a", last - MAX_SOURCES, last - MAX_SOURCES + 1, last)]
+    assert forgotten == [True, True, False, False]
     assert book.milliseconds("b", 0, 0.0, SourcePrior(0.5, 1.0)) == 500.0
 
 

@@ -208,10 +208,3 @@ def test_of_two_that_look_before_they_write_one_is_left(
             if claims[who].look(found, now):
                 key, until = runs[who], now + NODE_SECONDS
     assert sorted(claim.state for claim in claims.values()) == [ClaimState.CLONED, ClaimState.OURS]
-
-
-def test_a_lost_entry_is_noticed_once_it_was_written() -> None:
-    claim = NodeClaim(HERE)
-    assert not claim.was_lost(None)
-    claim.wrote()
-    assert claim.was_lost(None) and not claim.was_lost(HERE.incarnation)

@@ -21,7 +21,7 @@ from tiering.remote.driver import RemoteFault, RemoteTimedOut, RemoteUnreachable
 from tiering.remote.resp import PIECE_BYTES
 from tiering.remote.valkey import RULES, ValkeyAddress, ValkeyEngine
 from valkey_server import ValkeyServer, server_of_module, valkey_server
-from waiting import wait_until
+from waiting import together, wait_until
 
 CLOCK = SystemClock()
 PATIENT = {"call_seconds": 60.0, "connect_seconds": 60.0}
@@ -114,21 +114,14 @@ class RemoteEngineContract:
     def test_threads_share_it(self, engine: ValkeyEngine) -> None:
         for number in range(8):
             engine.write(key_of(number), *halves(number), 0)
-        good: list[int] = []
 
         def read_all(first: int) -> None:
             into = slot()
             for at in range(40):
                 number = (first + at) % 8
                 assert engine.read(key_of(number), into) and bytes(into) == frame(number)
-            good.append(first)
 
-        threads = [threading.Thread(target=read_all, args=(first,)) for first in range(8)]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
-        assert len(good) == 8
+        together(read_all, 8)
 
     def test_a_closed_one_says_so(self, engine: ValkeyEngine) -> None:
         engine.exists([key_of(1)])

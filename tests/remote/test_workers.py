@@ -23,20 +23,15 @@ from tiering.remote.driver import (
     ignored,
 )
 from tiering.remote.workers import FIRST_PAUSE_SECONDS, MOST_FAILURES, RemoteBreaker, RemoteCall, RemoteWorkers
-from waiting import wait_until
+from waiting import FakeClock, wait_until
 
 CLOCK = SystemClock()
 SOON, LONG = 0.05, 60.0
 
 
-class StandingClock(SystemClock):
-    """Time passes when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = CLOCK.monotonic_seconds()
-
-    def monotonic_seconds(self) -> float:  # type: ignore[override]
-        return self.now
+def standing_clock() -> FakeClock:
+    """At the machine's time, which deadlines are of, until a test advances it."""
+    return FakeClock(CLOCK.monotonic_seconds())
 
 
 class Lagging:
@@ -159,24 +154,24 @@ def test_what_was_lent_is_back_before_the_result() -> None:
 
 
 def test_calls_that_hang_take_a_bounded_number_of_threads() -> None:
-    engine, clock, back = Lagging(), StandingClock(), list[int]()
+    engine, clock, back = Lagging(), standing_clock(), list[int]()
     with on(engine, clock) as workers:
         engine.goes_on.clear()
-        deadline = clock.now + room.SHORTEST_SECONDS / 2  # which opens no breaker
+        deadline = clock.monotonic + room.SHORTEST_SECONDS / 2  # which opens no breaker
         calls = [
             workers.submit(lambda: engine.delete([b"x"]), deadline, lambda n=number: back.append(n))  # type: ignore[misc]
             for number in range(room.THREADS + 3)
         ]
         assert workers._threads == room.THREADS
         wait_until(lambda: engine.calls == room.THREADS)
-        clock.now = deadline + room.GRACE_SECONDS
+        clock.monotonic = deadline + room.GRACE_SECONDS
         for number, call in enumerate(calls):
             with pytest.raises(RemoteTimedOut if number < room.THREADS else RemoteBusy):
                 call.result()
         assert engine.calls == room.THREADS and sorted(back) == list(range(room.THREADS, room.THREADS + 3))
         engine.goes_on.set()
         wait_until(lambda: len(back) == len(calls))
-        assert workers.submit(lambda: True, clock.now + LONG).result()
+        assert workers.submit(lambda: True, clock.monotonic + LONG).result()
 
 
 def fault_of(workers: RemoteWorkers) -> RemoteFault | None:
@@ -224,7 +219,7 @@ def test_calls_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_opens_at_the_third_failure_and_then_costs_nothing() -> None:
     engine = Lagging()
-    with on(engine, StandingClock()) as workers:
+    with on(engine, standing_clock()) as workers:
         engine.fault = RemoteUnreachable("refused")
         for number in range(MOST_FAILURES):
             assert not workers.is_open, number
@@ -237,14 +232,14 @@ def test_it_opens_at_the_third_failure_and_then_costs_nothing() -> None:
 
 
 def test_a_probe_closes_it_and_no_request_waits_for_one() -> None:
-    engine, clock = Lagging(), StandingClock()
+    engine, clock = Lagging(), standing_clock()
     with on(engine, clock) as workers:
         engine.fault = RemoteUnreachable("refused")
         for _ in range(MOST_FAILURES):
             fail(workers)
         engine.fault = None
         engine.goes_on.clear()  # the probe hangs
-        clock.now += FIRST_PAUSE_SECONDS
+        clock.advance(FIRST_PAUSE_SECONDS)
         for _ in range(2):
             refused_at_once(workers, lambda: pytest.fail("an engine that failed is asked"), "refused")
         wait_until(lambda: engine.probes == 1)

@@ -237,4 +237,4 @@ def wait_until_idle(core: Store) -> None:
 
 def bugs(core: Store) -> list[str]:
     """Stack traces of what moves raised that no move may raise."""
-    return core._levels._queue.bugs() if core._levels is not None else []
+    return list(core._levels._queue.bugs) if core._levels is not None else []

@@ -8,7 +8,6 @@ import fcntl
 import mmap
 import os
 import re
-import resource
 import signal
 import socket
 import subprocess
@@ -23,10 +22,11 @@ import pytest
 
 from descriptors import OpenFiles, open_files, opened_since
 from kvstore.client.connection import spans
+from small_disk import files_of_at_most
 from tiering.dram.extents import Extent, ExtentPool, MappedExtent
 from tiering.errors import TierFull, TierUnavailable
 from tiering.tier import place_of
-from waiting import wait_until
+from waiting import together, wait_until
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -375,7 +375,7 @@ def test_many_threads_never_exceed_the_budget(prepares: bool, monkeypatch: pytes
         pool.prepare()
     live, most, made, refused, over = 0, 0, 0, 0, 0
 
-    def work() -> None:
+    def work(number: int) -> None:
         nonlocal live, most, made, refused, over
         for _ in range(rounds):
             try:
@@ -393,11 +393,7 @@ def test_many_threads_never_exceed_the_budget(prepares: bool, monkeypatch: pytes
                 live -= 1
             pool.destroy(extent)
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(work, 8)
     assert most <= most_alive <= limit and not over
     assert made + refused == 8 * rounds and made > limit
     assert pool.taken_bytes == 0
@@ -504,27 +500,18 @@ def test_a_closed_pool_keeps_no_extent_that_was_made_ahead(moment: str, monkeypa
 def test_a_kernel_that_has_no_memory_leaves_no_trace() -> None:
     pool = ExtentPool(4 * MIB, MIB)
     before = open_files("kv-extent")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * KIB, hard))
-    try:
-        with pytest.raises(TierUnavailable, match="no shared memory: File too large"):
-            pool.create()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_of_at_most(64 * KIB), pytest.raises(TierUnavailable, match="no shared memory: File too large"):
+        pool.create()
     assert pool.taken_bytes == 0 and extents_alive_since(before) == 0
     pool.destroy(pool.create())
 
 
 def test_an_extent_that_cannot_be_made_ahead_is_a_fault_of_whoever_asks() -> None:
     pool = ExtentPool(4 * MIB, MIB)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * KIB, hard))
-    try:
+    with files_of_at_most(64 * KIB):
         pool.prepare()
         with pytest.raises(TierUnavailable, match="no shared memory"):
             pool.create()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     pool.destroy(pool.create())
     pool.close()
 

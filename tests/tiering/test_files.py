@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import resource
 import socket
 import stat
 import subprocess
@@ -23,6 +22,7 @@ import numpy as np
 import pytest
 
 from descriptors import open_files, opened_since
+from small_disk import files_of_at_most
 from tiering.files import (
     DirectoryLock,
     ReadingLock,
@@ -33,6 +33,7 @@ from tiering.files import (
     write_secret_file,
 )
 from tiering.nvme.slab_files import DirectFiles, ReadOnlyFiles
+from waiting import together
 
 MOST = 1 << 20
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,14 +98,10 @@ def test_a_process_that_is_killed_lets_go(tmp_path: Path) -> None:
 
 
 def test_a_lock_is_held_also_where_a_full_disk_takes_no_name_of_its_holder(tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
+    with files_of_at_most(0):
         lock = DirectoryLock(tmp_path)
         with pytest.raises(BlockingIOError):
             DirectoryLock(tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     lock.release()
     DirectoryLock(tmp_path).release()
 
@@ -673,11 +670,7 @@ def test_a_slab_has_one_descriptor_until_it_is_let_go(folder: DirectFiles, tmp_p
     names = [f"{number}.slab" for number in range(5)]
     for name in names:
         folder.create(name, PAGE)
-    threads = [threading.Thread(target=contents, args=(folder, name, PAGE)) for name in names * 4]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(lambda number: contents(folder, names[number % 5], PAGE), 20)
     assert descriptors(tmp_path) == 5
     folder.remove(names[0])
     assert descriptors(tmp_path) == 4 and not (tmp_path / "slabs" / names[0]).exists()

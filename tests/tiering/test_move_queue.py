@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from tiering.errors import BlockCorrupt, BlockMissing, IndexDoubtful, TierError, TierFull, TierUnavailable
-from tiering.move_queue import MOST_PASSES, BreakerState, Move, MoveQueue, Priority, QueueLimits
+from tiering.move_queue import MOST_PASSES, Move, MoveQueue, Priority, QueueLimits
 from tiering.tier import TierMiss
-from waiting import FakeClock, wait_until
+from waiting import FakeClock, together, wait_until
 
 DISK, FAR = "disk", "far"
 HANGS_AFTER_SECONDS = 5.0
@@ -97,7 +97,7 @@ def queues() -> Iterator[Queues]:
         gate.opened.set()
     for queue in queues.made:
         assert queue.close(HANGS_AFTER_SECONDS)
-        assert queues.bugs_expected or queue.bugs() == []
+        assert queues.bugs_expected or not queue.bugs
 
 
 def finished(*moves: Move) -> list[TierMiss | None]:
@@ -114,7 +114,7 @@ def down() -> TierUnavailable:
 def break_tier(queue: MoveQueue, tier: str = DISK) -> None:
     """Faults until the breaker is open."""
     for attempt in range(100):
-        if queue.breaker_state(tier) is not BreakerState.CLOSED:
+        if queue.is_open(tier):
             return
         finished(queue.submit(("fault", attempt), tier, Priority.WAITING, Work(down(), down(), down())))
     raise AssertionError("the breaker did not open")
@@ -287,7 +287,7 @@ def test_an_answer_is_final_and_no_fault(queues: Queues, error: TierError, findi
         work = Work(error)
         assert finished(queue.submit("x", DISK, Priority.SAVE, work)) == [finding]
         assert work.runs == 1
-    assert queue.breaker_state(DISK) is BreakerState.CLOSED
+    assert not queue.is_open(DISK)
 
 
 @pytest.mark.parametrize("error", [down(), IndexDoubtful("torn"), TierError("what else")])
@@ -343,14 +343,14 @@ def test_faults_in_a_row_open_the_breaker_of_their_tier(queues: Queues) -> None:
     queue, refused = queues.new(attempts=2, breaker_faults=5), Work()
     works = [Work(down(), down()) for _ in range(3)]
     for work in works:
-        assert queue.breaker_state(DISK) is BreakerState.CLOSED
+        assert not queue.is_open(DISK)
         assert finished(queue.submit("x", DISK, Priority.SAVE, work)) == [TierMiss.DOWN]
     assert [work.runs for work in works] == [2, 2, 1], "an open breaker ends the attempts"
-    assert queue.breaker_state(DISK) is BreakerState.OPEN
+    assert queue.is_open(DISK)
     move = queue.submit("x", DISK, Priority.WAITING, refused)
     assert move.done and move.finding is TierMiss.DOWN and refused.runs == 0
     assert finished(queue.submit("x", FAR, Priority.WAITING, Work())) == [None]
-    assert queue.breaker_state(FAR) is BreakerState.CLOSED and queue.breaker_state("unheard of") is BreakerState.CLOSED
+    assert not queue.is_open(FAR) and not queue.is_open("unheard of")
 
 
 @pytest.mark.parametrize("answer", [None, BlockMissing("gone")])
@@ -359,7 +359,7 @@ def test_whatever_a_tier_answers_ends_the_row(queues: Queues, answer: Exception 
     for _ in range(4):
         finished(queue.submit("x", DISK, Priority.SAVE, Work(down())))
         finished(queue.submit("x", DISK, Priority.SAVE, Work(*([answer] if answer else []))))
-    assert queue.breaker_state(DISK) is BreakerState.CLOSED
+    assert not queue.is_open(DISK)
 
 
 def test_what_waits_hears_at_once_that_the_breaker_opened(queues: Queues) -> None:
@@ -384,18 +384,18 @@ def test_one_trial_is_let_through_and_closes_the_breaker(queues: Queues) -> None
     break_tier(queue)
     queues.clock.advance(4.9)
     assert queue.submit("early", DISK, Priority.WAITING, Work()).finding is TierMiss.DOWN
-    assert queue.breaker_state(DISK) is BreakerState.OPEN
+    assert queue.is_open(DISK)
     queues.clock.advance(0.2)
     gate, refused, unused = queues.gate(), Work(), Work()
     trial = queue.submit("trial", DISK, Priority.SCRUB, gate)
-    assert queue.breaker_state(DISK) is BreakerState.TRIAL and gate.begun.wait(HANGS_AFTER_SECONDS)
+    assert queue.is_open(DISK) and gate.begun.wait(HANGS_AFTER_SECONDS)
     queues.clock.advance(100)
     others = [queue.submit(number, DISK, Priority.WAITING, refused) for number in range(3)]
     joined = queue.submit("trial", DISK, Priority.WAITING, unused)
     assert [other.finding for other in others] == [TierMiss.DOWN] * 3 and not joined.done
     gate.opened.set()
     assert finished(trial, joined) == [None, None] and (refused.runs, unused.runs) == (0, 0)
-    assert queue.breaker_state(DISK) is BreakerState.CLOSED
+    assert not queue.is_open(DISK)
     fault = Work(down())
     assert finished(queue.submit("x", DISK, Priority.WAITING, fault)) == [None] and fault.runs == 2, (
         "the row begins anew"
@@ -409,12 +409,12 @@ def test_a_failed_trial_opens_the_breaker_again(queues: Queues) -> None:
         queues.clock.advance(7)
         trial = Work(down())
         assert finished(queue.submit("x", DISK, Priority.WAITING, trial)) == [TierMiss.DOWN] and trial.runs == 1
-        assert queue.breaker_state(DISK) is BreakerState.OPEN
+        assert queue.is_open(DISK)
         queues.clock.advance(4)
         assert queue.submit("x", DISK, Priority.WAITING, trial).done and trial.runs == 1, "five seconds from the trial"
     queues.clock.advance(1)
     assert finished(queue.submit("x", DISK, Priority.WAITING, Work(BlockMissing("gone")))) == [TierMiss.EVICTED]
-    assert queue.breaker_state(DISK) is BreakerState.CLOSED, "a tier that answers is there"
+    assert not queue.is_open(DISK), "a tier that answers is there"
 
 
 def test_a_trial_that_never_ran_decides_nothing(queues: Queues) -> None:
@@ -425,10 +425,10 @@ def test_a_trial_that_never_ran_decides_nothing(queues: Queues) -> None:
     trial = queue.submit("x", DISK, Priority.WAITING, work)
     assert trial.cancel()
     assert finished(trial) == [TierMiss.TIMED_OUT] and work.runs == 0
-    assert queue.breaker_state(DISK) is BreakerState.OPEN
+    assert queue.is_open(DISK)
     gate.opened.set()
     assert finished(queue.submit("x", DISK, Priority.WAITING, work)) == [None]
-    assert queue.breaker_state(DISK) is BreakerState.CLOSED
+    assert not queue.is_open(DISK)
 
 
 def test_a_full_queue_is_no_trial(queues: Queues) -> None:
@@ -438,7 +438,7 @@ def test_a_full_queue_is_no_trial(queues: Queues) -> None:
     gate = queues.busy(queue, FAR)
     filler = queue.submit("filler", FAR, Priority.SAVE, Work())
     assert queue.submit("x", DISK, Priority.SAVE, Work()).finding is TierMiss.PINNED_FULL
-    assert queue.breaker_state(DISK) is BreakerState.OPEN
+    assert queue.is_open(DISK)
     trial = queue.submit("x", DISK, Priority.WAITING, Work())
     gate.opened.set()
     assert finished(filler, trial) == [None, None]
@@ -451,15 +451,15 @@ def test_what_began_before_the_breaker_opened_decides_nothing(queues: Queues) ->
     assert good.begun.wait(HANGS_AFTER_SECONDS) and bad.begun.wait(HANGS_AFTER_SECONDS)
     break_tier(queue)
     good.opened.set()
-    assert finished(moves[0]) == [None] and queue.breaker_state(DISK) is BreakerState.OPEN
+    assert finished(moves[0]) == [None] and queue.is_open(DISK)
     queues.clock.advance(5)
     trial_gate = queues.gate()
     trial = queue.submit("trial", DISK, Priority.SAVE, trial_gate)
     bad.opened.set()
     assert finished(moves[1]) == [TierMiss.DOWN] and bad.runs == 1
-    assert queue.breaker_state(DISK) is BreakerState.TRIAL
+    assert queue.is_open(DISK)
     trial_gate.opened.set()
-    assert finished(trial) == [None] and queue.breaker_state(DISK) is BreakerState.CLOSED
+    assert finished(trial) == [None] and not queue.is_open(DISK)
 
 
 # Bugs and callbacks ---------------------------------------------------------------------------------------------------
@@ -471,10 +471,10 @@ def test_a_bug_ends_its_move_and_not_the_worker(queues: Queues) -> None:
     for runs in (1, 2, 3):
         assert finished(queue.submit("x", DISK, Priority.SAVE, work)) == [TierMiss.DOWN]
         assert work.runs == runs, "it is not tried again"
-    assert queue.breaker_state(DISK) is BreakerState.OPEN
+    assert queue.is_open(DISK)
     assert finished(queue.submit("x", FAR, Priority.SAVE, Work())) == [None]
-    assert len(queue.bugs()) == 3
-    assert all("ZeroDivisionError: a bug" in bug and "in __call__" in bug for bug in queue.bugs())
+    assert len(queue.bugs) == 3
+    assert all("ZeroDivisionError: a bug" in bug and "in __call__" in bug for bug in queue.bugs)
 
 
 def test_callbacks_run_after_the_move_in_its_thread_with_their_handle(queues: Queues) -> None:
@@ -522,8 +522,8 @@ def test_a_bug_in_a_callback_harms_nobody(queues: Queues) -> None:
     gate.opened.set()
     assert finished(move, queue.submit("y", DISK, Priority.SAVE, Work())) == [None, None]
     move.then(broken)
-    assert heard == [move] and queue.breaker_state(DISK) is BreakerState.CLOSED
-    assert ["LookupError: in a callback" in bug for bug in queue.bugs()] == [True, True]
+    assert heard == [move] and not queue.is_open(DISK)
+    assert ["LookupError: in a callback" in bug for bug in queue.bugs] == [True, True]
 
 
 @pytest.mark.parametrize("error", [None, down(), BlockMissing("gone"), ZeroDivisionError("a bug")])
@@ -716,15 +716,7 @@ def test_every_move_ends_once_whatever_happens(queues: Queues, seed: int) -> Non
     try:
         soak = Soak(queues)
         moves: list[list[SoakMove]] = [[] for _ in range(SUBMITTERS)]
-        threads = [
-            threading.Thread(target=soak.submitter, args=(seed * 100 + number, mine))
-            for number, mine in enumerate(moves)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-            assert not thread.is_alive()
+        together(lambda number: soak.submitter(seed * 100 + number, moves[number]), SUBMITTERS)
         everything = [move for mine in moves for move in mine]
         finished(*(move.handle for move in everything))
         assert soak.queue.depths() == dict.fromkeys(Priority, 0)

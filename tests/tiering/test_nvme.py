@@ -44,6 +44,7 @@ from tiering.slab_header import PAGE_BYTES, SlabSizes
 from tiering.slots import FrameState
 from tiering.tier import extent_of, slot_of
 from torture.tier import RealMachine
+from waiting import together
 
 SLOTS = 40
 
@@ -112,25 +113,6 @@ class CountedIndex(SimulatedIndex):
 class SlowMachine(Machine):
     def discard(self) -> None:
         self.index = CountedIndex(self.power)
-
-
-def together(work: Callable[[int], None], threads: int) -> None:
-    """Run it in that many threads; the first failure is raised."""
-    faults: list[BaseException] = []
-
-    def run(number: int) -> None:
-        try:
-            work(number)
-        except BaseException as fault:
-            faults.append(fault)
-
-    running = [threading.Thread(target=run, args=(number,)) for number in range(threads)]
-    for thread in running:
-        thread.start()
-    for thread in running:
-        thread.join()
-    if faults:
-        raise faults[0]
 
 
 def durable_entry(machine: Machine, tier: NvmeTier, place: int) -> Any:

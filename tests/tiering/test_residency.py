@@ -96,10 +96,10 @@ def test_a_slot_is_held_until_its_last_late_reader_is_done() -> None:
     one, two = place_of(3, 0), place_of(4, 0)
     residency.held.defer_reuse([one, two])
     residency.held.defer_reuse([one])
-    assert residency.is_held(one) and residency.held.has_extent(3) and residency.held.has_extent(4)
+    assert one in residency.held and residency.held.has_extent(3) and residency.held.has_extent(4)
     assert residency.held.allow_reuse([one, two]) == [two]
-    assert residency.is_held(one) and not residency.held.has_extent(4)
-    assert residency.held.allow_reuse([one]) == [one] and not residency.is_held(one)
+    assert one in residency.held and not residency.held.has_extent(4)
+    assert residency.held.allow_reuse([one]) == [one] and one not in residency.held
     with pytest.raises(AssertionError):
         residency.held.allow_reuse([one])
 

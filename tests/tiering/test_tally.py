@@ -6,21 +6,9 @@ from kvstore.core.index import NO_ROW, PrefixIndex
 from tiering.counts.histogram import HistogramCounts
 from tiering.counts.tally import EVICTIONS, CheckedAt, EvictedTo, Eviction, EvictionCause, Tally, TierName
 from tiering.residency import LastUses
+from waiting import FakeClock
 
 TENANT = b"t" * 16
-
-
-class FakeSeconds:
-    """Go on when they are told to."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
 
 
 def ages(counts: HistogramCounts) -> dict[float, int]:
@@ -28,15 +16,15 @@ def ages(counts: HistogramCounts) -> dict[float, int]:
     return {bound: count for bound, count in zip((*counts.bounds, float("inf")), counts.counts, strict=True) if count}
 
 
-def uses_of(clock: FakeSeconds | None, rows: int = 8) -> LastUses:
-    uses = LastUses(clock)
-    uses.grow_to(rows)
+def uses_of(clock: FakeClock) -> LastUses:
+    uses = LastUses(clock.monotonic_seconds)
+    uses.grow_to(8)
     return uses
 
 
 def test_an_evicted_block_is_as_old_as_its_last_use() -> None:
-    clock = FakeSeconds()
-    tally, uses = Tally(clock), uses_of(clock)
+    clock = FakeClock()
+    tally, uses = Tally(clock.monotonic_seconds), uses_of(clock)
     uses.used([0, 1])
     clock.advance(50)
     uses.used([1])
@@ -52,8 +40,8 @@ def test_an_evicted_block_is_as_old_as_its_last_use() -> None:
 
 
 def test_of_blocks_from_an_earlier_run_no_age_is_told() -> None:
-    clock = FakeSeconds()
-    tally, uses = Tally(clock), uses_of(clock)
+    clock = FakeClock()
+    tally, uses = Tally(clock.monotonic_seconds), uses_of(clock)
     uses.used([3])
     uses.found(3)
     clock.advance(100)
@@ -66,8 +54,8 @@ def test_of_blocks_from_an_earlier_run_no_age_is_told() -> None:
 
 
 def test_what_was_evicted_and_is_asked_for_counts_once() -> None:
-    clock = FakeSeconds()
-    tally, index = Tally(clock), PrefixIndex(forgotten_limit=2)
+    clock = FakeClock()
+    tally, index = Tally(clock.monotonic_seconds), PrefixIndex(forgotten_limit=2)
     number = index.add_namespace(TENANT)
     keys = [bytes([at]) * 32 for at in range(3)]
     for at, key in enumerate(keys):

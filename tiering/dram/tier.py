@@ -40,8 +40,6 @@ class DramExtent(Piece):
 class DramTier:
     """`Tier` over extents. ledger: their slots, as the decisions above read them."""
 
-    name = "dram"
-
     def __init__(
         self, pool: ExtentPool, new_number: Callable[[], int] | None = None, keeper: MemoryKeeper | None = None
     ) -> None:

@@ -57,9 +57,7 @@ class Resident(NamedTuple):
 
 
 class NvmeTier:
-    """`Tier` over slabs. Also `TierFacts` for the decisions above."""
-
-    name = "nvme"
+    """`Tier` over slabs. Also a `LowerTier`, for the decisions above."""
 
     def __init__(
         self,

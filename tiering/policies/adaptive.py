@@ -195,7 +195,6 @@ class Adaptive:
         self._events[at + 1 : stop] = array("q", rows)
 
     def became_leaf(self, row: int) -> None:
-        """It may be proposed from now on."""
         at = self._stop
         self._events[at] = row << loops.EVENT_BITS | loops.LEAF
         self._stop = at + 1
@@ -203,7 +202,6 @@ class Adaptive:
             self._flush()
 
     def became_inner(self, row: int) -> None:
-        """It may not be proposed any more."""
         at = self._stop
         self._events[at] = row << loops.EVENT_BITS | loops.INNER
         self._stop = at + 1

@@ -70,11 +70,9 @@ class LeafFirstLru:
             newest = older[_END] = node
 
     def became_leaf(self, row: int) -> None:
-        """It may be proposed from now on."""
         self._is_leaf[row + 1] = 1
 
     def became_inner(self, row: int) -> None:
-        """It may not be proposed any more."""
         self._is_leaf[row + 1] = 0
 
     def removed(self, row: int) -> None:

@@ -50,13 +50,13 @@ class Shares:
 
     def add_namespace(self, tenant: bytes) -> None:
         """The next namespace is that tenant's."""
-        self.of_namespace.append(self._groups.get(tenant, THE_REST))
+        self.of_namespace.append(self.group_of(tenant))
 
     def held(self, pieces_of: Mapping[bytes, int]) -> list[int]:
         """Pieces that each group holds. pieces_of: each tenant's."""
         held = [0] * len(self._shares)
         for tenant, pieces in pieces_of.items():
-            held[self._groups.get(tenant, THE_REST)] += pieces
+            held[self.group_of(tenant)] += pieces
         return held
 
     def guaranteed(self, group: int, pieces: int) -> int:
@@ -70,10 +70,6 @@ class Shares:
     def group_of(self, tenant: bytes) -> int:
         """The tenant's own group, or that of all without settings."""
         return self._groups.get(tenant, THE_REST)
-
-    def guaranteed_to(self, tenant: bytes, pieces: int) -> int:
-        """How many of so many pieces are guaranteed to a tenant."""
-        return self.guaranteed(self._groups[tenant], pieces) if tenant in self._groups else 0
 
     def parts(self) -> list[float]:
         """Each group's part of a tier while all want more; 1 in all."""

@@ -1,7 +1,7 @@
 """What is written to a remote engine, and when: the policy, and the background writer's queue.
 
-`all`: every stored block. `learned`: blocks that were used again (a second use), and those that a ttl or a priority
-retains. `none`: nothing; the engine is only read. Pure: times come in. Not thread-safe.
+`all`: every stored block. `learned`: blocks that were used again (a second use). `none`: nothing; the engine is only
+read. Pure: times come in. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class RemoteWrites(StrEnum):
     LEARNED = "learned"
     NONE = "none"
 
-    def wants(self, uses: int, is_retained: bool) -> bool:
+    def wants(self, uses: int) -> bool:
         """uses: of the block by requests, its put included."""
-        return self is RemoteWrites.ALL or (self is RemoteWrites.LEARNED and (uses >= LEARNED_USES or is_retained))
+        return self is RemoteWrites.ALL or (self is RemoteWrites.LEARNED and uses >= LEARNED_USES)
 
 
 Block = TypeVar("Block", bound=Hashable)
