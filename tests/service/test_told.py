@@ -357,8 +357,7 @@ def test_what_is_remembered_is_bounded_and_the_last_ones_stay(sidecar: Sidecar, 
         handle.lease(handle.match(ids(70), request="many"), deadline_ms=5000, request="many").release()
     (many,) = why(sidecar, "many")
     assert len(many.leases) == len(many.looked) == MOST_LEASES
-    for first in range(0, MOST_REQUESTS + 64, 64):
-        handle.tell([told_of(f"r{number:05}") for number in range(first, first + 64)])
+    handle.tell([told_of(f"r{number:05}") for number in range(MOST_REQUESTS + 64)])
     last = f"r{MOST_REQUESTS + 63:05}"
     wait_until(lambda: bool(sidecar.told.why(last, sidecar.store.tenant_names(), str).found))
     reply = ask.why(str(sidecar.admin_path), CLOCK, "r")
