@@ -44,7 +44,7 @@ from kvstore.client.edge import in_one_line
 from kvstore.client.handle import NamespaceHandle, OpenStore
 from kvstore.client.states import PrefixStates, config_of_states
 from kvstore.config import checked, parse_size
-from kvstore.protocol.told import MAX_TOLD_REQUESTS, MAX_TOLD_TEXT, RequestTold, SavingsTold
+from kvstore.protocol.told import MAX_TOLD_TEXT, RequestTold, SavingsTold
 
 CHUNK_TOKENS_CPU = 384
 """Of a prompt's cells. Smaller ones waste some of the cores' work, larger ones take more memory. `kvstore demo` prints
@@ -571,9 +571,7 @@ class CacheNews:
         savings = None
         if self.speed.is_learned:
             savings = SavingsTold(sum(max(0.0, gain) for gain in gains), sum(max(0.0, -gain) for gain in gains))
-        for first in range(0, len(asked), MAX_TOLD_REQUESTS):
-            namespace.tell([_told(one) for one in asked[first : first + MAX_TOLD_REQUESTS]], savings)
-            savings = None
+        namespace.tell([_told(one) for one in asked], savings)
 
     def _gain(self, report: Report) -> float:
         computing = self.speed.more_seconds(0, report.account.hit_tokens)
@@ -585,15 +583,13 @@ def _load_seconds(report: Report) -> float:
 
 
 def _told(report: Report) -> RequestTold:
-    account = report.account
+    outcome: dict[str, Any] = report.account.to_dict()
     return RequestTold(
         report.request,
-        account.asked,
-        {str(tier): tokens for tier, tokens in account.hits.items()},
-        {str(reason): tokens for reason, tokens in account.misses.items()},
-        (report.detail or report.fault)[:MAX_TOLD_TEXT],
-        1000 * _load_seconds(report) if account.hit_tokens else 0.0,
-        report.saved_blocks,
-        {str(reason): times for reason, times in report.put_reasons.items()},
+        **outcome,
+        detail=(report.detail or report.fault)[:MAX_TOLD_TEXT],
+        load_ms=1000 * _load_seconds(report) if report.account.hit_tokens else 0.0,
+        saved_blocks=report.saved_blocks,
+        put_reasons={str(reason): times for reason, times in report.put_reasons.items()},
         counts=True,
     )

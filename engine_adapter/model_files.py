@@ -133,6 +133,17 @@ def is_embedding(tensor_name: str) -> bool:
     return any(part in tensor_name.lower() for part in ("embed", "wte"))
 
 
+def spread(start: int, stop: int, samples: int, sample_bytes: int) -> Iterator[tuple[int, int]]:
+    """Where samples of a range lie: evenly spread, the first and the last bytes among them; of a short one all."""
+    if stop - start <= samples * sample_bytes:
+        yield start, stop
+        return
+    last = stop - start - sample_bytes
+    for number in range(samples):
+        at = start + last * number // (samples - 1)
+        yield at, at + sample_bytes
+
+
 # Inside ------------------------------------------------------------------------------------------------------------
 
 
@@ -191,17 +202,7 @@ def _ranges(file: BinaryIO, size: int, path: Path) -> Iterator[tuple[int, int]]:
             continue
         middle = data + (start + stop - TENSOR_SAMPLE_BYTES) // 2
         yield max(data + start, middle), min(data + stop, middle + TENSOR_SAMPLE_BYTES)
-    yield from _spread(data, size, SAMPLES, SAMPLE_BYTES)
-
-
-def _spread(start: int, stop: int, samples: int, sample_bytes: int) -> Iterator[tuple[int, int]]:
-    if stop - start <= samples * sample_bytes:
-        yield start, stop
-        return
-    last = stop - start - sample_bytes
-    for number in range(samples):
-        at = start + last * number // (samples - 1)
-        yield at, at + sample_bytes
+    yield from spread(data, size, SAMPLES, SAMPLE_BYTES)
 
 
 def _safetensors_header(file: BinaryIO, size: int, path: Path) -> tuple[int, list[tuple[int, int, str]]]:

@@ -38,7 +38,7 @@ from torch.nn.modules import module as torch_module
 
 from engine_adapter.hf.kinds import CacheKinds, Path, values
 from engine_adapter.hf.layers import ModelCall
-from engine_adapter.model_files import is_embedding
+from engine_adapter.model_files import is_embedding, spread
 from kvstore.block.errors import BadInput
 from kvstore.client.edge import contained
 
@@ -489,14 +489,12 @@ def namespace_config(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _pieces(tensor: torch.Tensor, *, whole: bool) -> Iterator[torch.Tensor]:
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.dim() else tensor.detach().view(1)
-    data = data.view(torch.uint8)
-    if whole or data.numel() <= SAMPLES_PER_TENSOR * SAMPLE_BYTES:
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if whole:
         yield from data.split(PIECE_BYTES)
-        return
-    last = data.numel() - SAMPLE_BYTES
-    starts = [last * number // (SAMPLES_PER_TENSOR - 1) for number in range(SAMPLES_PER_TENSOR)]
-    yield torch.cat([data[start : start + SAMPLE_BYTES] for start in starts])
+    else:
+        ranges = spread(0, data.numel(), SAMPLES_PER_TENSOR, SAMPLE_BYTES)
+        yield torch.cat([data[start:stop] for start, stop in ranges])
 
 
 def _config_text(model: torch.nn.Module) -> str:

@@ -376,15 +376,13 @@ class RequestNews:
             if of is not choice:
                 saved = regretted = 0.0
             self._judged = choice, counts["saved_ms"], counts["regret_ms"]
-            savings: SavingsTold | None = SavingsTold(
+            savings = SavingsTold(
                 gpus * (counts["saved_ms"] - saved) / 1000,
                 gpus * (counts["regret_ms"] - regretted) / 1000,
                 measured.mean_ms if measured is not None else None,
                 measured.standard_error_ms if measured is not None else None,
             )
-        for first in range(0, len(told) or 1, MAX_TOLD_REQUESTS):
-            namespace.tell(told[first : first + MAX_TOLD_REQUESTS], savings, seconds=seconds)
-            savings = None
+        namespace.tell(told, savings, seconds=seconds)
 
     def close(self) -> None:
         if self._timer is not None:

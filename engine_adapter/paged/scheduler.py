@@ -775,10 +775,9 @@ class PagedScheduler:
     # Audits ----------------------------------------------------------------------------------------------------------
 
     def _audited(self, number: int, results: tuple[AuditResult, ...]) -> None:
-        verdict = self._audits.reported(number, results) if self._audits is not None else None
-        if self._audits is not None and verdict is AuditVerdict.DRIFTED:
-            name = self._audits.name
-            self.refuse(MissReason.AUDIT, f"what is stored in namespace {name} is not what this engine computes")
+        audits = self._audits
+        if audits is not None and audits.reported(number, results) is AuditVerdict.DRIFTED:
+            self.refuse(MissReason.AUDIT, f"what is stored in namespace {audits.name} is not what this engine computes")
 
     def _end_audit(self, state: RequestState) -> None:
         if self._audits is not None:

@@ -46,7 +46,7 @@ from kvstore.protocol.door import (
 from kvstore.protocol.lease_ticket import LeaseTicket
 from kvstore.protocol.messages import MAX_TICKET_CHARACTERS, Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.requests import check_request
-from kvstore.protocol.told import RequestTold, SavingsTold
+from kvstore.protocol.told import MAX_TOLD_REQUESTS, RequestTold, SavingsTold
 from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd
 from tiering.frame import HEADER_BYTES, digest
 
@@ -203,11 +203,14 @@ class NamespaceHandle:
         savings: SavingsTold | None = None,
         seconds: float = 0.0,
     ) -> None:
-        """Report on requests of this engine, at most `MAX_TOLD_REQUESTS`, and what hits saved since the last report:
-        for `kvstore why` and the dashboard. Does not block; no effect without a sidecar. seconds: above 0, it may wait
-        for the next request or ping, and go with it."""
+        """Report on requests of this engine, and what hits saved since the last report: for `kvstore why` and the
+        dashboard. Does not block; no effect without a sidecar. seconds: above 0, it may wait for the next request or
+        ping, and go with it."""
         number = self.number if self.is_told else -1
-        self.door.submit(m.Tell(list(requests), savings, namespace=number), m.Done, seconds)
+        for first in range(0, len(requests) or 1, MAX_TOLD_REQUESTS):
+            some = list(requests[first : first + MAX_TOLD_REQUESTS])
+            self.door.submit(m.Tell(some, savings, namespace=number), m.Done, seconds)
+            savings = None
 
     def submit_match(
         self,

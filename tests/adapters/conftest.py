@@ -9,7 +9,9 @@ import pytest
 
 import kvstore
 from kvstore.node import EmbeddedStore
-from service.sidecar import Sidecar
+from service.sidecar import sidecar_fixture
+
+sidecar = sidecar_fixture(dram="64MiB")
 
 
 @pytest.fixture
@@ -19,9 +21,3 @@ def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
     with kvstore.embedded(str(tmp_path / "kv"), dram="64MiB", limits=limits) as opened:
         yield opened
         opened.check()
-
-
-@pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    with Sidecar(tmp_path, dram="64MiB") as running:
-        yield running

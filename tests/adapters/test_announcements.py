@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Iterator
 from itertools import count
-from pathlib import Path
-
-import pytest
 
 from engine_adapter.paged.announcements import Announcements
 from kvstore.block.account import HitTier
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.pending import PendingReply, ReadyReply
 from kvstore.protocol import messages as m
-from service.sidecar import Sidecar
+from service.sidecar import Sidecar, sidecar_fixture
 from tiering.nvme.lmdb_index import LmdbMaker
 from waiting import wait_until
 from workbench import MODEL, ids, random_pages, small_layout
@@ -117,10 +113,7 @@ def test_what_falls_out_is_taken_back() -> None:
 # With a store ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    with Sidecar(tmp_path, dram="1MiB", extent="64KiB", nvme="2MiB", slab="64KiB", indexes=LmdbMaker) as sidecar:
-        yield sidecar
+sidecar = sidecar_fixture(dram="1MiB", extent="64KiB", nvme="2MiB", slab="64KiB", indexes=LmdbMaker)
 
 
 def test_who_believes_an_engine_ends_with_what_the_store_holds_of_its_blocks(sidecar: Sidecar) -> None:

@@ -8,6 +8,7 @@ from itertools import count
 
 import pytest
 
+from adapters.test_audit import CLOSE, DRIFTED, EXACT
 from adapters.test_paged_scheduler import FACTS, put
 from engine_adapter.audit.audits import AuditResult, AuditVerdict
 from engine_adapter.cost import LoadChoice
@@ -20,9 +21,6 @@ from paged_engine import Request
 from waiting import wait_until
 from workbench import ids
 
-EXACT = AuditResult(AuditVerdict.EXACT, 0.0, 0.1, 0)
-CLOSE = AuditResult(AuditVerdict.CLOSE, 0.01, 0.1, 0)
-DRIFTED = AuditResult(AuditVerdict.DRIFTED, 1.0, 0.1, 0)
 TABLE = list(range(1, 12))
 
 

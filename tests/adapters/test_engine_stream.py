@@ -99,18 +99,15 @@ def test_all_that_threads_of_a_worker_do_with_pages_is_behind_the_step_it_belong
         for name in ("_load", "begin_reading", "end_reading"):
             setattr(bench.worker, name, stream.tell(name.strip("_"), getattr(bench.worker, name)))
         stream.steps = 5
-        load, lease = bench.load(ids(128), [9, 10, 11, 12], waits=False)
+        load = bench.load(ids(128), [9, 10, 11, 12], waits=False)
         bench.step(loads=[load])
         stream.steps = 6
         wait_until(lambda: bool(bench.worker.finished()[0]))
-        audit = audit_of(lease.ticket(), 64, (PageRun(2, [3, 4]),))
+        audit = audit_of(bench.leases[0].ticket(), 64, (PageRun(2, [3, 4]),))
         bench.step(saves=[audit, bench.save(ids(64, 700), [5, 6])])
         stream.steps = 7
         assert bench.reports(saves=2).saves[0].results[0].verdict is AuditVerdict.EXACT
-        lease.release()
-        waiting, lease = bench.load(ids(128), [9, 10, 11, 12])
-        bench.step(loads=[waiting])
-        lease.release()
+        bench.step(loads=[bench.load(ids(128), [9, 10, 11, 12])])
     read = [("begin_reading", 6), ("waited", 6), ("end_reading", 6)]
     assert stream.told[0] == ("load", 5)
     assert stream.told[1:4] == read, "copies are made before the pages are given back"

@@ -22,7 +22,7 @@ from kvstore.client.handle import NamespaceHandle
 from kvstore.client.socket_door import CallLimits
 from kvstore.node import EmbeddedDoor, EmbeddedStore
 from service.test_serve import serving
-from service.test_silent_sidecar import AT_ONCE, LONG, stop
+from service.test_silent_sidecar import AT_ONCE, LONG, stop, stopped
 from waiting import wait_until
 from workbench import bench
 
@@ -452,13 +452,10 @@ def test_a_sidecar_that_hangs_costs_no_token(llama: Any, tmp_path: Path) -> None
         cache = cache_of(llama, store)
         door: Any = store._door  # type: ignore[union-attr]
         door._limits = CallLimits(fill=LONG)
-        stop(said["pid"])
-        try:
+        with stopped(said["pid"]):
             started = time.monotonic()
             answers = [ask(cache, prompt, 6) for _ in range(3)]
             assert time.monotonic() - started < AT_ONCE
-        finally:
-            os.kill(said["pid"], signal.SIGCONT)
         for answer in answers:
             assert answer.token_ids == expected and not answer.report.faults
             assert answer.report.put_reasons == {MissReason.UNREACHABLE: 2}, "a chunk, and all of it at the end"

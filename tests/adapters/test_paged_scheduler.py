@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from engine_adapter.audit.audits import AuditResult, AuditVerdict
+from adapters.test_audit import DRIFTED, EXACT
+from engine_adapter.audit.audits import AuditResult
 from engine_adapter.cost import LoadChoice, StepWork
 from engine_adapter.paged.requests import NEVER, Computed, RequestNews, RequestSpec, RequestState
 from engine_adapter.paged.scheduler import PagedScheduler
@@ -112,6 +113,13 @@ class Half:
         self.half.allocated(request.request_id, request.tables, promised)
         request.computed = local + promised
         return promised
+
+    def admitted(
+        self, name: str, prompt: Sequence[int], facts: RequestSpec | None = None, more: int = 0, **given: Any
+    ) -> Request:
+        request = self.add(name, prompt, facts, more)
+        self.admit(request, **given)
+        return request
 
     def pages(self, count: int) -> list[int]:
         self.next_page += count
@@ -362,9 +370,8 @@ def test_what_is_compared_is_held_before_its_request_runs(store: EmbeddedStore) 
     assert half.matched(request) == (0, False)
     half.half.allocated("a", request.tables, 0)
     (order,) = half.step(request).saves
-    result = AuditResult(AuditVerdict.EXACT, 0.0, 0.1, 0)
     half.told(request)
-    half.half.reported(compared(order, result))
+    half.half.reported(compared(order, EXACT))
     assert half.half.take_counts()["audited_exact"] == 1
     wait_until(lambda: not store.usage().leases)
 
@@ -375,8 +382,7 @@ def test_what_is_compared_is_held_before_its_request_runs(store: EmbeddedStore) 
 @pytest.mark.parametrize("tokens", [320, 128, 0])
 def test_a_load_that_ends_after_its_request_is_over_is_counted(store: EmbeddedStore, tokens: int) -> None:
     half = stored_half(store)
-    request = half.add("a", ids(330))
-    half.admit(request)
+    request = half.admitted("a", ids(330))
     orders = half.step()
     told = half.told(request)
     assert told["load_ms"] is None and told["hits"] == {"dram": 320}, "nobody knows better yet"
@@ -440,8 +446,7 @@ def test_who_was_turned_away_lets_those_pass_that_hold_pages(store: EmbeddedStor
 def test_what_is_on_its_way_for_a_step_is_nobody_elses(store: EmbeddedStore) -> None:
     """The engine may take pages for its own into which the step only just loads."""
     half = stored_half(store, load="sync")
-    first = half.add("a", ids(330))
-    half.admit(first)
+    first = half.admitted("a", ids(330))
     sharer, other = half.add("b", [*ids(320), 7]), half.add("c", ids(330, 500))
     assert half.half.matched("b", 320) == (None, False)
     assert half.half.matched("b", 64) == (None, False)
@@ -456,8 +461,7 @@ def test_what_is_on_its_way_for_a_step_is_nobody_elses(store: EmbeddedStore) -> 
 
 def test_after_a_fault_of_our_own_nobody_is_held_up_and_nothing_is_shared(store: EmbeddedStore) -> None:
     half = stored_half(store, load="sync")
-    first = half.add("a", ids(330))
-    half.admit(first)
+    first = half.admitted("a", ids(330))
     half.step(first)
     half.half.broke(RuntimeError("for a test"))
     assert half.half.take_invalid_pages() == set(first.tables[0])
@@ -498,8 +502,7 @@ def test_what_a_request_says_goes_before_what_the_engine_was_told(
     store: EmbeddedStore, said: dict[str, Any], ttl: float, priority: int
 ) -> None:
     half = Half(SharedStore(store), ttl=5.0, priority=3)
-    request = half.add("a", ids(64), RequestSpec(**said))
-    half.admit(request, tokens=64)
+    request = half.admitted("a", ids(64), RequestSpec(**said), tokens=64)
     (save,) = half.step(request).saves
     assert (save.ttl, save.priority) == (ttl, priority)
 
@@ -515,8 +518,7 @@ def test_a_codec_that_is_none_for_these_pages_changes_nothing(store: EmbeddedSto
 
 def test_a_load_is_over_when_every_rank_has_reported_and_brings_what_the_worst_did(store: EmbeddedStore) -> None:
     half = stored_half(store, ranks=3)
-    request = half.add("a", ids(330))
-    half.admit(request)
+    request = half.admitted("a", ids(330))
     orders = half.step()
     half.loaded(orders, rank=2)
     half.loaded(orders, 128, rank=0)
@@ -530,8 +532,7 @@ def test_a_load_is_over_when_every_rank_has_reported_and_brings_what_the_worst_d
 
 def test_a_load_that_failed_and_gives_its_pages_back_is_admitted_anew_without_the_store(store: EmbeddedStore) -> None:
     half = stored_half(store)
-    request = half.add("a", ids(330))
-    half.admit(request)
+    request = half.admitted("a", ids(330))
     half.loaded(half.step(), 0)
     assert half.admit(request, tokens=330) == 0
     told = half.told(request)
@@ -553,8 +554,7 @@ def test_a_request_that_comes_again_is_looked_up_with_what_it_generated(store: E
 
 def test_a_load_of_the_second_admission_that_fails_is_no_miss_of_the_first(store: EmbeddedStore) -> None:
     half = stored_half(store)
-    request = half.add("a", ids(330))
-    half.admit(request)
+    request = half.admitted("a", ids(330))
     half.loaded(half.step())
     half.admit(request)
     half.loaded(half.step(), 64)
@@ -625,8 +625,7 @@ def test_when_a_load_is_waited_for_and_where_one_worker_may_read_with_the_schedu
 
 def test_blocks_are_offered_as_they_are_complete_and_only_accepted_tokens(store: EmbeddedStore) -> None:
     half = Half(SharedStore(store))
-    request = half.add("a", ids(150), more=100)
-    half.admit(request, tokens=256)
+    request = half.admitted("a", ids(150), more=100, tokens=256)
     assert request.due == 64
     assert [half.step(request, upto=63).saves, request.due] == [[], 64]
     (first,) = half.step(request, upto=100).saves
@@ -655,8 +654,7 @@ def test_what_is_offered_is_what_was_wanted(
     store: EmbeddedStore, settings: dict[str, Any], facts: RequestSpec, blocks: int
 ) -> None:
     half = Half(SharedStore(store), **settings)
-    request = half.add("a", ids(150), facts, more=60)
-    half.admit(request, tokens=224)
+    request = half.admitted("a", ids(150), facts, more=60, tokens=224)
     orders = half.step(request).saves
     request.known = 210
     orders += half.step(request).saves
@@ -672,8 +670,7 @@ def test_what_is_offered_is_what_was_wanted(
 def test_what_was_dropped_is_offered_again_and_what_is_held_is_not(store: EmbeddedStore) -> None:
     half = Half(SharedStore(store))
     half.half.announce(lambda request, number: (request.request_id, number))
-    request = half.add("a", ids(400))
-    half.admit(request, tokens=400)
+    request = half.admitted("a", ids(400), tokens=400)
     half.saved(half.step(request, upto=128), 0, 0, dropped=True)
     orders = half.step(request, upto=192)
     assert orders.saves[0].first_token == 0
@@ -692,8 +689,7 @@ def test_what_was_dropped_is_offered_again_and_what_is_held_is_not(store: Embedd
 
 def test_a_save_of_several_ranks_holds_what_all_of_them_hold(store: EmbeddedStore) -> None:
     half = Half(SharedStore(store), ranks=2)
-    request = half.add("a", ids(400))
-    half.admit(request, tokens=400)
+    request = half.admitted("a", ids(400), tokens=400)
     (order,) = half.step(request, upto=192).saves
     for rank, held, reason in ((1, 3, None), (0, 1, MissReason.QUOTA)):
         report = SaveReport(order.number, order.request, rank, held, held, 0.004, reason=reason)
@@ -711,7 +707,7 @@ def drifted(half: Half, request: Request) -> StepReports:
     half.matched(request)
     half.half.allocated(request.request_id, request.tables, 0)
     (order,) = wait_until(lambda: half.step(request).saves)
-    return compared(order, AuditResult(AuditVerdict.DRIFTED, 1.0, 0.1, 0))
+    return compared(order, DRIFTED)
 
 
 def compared(order: SaveOrder, result: AuditResult) -> StepReports:
@@ -721,8 +717,7 @@ def compared(order: SaveOrder, result: AuditResult) -> StepReports:
 
 def test_after_drift_what_comes_is_a_miss_and_what_runs_goes_on(store: EmbeddedStore) -> None:
     half = stored_half(store, audit=1.0)
-    running = half.add("r", ids(200, 1000), more=200)
-    half.admit(running, tokens=400)
+    running = half.admitted("r", ids(200, 1000), more=200, tokens=400)
     (save,) = half.step(running).saves
     held_out = half.add("a", ids(330))
     held_out.tables = [half.pages(11)]
@@ -753,8 +748,7 @@ def test_a_fault_ends_the_stores_use_and_not_the_engine_with_one_line(
     store: EmbeddedStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     half = stored_half(store)
-    sound = half.add("s", ids(200, 1000), more=200)
-    half.admit(sound, tokens=400)
+    sound = half.admitted("s", ids(200, 1000), more=200, tokens=400)
     (save,) = half.step(sound).saves
     with caplog.at_level(logging.INFO, "engine_adapter"):
         for name in "ab":
@@ -779,8 +773,7 @@ def test_a_fault_ends_the_stores_use_and_not_the_engine_with_one_line(
 
 def test_a_fault_while_a_block_is_offered_ends_the_stores_use(store: EmbeddedStore) -> None:
     half = Half(SharedStore(store))
-    broken = half.add("a", ids(130), more=200)
-    half.admit(broken, tokens=330)
+    broken = half.admitted("a", ids(130), more=200, tokens=330)
     broken.token_ids = no_tokens  # type: ignore[method-assign]
     broken.known = 200
     assert half.step(broken).saves == [] and broken.due == NEVER

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from adapters.test_audit import EXACT
 from adapters.test_paged_scheduler import Half
-from engine_adapter.audit.audits import AuditResult, AuditVerdict
 from engine_adapter.audit.blocks import compare_states
 from engine_adapter.cost import StepWork
 from engine_adapter.paged.pages import RegisteredGroup, layout_of, register
@@ -156,9 +156,8 @@ def test_an_audit_that_compared_no_state_proves_nothing(store: EmbeddedStore, co
     orders = half.half.step({"a"}, [computed], [], StepWork((), 1), boundaries).saves
     orders = [order for order in orders if order.ticket]
     assert [order.is_state for order in orders] == [False, True][: 1 + compares_state]
-    exact = AuditResult(AuditVerdict.EXACT, 0.0, 1.0, 0)
     for order in orders:
-        half.half._audited(order.number, (exact,))
+        half.half._audited(order.number, (EXACT,))
     half.told(request)
     assert half.half.choice.holdout.first_left == left - compares_state
 

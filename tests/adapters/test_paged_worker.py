@@ -22,7 +22,7 @@ from engine_adapter.paged.step_plan import LeaseHere, LoadOrder, NamespaceSpec, 
 from engine_adapter.paged.step_plan import StepReports as Reports
 from engine_adapter.paged.worker import PagedWorker
 from kvstore.block.account import MissReason
-from kvstore.client.handle import NamespaceHandle
+from kvstore.client.handle import Lease, NamespaceHandle
 from kvstore.node import EmbeddedStore
 from paged_engine import Rank, Shape, SharedStore, kv_numbers, named_of, wrong_blocks
 from waiting import wait_until
@@ -77,6 +77,7 @@ class Bench:
         self.begin(namespace=self.facts)
         assert self.worker._opened(0, SECONDS) is not None
         self.number = 10
+        self.leases: list[Lease] = []
 
     def __enter__(self) -> Bench:
         return self
@@ -85,6 +86,8 @@ class Bench:
         for event in (self.worker.before_read, self.worker.in_read, self.worker.load_gate):
             event.set()
         self.worker.close()
+        for lease in self.leases:
+            lease.release()
 
     def begin(self, **orders: Any) -> StepPlan:
         step = StepPlan(**orders)
@@ -122,13 +125,17 @@ class Bench:
         tables = page_runs([table] * len(self.shape.windows), first, 64 * len(keys), self.facts.groups)
         return SaveOrder(self.number, f"r{self.number}", 0, b"".join(keys), first, tables, None, 0)
 
-    def load(self, tokens: list[int], table: list[int], first: int = 0, **given: Any) -> tuple[LoadOrder, Any]:
+    def leased(self, tokens: list[int], first: int = 0) -> Lease:
+        self.leases.append(self.handle.lease(self.handle.match(tokens), first))
+        return self.leases[-1]
+
+    def load(self, tokens: list[int], table: list[int], first: int = 0, **given: Any) -> LoadOrder:
         self.number += 1
-        lease = self.handle.lease(self.handle.match(tokens), first)
+        lease = self.leased(tokens, first)
         stop = given.pop("stop", len(tokens) // 64 * 64)
         tables = page_runs([table] * len(self.shape.windows), first, stop, self.facts.groups)
         options = {"waits": True, **given}
-        return LoadOrder(self.number, f"r{self.number}", 0, lease.ticket(), first, stop, tables, **options), lease
+        return LoadOrder(self.number, f"r{self.number}", 0, lease.ticket(), first, stop, tables, **options)
 
     def stored(self, tokens: list[int]) -> None:
         """These blocks, from the first pages on."""
@@ -200,7 +207,7 @@ def test_a_fence_waits_for_the_save_that_reads(bench: Bench) -> None:
 
 def test_a_save_waits_for_loads_and_goes_when_they_are_over(bench: Bench) -> None:
     bench.stored(ids(64))
-    load, lease = bench.load(ids(64), [11, 12], waits=False)
+    load = bench.load(ids(64), [11, 12], waits=False)
     bench.worker.load_gate.clear()
     bench.step(loads=[load], saves=[bench.save(ids(64, 700), [5, 6])])
     time.sleep(0.1)
@@ -209,7 +216,6 @@ def test_a_save_waits_for_loads_and_goes_when_they_are_over(bench: Bench) -> Non
     found = bench.reports(saves=1)
     assert found.saves[0].stored == 1, "before the engine takes the load's report"
     wait_until(lambda: bool(bench.worker.finished()[0]))
-    lease.release()
 
 
 def test_with_windows_a_fence_waits_a_little_for_saves_that_wait(
@@ -342,35 +348,33 @@ def test_between_two_pieces_a_save_waits_again(store: EmbeddedStore, monkeypatch
 
 def test_a_worker_in_the_schedulers_process_reads_with_its_lease(bench: Bench) -> None:
     bench.stored(ids(128))
-    order, lease = bench.load(ids(128), [15, 16, 17, 18])
-    here = replace(order, ticket=b"", here=LeaseHere(lease, bench.handle))
+    order = bench.load(ids(128), [15, 16, 17, 18])
+    here = replace(order, ticket=b"", here=LeaseHere(bench.leases[0], bench.handle))
     bench.step(loads=[here])
     assert bench.is_right(ids(128), [15, 16, 17, 18], 0, 128)
     (report,) = bench.reports(loads=1).loads
     assert (report.tokens, report.reason) == (128, None)
-    assert not lease.released, "its holder lets go of it when it hears of the load"
+    assert not bench.leases[0].released, "its holder lets go of it when it hears of the load"
     elsewhere = pickle.loads(pickle.dumps(here))
     assert elsewhere == replace(order, ticket=b"")
-    lease.release()
 
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_what_a_load_does_not_bring_is_named_by_its_pages(bench: Bench, waits: bool) -> None:
     bench.stored(ids(256))
-    order, lease = bench.load(ids(192), list(range(11, 19)), 64, stop=256, waits=waits)
+    order = bench.load(ids(192), list(range(11, 19)), 64, stop=256, waits=waits)
     bench.step(loads=[order])
     ended = wait_until(lambda: found if (found := bench.worker.finished())[2] else None)
     parked = set() if waits else {order.request}
     assert ended == (parked, parked, {17, 18})
     assert bench.reports(loads=1).loads[0].tokens == 192
-    lease.release()
 
 
 @pytest.mark.parametrize("ticket", [b"", b"no ticket of anybody's", None])
 def test_a_ticket_that_names_nothing_is_a_load_that_brought_nothing(bench: Bench, ticket: bytes | None) -> None:
     bench.stored(ids(256))
-    order, lease = bench.load(ids(256), list(range(11, 19)), 96)
-    lease.release()
+    order = bench.load(ids(256), list(range(11, 19)), 96)
+    bench.leases[0].release()
     bench.step(loads=[order if ticket is None else replace(order, ticket=ticket)])
     assert bench.worker.finished() == (set(), set(), set(range(14, 19)))
     reports = bench.reports(loads=1)
@@ -381,7 +385,7 @@ def test_a_ticket_that_names_nothing_is_a_load_that_brought_nothing(bench: Bench
 def test_a_layer_is_waited_for_until_it_is_there(bench: Bench) -> None:
     bench.stored(ids(256))
     table = list(range(11, 19))
-    order, lease = bench.load(ids(256), table, layerwise=True)
+    order = bench.load(ids(256), table, layerwise=True)
     gate = bench.worker.layer_gate = threading.Semaphore(0)
     bench.begin(loads=[order])
     bench.worker.start_loads()
@@ -400,13 +404,12 @@ def test_a_layer_is_waited_for_until_it_is_there(bench: Bench) -> None:
     ends(saves)
     assert bench.reports(loads=1).loads[0].tokens == 256
     bench.worker.wait_layer("layer.1")
-    lease.release()
 
 
 def test_an_idle_step_waits_a_little_for_loads_and_no_other_does(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.stored(ids(64))
     bench.worker.load_gate.clear()
-    order, lease = bench.load(ids(64), [11, 12], waits=False)
+    order = bench.load(ids(64), [11, 12], waits=False)
 
     def took(idle_seconds: float, **orders: Any) -> float:
         monkeypatch.setattr(paged_worker, "IDLE_WAIT_SECONDS", idle_seconds)
@@ -425,13 +428,12 @@ def test_an_idle_step_waits_a_little_for_loads_and_no_other_does(bench: Bench, m
     started = time.monotonic()
     assert bench.worker.finished()[0] == {order.request}
     assert time.monotonic() - started < SECONDS / 2, "until one is over, and no longer"
-    lease.release()
 
 
 def test_a_load_of_a_namespace_that_is_no_more_is_over_at_once(bench: Bench) -> None:
     """After the weights were changed nobody waits for the old namespace to come back."""
     bench.stored(ids(64))
-    order, lease = bench.load(ids(64), [11, 12], waits=False)
+    order = bench.load(ids(64), [11, 12], waits=False)
     saves = [bench.save(ids(64, 100 * number), [1, 2]) for number in range(1, 5)]
     started = time.monotonic()
     bench.step(namespace=NamespaceSpec(1, "", "m", bench.layout, "raw", 1, {}), loads=[order], saves=saves)
@@ -440,7 +442,6 @@ def test_a_load_of_a_namespace_that_is_no_more_is_over_at_once(bench: Bench) -> 
     assert time.monotonic() - started < paged_worker.OPEN_SECONDS / 2
     assert reports.loads[0].reason is MissReason.DISABLED, "the store is there, and asked for nothing"
     assert {report.reason for report in reports.saves} == {MissReason.DISABLED}
-    lease.release()
 
 
 def test_without_a_store_loads_and_saves_end_in_time(store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,15 +473,13 @@ def test_without_a_store_loads_and_saves_end_in_time(store: EmbeddedStore, monke
 def test_nothing_is_saved_or_compared_of_a_step_that_waited_for_a_load_that_failed(bench: Bench) -> None:
     """Its numbers are wrong and are computed again: they say nothing about what is stored."""
     bench.stored(ids(256))
-    order, lease = bench.load(ids(256), list(range(11, 19)))
-    lease.release()
+    order = bench.load(ids(256), list(range(11, 19)))
+    bench.leases[0].release()
     bench.fill(ids(64, 500), [20, 21])
-    held = bench.handle.lease(bench.handle.match(ids(128)), 64)
-    audit = audit_of(held.ticket(), 64, (PageRun(2, [13, 14]),))
+    audit = audit_of(bench.leased(ids(128), 64).ticket(), 64, (PageRun(2, [13, 14]),))
     bench.step(loads=[order], saves=[audit, bench.save(ids(64, 500), [20, 21])])
     first = bench.reports(saves=2)
     assert first.saves[0].results == ()
-    held.release()
     assert first.saves[1].dropped and first.saves[1].reason is None and first.failures == {0: 1}
     bench.step(saves=[bench.save(ids(64, 500), [20, 21])])
     assert bench.reports(saves=1).saves[0].dropped, "the scheduler does not know yet"
@@ -526,10 +525,8 @@ def audit_of(ticket: bytes, first: int, tables: tuple[PageRun, ...]) -> SaveOrde
 
 
 def audited(bench: Bench, tables: tuple[PageRun, ...], first: int = 64, behind: int = 0, **orders: Any) -> Any:
-    lease = bench.handle.lease(bench.handle.match(ids(128)), first)
-    bench.step(saves=[audit_of(lease.ticket(), first, tables)], **orders)
+    bench.step(saves=[audit_of(bench.leased(ids(128), first).ticket(), first, tables)], **orders)
     report = bench.reports(saves=1 + behind).saves[behind]
-    lease.release()
     return [result.verdict for result in report.results]
 
 
@@ -581,12 +578,10 @@ def test_of_two_groups_each_is_compared_whose_pages_a_load_would_bring_and_the_e
 def test_an_audit_whose_pages_are_somebody_elses_finds_nothing(bench: Bench) -> None:
     bench.stored(ids(128))
     bench.worker.before_read.clear()
-    lease = bench.handle.lease(bench.handle.match(ids(128)), 64)
-    bench.step(saves=[audit_of(lease.ticket(), 64, (PageRun(2, [13, 14]),))])
+    bench.step(saves=[audit_of(bench.leased(ids(128), 64).ticket(), 64, (PageRun(2, [13, 14]),))])
     bench.begin(cancelled_saves=[77])
     bench.worker.before_read.set()
     assert bench.reports(saves=1).saves[0].results == ()
-    lease.release()
 
 
 def test_an_audit_does_not_wait_for_the_engine(store: EmbeddedStore) -> None:
@@ -626,10 +621,9 @@ def test_pages_that_moved_are_used_once_nothing_reads_the_old_ones(bench: Bench)
     bench.rank = Rank(bench.shape, 0)
     bench.worker.register(bench.rank.pages)
     bench.stored(tokens)
-    order, lease = bench.load(tokens, [*range(11, 19)])
+    order = bench.load(tokens, [*range(11, 19)])
     bench.step(loads=[order])
     assert bench.reports(loads=1).loads[0].tokens == 128 and bench.is_right(tokens, [*range(11, 19)], 0, 128)
-    lease.release()
 
 
 @pytest.mark.parametrize("kind", ["of another form", "of none"])
@@ -645,14 +639,12 @@ def test_pages_that_lie_otherwise_than_those_that_were_told_are_left_alone(bench
     bench.step(saves=[bench.save(ids(64, 9), table)])
     (saved,) = bench.reports(saves=1).saves
     assert (saved.stored, saved.reason) == (0, MissReason.UNSUPPORTED)
-    order, lease = bench.load(tokens, table, 64)
+    order = bench.load(tokens, table, 64)
     bench.step(loads=[order])
     (loaded,) = bench.reports(loads=1).loads
     assert (loaded.tokens, loaded.reason) == (64, MissReason.UNSUPPORTED)
     assert bench.worker.finished()[2] == {*table[64 // bench.shape.page_tokens : 128 // bench.shape.page_tokens]}
-    lease.release()
     bench.worker.register(right)
-    order, lease = bench.load(tokens, table)
+    order = bench.load(tokens, table)
     bench.step(loads=[order])
     assert bench.reports(loads=1).loads[0].tokens == 128, "those that were told"
-    lease.release()

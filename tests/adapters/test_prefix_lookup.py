@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,8 +24,11 @@ GRID = MissReason.GRID
 
 
 @pytest.fixture(autouse=True)
-def _stored(store: EmbeddedStore) -> None:
+def _stored(store: EmbeddedStore) -> Iterator[None]:
+    """And in the end nothing of it is leased."""
     put(store, ids(320))
+    yield
+    wait_until(lambda: not store.usage().leases)
 
 
 class Asked:
@@ -62,7 +66,6 @@ def test_what_is_promised_is_pinned_until_it_is_given_back(
     asked.lookup.give_back()
     assert asked.lookup.take() == [] and store.usage().leases == 1, "it is the taker's"
     lease.release()
-    wait_until(lambda: not store.usage().leases)
 
 
 @pytest.mark.parametrize(("stop", "keys", "found"), [(329, 5, 5), (319, 4, 5), (100, 1, 5)])
@@ -86,7 +89,6 @@ def test_a_decision_for_less_is_less_in_the_account_too(store: EmbeddedStore, st
     assert asked.matched(0, 320) == 320
     assert asked.lookup.account.hit_tokens == 320, "and no less than it could be"
     asked.lookup.give_back()
-    wait_until(lambda: not store.usage().leases)
 
 
 def test_a_lease_that_has_waited_long_is_taken_anew(store: EmbeddedStore) -> None:
@@ -97,7 +99,6 @@ def test_a_lease_that_has_waited_long_is_taken_anew(store: EmbeddedStore) -> Non
     assert asked.matched() == 320 and asked.lookup.leases[0] is not first
     assert first.released
     asked.lookup.give_back()
-    wait_until(lambda: not store.usage().leases)
 
 
 def test_a_lease_that_brings_nothing_is_a_miss_with_its_reason(store: EmbeddedStore) -> None:
@@ -106,7 +107,6 @@ def test_a_lease_that_brings_nothing_is_a_miss_with_its_reason(store: EmbeddedSt
     assert store.evict(100) == 5
     assert asked.matched() == 0 and asked.lookup.is_over
     assert asked.lookup.account.hit_tokens == 0 and asked.lookup.account.asked == 330
-    wait_until(lambda: not store.usage().leases)
 
 
 @pytest.mark.parametrize(

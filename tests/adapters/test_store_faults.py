@@ -230,9 +230,8 @@ def test_a_codec_is_prepared_before_anything_is_asked_of_the_store(monkeypatch: 
     assert order == ["prepared", "OpenNamespace"]
 
 
-def test_a_connection_that_was_made_anew_is_warming_until_its_namespaces_are_open(tmp_path: Path) -> None:
-    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
+def test_a_connection_that_was_made_anew_is_warming_until_its_namespaces_are_open(sidecar: Sidecar) -> None:
+    with sidecar.opened() as handle:
         handle.put(ids(512), random_pages(small_layout(), 8))
         door: Any = handle.door
         door._run.namespaces.clear()

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import closing
 
 import pytest
 
 from kvstore.client.handle import NamespaceHandle
-from service.sidecar import Sidecar
+from service.sidecar import Sidecar, sidecar_fixture
+from torture.peer import Peer, come_in
+
+sidecar = sidecar_fixture(dram="1MiB")
 
 
 @pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    with Sidecar(tmp_path, dram="1MiB") as running:
-        yield running
+def peer(sidecar: Sidecar) -> Iterator[Peer]:
+    """A client of bare messages."""
+    with closing(come_in(sidecar.path, newest=2)) as peer:
+        yield peer
 
 
 @pytest.fixture

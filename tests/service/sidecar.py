@@ -8,6 +8,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import patience
 from kvstore.block.codec import codec_named
 from kvstore.client.framing import FramedSocket
@@ -98,3 +100,14 @@ class Sidecar:
         if self.desk is not None:
             self.desk.check()
         self.store.close()
+
+
+def sidecar_fixture(**options: Any) -> Any:
+    """A fixture for a module or a folder: a sidecar with these options for each test."""
+
+    @pytest.fixture
+    def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+        with Sidecar(tmp_path, **options) as running:
+            yield running
+
+    return sidecar

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +21,7 @@ from kvstore.client.handle import NamespaceHandle, PutResult
 from kvstore.client.sidecar_store import SidecarStore
 from kvstore.protocol import messages as m
 from programs import run_python, start_python
-from service.sidecar import Sidecar, wire_to
+from service.sidecar import Sidecar, sidecar_fixture, wire_to
 from tiering.dram.unmap_wait import TENANT_SECONDS, WAIT_SECONDS
 from tiering.frame import digest
 from torture.peer import Peer, opened_by
@@ -30,13 +29,8 @@ from waiting import wait_until
 from workbench import MODEL, ids, random_pages, small_layout
 
 KEYS = [bytes([number]) * 32 for number in range(200)]
-
-
-@pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    """Sixteen extents, of five blocks each."""
-    with Sidecar(tmp_path, dram="1MiB", extent="64KiB") as sidecar:
-        yield sidecar
+sidecar = sidecar_fixture(dram="1MiB", extent="64KiB")
+"""Sixteen extents, of five blocks each."""
 
 
 def put(handle: NamespaceHandle, number: int, blocks: int = 8) -> PutResult:

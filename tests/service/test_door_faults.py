@@ -23,7 +23,7 @@ from kvstore.service.connections import LARGE_BYTES
 from kvstore.service.dispatch import Response
 from service.sidecar import Sidecar, asked
 from tiering.nvme.lmdb_index import LmdbMaker
-from torture.peer import come_in, packed_namespace
+from torture.peer import Peer, come_in, packed_namespace
 from workbench import ids, one_line, random_pages, small_layout
 
 VALID: list[Any] = json.loads(zlib.decompress(packed_namespace()))
@@ -112,9 +112,9 @@ def test_a_namespace_that_makes_no_sense_is_refused_before_anything_is_built_of_
     assert peak < 3 << 20, f"{peak} bytes of memory"
 
 
-def test_what_makes_no_sense_is_answered_and_others_are_served(sidecar: Sidecar) -> None:
+def test_what_makes_no_sense_is_answered_and_others_are_served(sidecar: Sidecar, peer: Peer) -> None:
     """All of it on one connection, which stays; another one of the tenant, the operator, and a store beside it too."""
-    peer, other = come_in(sidecar.path), come_in(sidecar.path)
+    other = come_in(sidecar.path)
     handle = sidecar.client().namespace(model="m" * 40, layout=small_layout())
     assert handle.put(ids(128), random_pages(handle.layout, 2)).stored == 2
     for name, raw in NONSENSE.items():
@@ -124,7 +124,6 @@ def test_what_makes_no_sense_is_answered_and_others_are_served(sidecar: Sidecar)
     assert [one.model for one in facts_of(sidecar).facts.namespaces] == ["m" * 40]
     assert isinstance(peer.ask(m.OpenNamespace(packed_namespace(), [8192])), m.Granted)
     assert handle.match(ids(128)).blocks == 2
-    peer.close()
     other.close()
 
 
@@ -132,11 +131,9 @@ def test_what_makes_no_sense_is_answered_and_others_are_served(sidecar: Sidecar)
     "payloads",
     [[], [8192, 8192], [0], [-8192], [8191], [1], [2], [1 << 40], [(1 << 63) - 2], [1 << 63]],
 )
-def test_payloads_that_no_codec_makes_are_refused(sidecar: Sidecar, payloads: list[int]) -> None:
-    peer = come_in(sidecar.path)
+def test_payloads_that_no_codec_makes_are_refused(peer: Peer, payloads: list[int]) -> None:
     answer = peer.ask(m.OpenNamespace(packed_namespace(), payloads))
     assert isinstance(answer, m.Failed) and answer.fault is m.RequestFault.BAD_INPUT and "payload" in answer.text
-    peer.close()
 
 
 # Answers --------------------------------------------------------------------------------------------------------------
@@ -169,16 +166,14 @@ def test_an_answer_that_cannot_be_encoded_ends_its_connection_alone(
     other.close()
 
 
-def test_an_answer_with_descriptors_that_cannot_be_encoded_closes_them(sidecar: Sidecar) -> None:
+def test_an_answer_with_descriptors_that_cannot_be_encoded_closes_them(sidecar: Sidecar, peer: Peer) -> None:
     ours, theirs = os.pipe()
     os.set_blocking(ours, False)
     sidecar.handlers._verbs[m.Extents] = lambda caller, verb: Response(m.Counted(1 << 70), [theirs])
-    peer = come_in(sidecar.path)
     peer.socket.sendall(m.pack(m.Request(1, m.Extents([1], False))))
     assert peer.reply() is None
     assert os.read(ours, 1) == b"", "the other end of the pipe is open still"
     os.close(ours)
-    peer.close()
 
 
 @pytest.mark.parametrize("verb", [m.Abort(1), m.ReportFrame(1, 0, 0), m.Release([1])])
@@ -223,9 +218,8 @@ def test_a_fault_where_connections_are_looked_after_ends_nobody(
 
 
 @pytest.mark.parametrize("padding", [0, LARGE_BYTES])
-def test_a_namespace_is_opened_off_the_doors_thread_and_in_order(sidecar: Sidecar, padding: int) -> None:
+def test_a_namespace_is_opened_off_the_doors_thread_and_in_order(sidecar: Sidecar, peer: Peer, padding: int) -> None:
     """What is sent behind it, unasked, finds it open: as if the door itself had opened it."""
-    peer = come_in(sidecar.path)
     opened: list[str] = []
     served = sidecar.handlers._verbs[m.OpenNamespace]
 
@@ -248,7 +242,6 @@ def test_a_namespace_is_opened_off_the_doors_thread_and_in_order(sidecar: Sideca
     assert kinds == {1: m.Granted, 2: m.Matched, 3: m.Counted, 4: m.Done}
     assert replies[0] is not None and replies[0].number == 1, "nothing overtook it"
     assert opened and not any(name == "kv-local-door" for name in opened)
-    peer.close()
 
 
 def test_a_refusal_can_always_be_sent() -> None:

@@ -57,8 +57,8 @@ def lease_of(handle: NamespaceHandle, **options: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_workers_read_what_the_scheduler_leased_and_a_killed_one_holds_nothing(tmp_path: Path) -> None:
-    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.client() as store:
+def test_workers_read_what_the_scheduler_leased_and_a_killed_one_holds_nothing(sidecar: Sidecar) -> None:
+    with sidecar.client() as store:
         scheduler = store.namespace(model=MODEL, layout=LAYOUT)
         scheduler.put(ids(512), PAGES)
         with workers(work, [(str(sidecar.path), store.session)] * 2) as (one, two):
@@ -110,44 +110,42 @@ def test_one_ticket_of_a_session_is_good_across_restarts_of_the_sidecar(tmp_path
                 store.close()
 
 
-def test_a_forked_child_is_of_the_same_session(tmp_path: Path) -> None:
-    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.opened(layout=LAYOUT) as handle:
-        handle.put(ids(512), PAGES)
-        lease = lease_of(handle)
-        ticket = lease.ticket()
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                wait_until(handle.submit_match(ids(512)).poll)
-                blank = blank_pages(LAYOUT, 8)
-                with handle.attach(ticket) as attached:
-                    code = 0 if handle.get(attached, blank).tokens == 512 else 2
-            finally:
-                os._exit(code)
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 0
-        assert handle.get(lease, blank_pages(LAYOUT, 8)).tokens == 512
+def test_a_forked_child_is_of_the_same_session(handle: NamespaceHandle) -> None:
+    handle.put(ids(512), PAGES)
+    lease = lease_of(handle)
+    ticket = lease.ticket()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            wait_until(handle.submit_match(ids(512)).poll)
+            blank = blank_pages(LAYOUT, 8)
+            with handle.attach(ticket) as attached:
+                code = 0 if handle.get(attached, blank).tokens == 512 else 2
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert handle.get(lease, blank_pages(LAYOUT, 8)).tokens == 512
 
 
 # Polls that never wait ------------------------------------------------------------------------------------------------
 
 
-def test_a_lease_that_comes_after_its_deadline_is_given_back(tmp_path: Path) -> None:
-    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.opened(layout=LAYOUT) as handle:
-        handle.put(ids(512), PAGES)
-        match = handle.match(ids(512))
-        handle.door._limits = type(handle.door._limits)(lease=0.0)  # type: ignore[attr-defined]
-        with sidecar.core.lock:  # no lease is granted meanwhile
-            pending = [handle.submit_lease(match, deadline_ms=1) for _ in range(10)]
-            assert {wait_until(one.poll).reason for one in pending} == {MissReason.DEADLINE}
-        wait_until(lambda: sidecar.door.usage().served.get("lease", 0) == 10 and sidecar.store.usage().leases == 0)
-        sidecar.store.check()
+def test_a_lease_that_comes_after_its_deadline_is_given_back(sidecar: Sidecar, handle: NamespaceHandle) -> None:
+    handle.put(ids(512), PAGES)
+    match = handle.match(ids(512))
+    handle.door._limits = type(handle.door._limits)(lease=0.0)  # type: ignore[attr-defined]
+    with sidecar.core.lock:  # no lease is granted meanwhile
+        pending = [handle.submit_lease(match, deadline_ms=1) for _ in range(10)]
+        assert {wait_until(one.poll).reason for one in pending} == {MissReason.DEADLINE}
+    wait_until(lambda: sidecar.door.usage().served.get("lease", 0) == 10 and sidecar.store.usage().leases == 0)
+    sidecar.store.check()
 
 
 @pytest.mark.parametrize("length", [1, 15, 65, 1000])
-def test_a_token_of_another_length_is_refused(tmp_path: Path, length: int) -> None:
-    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.client() as store:
+def test_a_token_of_another_length_is_refused(sidecar: Sidecar, length: int) -> None:
+    with sidecar.client() as store:
         store._door.session = b"x" * length
         store._door._limits = type(store._door._limits)(open=0.1)
         with pytest.raises(kvstore.Unreachable, match="give 16 to 64"):
@@ -160,22 +158,19 @@ def test_a_socket_whose_path_is_too_long_is_called_so() -> None:
     assert one_line(caught.value, "path too long")
 
 
-def test_leases_that_are_submitted_together_map_an_extent_once(tmp_path: Path) -> None:
-    with Sidecar(tmp_path, dram="1MiB") as sidecar:
-        with sidecar.client() as store:
-            store.namespace(model=MODEL, layout=LAYOUT).put(ids(512), PAGES)
-        with sidecar.client() as store:
-            handle = store.namespace(model=MODEL, layout=LAYOUT)
-            match = handle.match(ids(512))
-            pending = [handle.submit_lease(match, deadline_ms=5000) for _ in range(48)]
-            wait_until(lambda: sidecar.door.usage().served.get("lease", 0) == 48)
-            (silent,) = pending[:1]
-            with sidecar.core.lock:  # no extent is handed out meanwhile
-                assert silent.poll() is None, "it has asked for the extent, and polls no more"
-            wait_until(lambda: all([one.poll() is not None for one in pending[1:]]))
-            leases = [one.poll() for one in pending[1:]]
-            assert [(one.blocks, one.reason) for one in leases] == [(8, None)] * 47
-            assert sidecar.door.usage().served["extents"] <= 3, "each asks the sidecar for all that it needs"
-            for one in leases:
-                assert handle.get(one, blank_pages(LAYOUT, 8)).tokens == 512
-            assert wait_until(silent.poll).blocks == 8
+def test_leases_that_are_submitted_together_map_an_extent_once(sidecar: Sidecar, handle: NamespaceHandle) -> None:
+    with sidecar.opened() as other:
+        other.put(ids(512), PAGES)
+    match = handle.match(ids(512))
+    pending = [handle.submit_lease(match, deadline_ms=5000) for _ in range(48)]
+    wait_until(lambda: sidecar.door.usage().served.get("lease", 0) == 48)
+    (silent,) = pending[:1]
+    with sidecar.core.lock:  # no extent is handed out meanwhile
+        assert silent.poll() is None, "it has asked for the extent, and polls no more"
+    wait_until(lambda: all([one.poll() is not None for one in pending[1:]]))
+    leases = [one.poll() for one in pending[1:]]
+    assert [(one.blocks, one.reason) for one in leases] == [(8, None)] * 47
+    assert sidecar.door.usage().served["extents"] <= 3, "each asks the sidecar for all that it needs"
+    for one in leases:
+        assert handle.get(one, blank_pages(LAYOUT, 8)).tokens == 512
+    assert wait_until(silent.poll).blocks == 8

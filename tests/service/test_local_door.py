@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,14 @@ def is_at_rest(sidecar: Sidecar) -> bool:
     usage = sidecar.store.usage()
     held = usage.leases, usage.reservations, usage.pinned_bytes, usage.dram.reserved, usage.dram.zombie
     return held == (0, 0, 0, 0, 0) and len(sidecar.sessions.departed) == 0
+
+
+@pytest.fixture
+def peer(sidecar: Sidecar) -> Iterator[Peer]:
+    """A bare client, for which nothing is held once it is gone."""
+    with closing(come_in(sidecar.path)) as peer:
+        yield peer
+    wait_until(lambda: is_at_rest(sidecar))
 
 
 # The main job ---------------------------------------------------------------------------------------------------------
@@ -284,8 +292,7 @@ def test_a_large_message_does_not_wait_behind_those_of_a_flooder(sidecar: Sideca
     wait_until(lambda: is_at_rest(sidecar))
 
 
-def test_a_large_message_does_not_wait_for_slow_ones_of_its_connection(sidecar: Sidecar) -> None:
-    peer = come_in(sidecar.path)
+def test_a_large_message_does_not_wait_for_slow_ones_of_its_connection(sidecar: Sidecar, peer: Peer) -> None:
     number = opened_by(peer)
     slow = [m.Reserve(number, [at.to_bytes(KEY_BYTES, "big")], 0) for at in range(DoorLimits().running + 1)]
     with sidecar.core.lock:  # which the slow ones wait for
@@ -294,13 +301,10 @@ def test_a_large_message_does_not_wait_for_slow_ones_of_its_connection(sidecar: 
         assert isinstance(peer.ask(m.ReleaseRequest("x" * LARGE), 2), m.Done)
     numbers = {reply.number for reply in (peer.reply() for _ in slow) if reply is not None}
     assert numbers == set(range(3, 3 + len(slow)))
-    peer.close()
-    wait_until(lambda: is_at_rest(sidecar))
 
 
-def test_what_no_thread_was_found_for_is_answered_once(sidecar: Sidecar) -> None:
+def test_what_no_thread_was_found_for_is_answered_once(sidecar: Sidecar, peer: Peer) -> None:
     """A pool keeps it for its other threads, and it must not be done by one of them after that answer."""
-    peer = come_in(sidecar.path)
     number = opened_by(peer)
     verbs = [m.Reserve(number, [at.to_bytes(KEY_BYTES, "big")], 0) for at in range(2)]
     before = threading.stack_size()
@@ -320,16 +324,13 @@ def test_what_no_thread_was_found_for_is_answered_once(sidecar: Sidecar) -> None
     assert sidecar.store.usage().reservations == 1
     (connection,) = sidecar.door._connections
     assert (connection.in_flight, connection.in_flight_bytes, connection.running) == (0, 0, 0)
-    peer.close()
-    wait_until(lambda: is_at_rest(sidecar))
 
 
-def test_memory_is_writable_for_whoever_stores_into_its_namespace(sidecar: Sidecar) -> None:
+def test_memory_is_writable_for_whoever_stores_into_its_namespace(sidecar: Sidecar, peer: Peer) -> None:
     """And for nobody else of its tenant; all of them may read it."""
     with sidecar.opened() as handle:
         handle.put(ids(64), random_pages(handle.layout, 1))
         (extent,) = sidecar.core.blocks.dram.all_extents(sidecar.core.blocks.spaces[0].classes[0])
-    peer = come_in(sidecar.path)
 
     def is_handed_over(*, writable: bool) -> bool:
         answer = peer.ask(m.Extents([extent.number], writable))
@@ -344,19 +345,16 @@ def test_memory_is_writable_for_whoever_stores_into_its_namespace(sidecar: Sidec
         assert is_handed_over(writable=True) is (model == MODEL)
         peer.ask(m.Abort(reserved.reply.reservation))
         assert not is_handed_over(writable=True)
-    peer.close()
-    wait_until(lambda: is_at_rest(sidecar))
 
 
-def test_a_fault_of_the_door_is_logged_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with Sidecar(tmp_path) as sidecar:
-        told = threading.Event()
-        sidecar.door._failed = told.set
-        sidecar.door._take_turn = lambda ready: 1 / 0  # type: ignore[assignment, method-assign]
-        assert told.wait(20)
-        assert sidecar.door._thread is not None
-        sidecar.door._thread.join(20)
-        assert not sidecar.door._thread.is_alive()
+def test_a_fault_of_the_door_is_logged_and_told(sidecar: Sidecar, caplog: pytest.LogCaptureFixture) -> None:
+    told = threading.Event()
+    sidecar.door._failed = told.set
+    sidecar.door._take_turn = lambda ready: 1 / 0  # type: ignore[assignment, method-assign]
+    assert told.wait(20)
+    assert sidecar.door._thread is not None
+    sidecar.door._thread.join(20)
+    assert not sidecar.door._thread.is_alive()
     assert "the door has failed" in caplog.text and "ZeroDivisionError" in caplog.text
 
 
@@ -463,9 +461,8 @@ def test_large_messages_have_a_rate_of_their_own() -> None:
         assert owed > 0 and not one.may_ask(limits, owed - 0.001) and one.may_ask(limits, owed + 0.001)
 
 
-def test_a_prompt_of_a_million_tokens_does_not_use_up_what_a_connection_may_ask(sidecar: Sidecar) -> None:
+def test_a_prompt_of_a_million_tokens_does_not_use_up_what_a_connection_may_ask(sidecar: Sidecar, peer: Peer) -> None:
     """A look-up and a lease of its 15,625 blocks: ten of them are nothing that others would have to wait for."""
-    peer = come_in(sidecar.path)
     number = opened_by(peer)
     keys = [at.to_bytes(KEY_BYTES, "big") for at in range(15_625)]
     (connection,) = sidecar.door._connections
@@ -475,7 +472,6 @@ def test_a_prompt_of_a_million_tokens_does_not_use_up_what_a_connection_may_ask(
     spent = 2 * (1 + LARGE_BYTES / COST_BYTES) + 10 + len(keys) / 64
     assert 5 * spent < DoorLimits().burst and connection.tokens > tokens - spent - 1
     assert LARGE_BURST_BYTES > 10 * 2 * 531_300
-    peer.close()
 
 
 def test_what_is_left_behind_at_a_door_that_rests_is_looked_after(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.messages import ReserveReply
 from kvstore.service import dispatch as handlers
 from kvstore.service.connections import DoorLimits
-from service.sidecar import Sidecar
+from service.sidecar import Sidecar, sidecar_fixture
 from tiering.tier import SLOT_BITS
 from torture.long_prompts import LAYOUT, blank, prompt
 from torture.peer import Peer
@@ -30,6 +29,7 @@ from waiting import wait_until
 from workbench import MODEL
 
 LONG = 160_000
+sidecar = sidecar_fixture(dram="256MiB")
 
 
 def filled(blocks: int) -> Pages:
@@ -38,12 +38,6 @@ def filled(blocks: int) -> Pages:
     for plane in pages.planes[0]:
         plane.copy_(torch.arange(plane.numel(), dtype=torch.int64).remainder(30_011).view(plane.shape))
     return pages
-
-
-@pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    with Sidecar(tmp_path, dram="256MiB") as sidecar:
-        yield sidecar
 
 
 def test_a_client_waits_the_longer_for_an_answer_the_more_it_asks_for(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,11 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.told import SavingsTold
 from kvstore.service.connections import ADMIN_CONNECTIONS, DoorLimits
 from kvstore.service.settings import read_settings
-from service.sidecar import Sidecar, wire_to
-from torture.peer import come_in
+from service.sidecar import Sidecar, asked, wire_to
 from workbench import MODEL, ids, random_pages, small_layout
 
 CLOCK = SystemClock()
 TELLING = (m.Hello, m.Stat, m.Why, m.Prefixes, m.Ping)
-
-
-def answers_to(path: Path, *verbs: m.Verb) -> list[m.Answer]:
-    with closing(come_in(path)) as peer:
-        return [peer.ask(verb, number) for number, verb in enumerate(verbs, 2)]
 
 
 def one_of_each(packed: bytes, keys: list[bytes], lease: int) -> list[m.Verb]:
@@ -52,7 +45,7 @@ def test_nothing_that_changes_anything_passes(sidecar: Sidecar) -> None:
         with handle.lease(match, deadline_ms=5000) as lease:
             before = ask.stat(str(sidecar.admin_path), CLOCK)
             verbs = one_of_each(handle.namespace.pack(), list(match.keys), lease._store_name[1])
-            for verb, answer in zip(verbs, answers_to(sidecar.observe_path, *verbs), strict=True):
+            for verb, answer in zip(verbs, asked(sidecar.observe_path, *verbs), strict=True):
                 assert isinstance(answer, m.Failed) and answer.fault is m.RequestFault.BAD_INPUT, verb
                 assert m.name_of(verb) in answer.text and "\n" not in answer.text
             after = ask.stat(str(sidecar.admin_path), CLOCK)
@@ -68,11 +61,11 @@ def test_it_tells_what_the_operator_is_told(sidecar: Sidecar) -> None:
     differing = {"at", "up_seconds", "door", "sessions", "whatif"}  # what it counted since
     mine, others = (msgspec.to_builtins(one) for one in (told, by_admin))
     assert {key for key in mine if mine[key] != others[key]} <= differing
-    assert told.looked.asked_tokens == 640 and answers_to(sidecar.observe_path, m.Ping()) == [m.Done()]
+    assert told.looked.asked_tokens == 640 and asked(sidecar.observe_path, m.Ping()) == [m.Done()]
 
 
 def test_a_flood_of_questions_has_the_sidecar_look_twice_a_second(sidecar: Sidecar) -> None:
-    found = answers_to(sidecar.observe_path, *[m.Stat()] * 200)
+    found = asked(sidecar.observe_path, *[m.Stat()] * 200)
     looks = {one.facts.at for one in found if isinstance(one, m.StatReply)}
     assert len(found) == 200 and 1 <= len(looks) < 20
 

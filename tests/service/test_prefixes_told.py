@@ -4,7 +4,6 @@ break it."""
 from __future__ import annotations
 
 import secrets
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,47 +13,20 @@ from kvstore.cli import ask
 from kvstore.client.handle import NamespaceHandle
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
-from service.sidecar import Sidecar
+from service.sidecar import Sidecar, asked
 from service.test_operate import run, told
-from torture.peer import Peer, come_in
-from workbench import MODEL, ids, random_pages, small_layout
+from torture.peer import Peer, opened_by
+from workbench import ids, random_pages, small_layout
 
 LAYOUT = small_layout()
 SEED = secrets.randbits(32)
 print(f"seed {SEED}")
 
 
-def opened(store: Any, **more: Any) -> NamespaceHandle:
-    handle: NamespaceHandle = store.namespace(model=MODEL, layout=LAYOUT, name="small model", **more)
-    return handle
-
-
 def observed(sidecar: Sidecar, tenant: str = "") -> m.PrefixFigures:
-    watching = come_in(sidecar.observe_path, newest=2)
-    reply = watching.ask(m.Prefixes(tenant))
-    watching.close()
+    (reply,) = asked(sidecar.observe_path, m.Prefixes(tenant))
     assert isinstance(reply, m.PrefixesReply)
     return reply.figures
-
-
-@pytest.fixture
-def peers(tmp_path: Path) -> Any:
-    """A sidecar, and what makes a client of raw messages with an open namespace of its own number 0."""
-    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
-        handle = opened(store)
-        made: list[Peer] = []
-
-        def peer() -> Peer:
-            made.append(come_in(sidecar.path, newest=2))
-            payload_bytes = [handle._codec.payload_bytes(part) for part in LAYOUT.parts]
-            granted = made[-1].ask(m.OpenNamespace(handle.namespace.pack(), payload_bytes))
-            assert isinstance(granted, m.Granted)
-            made[-1].number = granted.grant.number  # type: ignore[attr-defined]
-            return made[-1]
-
-        yield sidecar, handle, peer
-        for one in made:
-            one.close()
 
 
 def time_over(sidecar: Sidecar) -> None:
@@ -104,21 +76,21 @@ def test_look_ups_of_an_operator_are_none(sidecar: Sidecar, handle: NamespaceHan
     assert observed(sidecar).lookups == 0
 
 
-def test_to_a_tenants_socket_and_under_another_name_nothing_is_shown(peers: Any) -> None:
-    sidecar, handle, peer = peers
+def test_to_a_tenants_socket_and_under_another_name_nothing_is_shown(
+    sidecar: Sidecar, handle: NamespaceHandle, peer: Peer
+) -> None:
     handle.match(ids(64))
-    assert isinstance(peer().ask(m.Prefixes()), m.Failed)
+    assert isinstance(peer.ask(m.Prefixes()), m.Failed)
     other = observed(sidecar, "other")
     assert (other.hottest, other.lookups) == ([], 0)
     assert observed(sidecar, "default").lookups == 1
 
 
-def test_a_purge_forgets_it(tmp_path: Path) -> None:
-    with Sidecar(tmp_path) as sidecar:
-        with sidecar.client() as store:
-            opened(store).match(ids(64))
-        ask.purge(str(sidecar.admin_path), SystemClock(), "default", 30.0)
-        assert observed(sidecar).lookups == 0 and sidecar.prefixes._tenants == {}
+def test_a_purge_forgets_it(sidecar: Sidecar) -> None:
+    with sidecar.opened() as handle:
+        handle.match(ids(64))
+    ask.purge(str(sidecar.admin_path), SystemClock(), "default", 30.0)
+    assert observed(sidecar).lookups == 0 and sidecar.prefixes._tenants == {}
 
 
 # Versions --------------------------------------------------------------------------------------------------------
@@ -127,20 +99,17 @@ def test_a_purge_forgets_it(tmp_path: Path) -> None:
 OLDER = msgspec.defstruct("Tell", [("requests", list), ("savings", Any, None)], array_like=True, tag="tell")
 
 
-def test_an_engine_of_the_version_before_tells_as_it_did(peers: Any) -> None:
-    _, _, peer = peers
-    one = peer()
+def test_an_engine_of_the_version_before_tells_as_it_did(peer: Peer) -> None:
     body = msgspec.msgpack.encode([7, OLDER([])])
-    one.socket.sendall(len(body).to_bytes(m.LENGTH_BYTES, "little") + body)
-    reply = one.reply()
+    peer.socket.sendall(len(body).to_bytes(m.LENGTH_BYTES, "little") + body)
+    reply = peer.reply()
     assert reply is not None and (reply.number, reply.answer) == (7, m.Done())
 
 
-def test_sketches_of_an_engine_of_before_are_passed_over(peers: Any) -> None:
+def test_sketches_of_an_engine_of_before_are_passed_over(sidecar: Sidecar, peer: Peer) -> None:
     """It sends prompts that missed much; its requests count as they did."""
-    sidecar, _, peer = peers
-    one = peer()
-    sketch = [one.number, 100, 1000, 0, b"abcd" * 15, b"12345678" * 10, b"1234" * 10, b"", b"", b"", None]
-    assert isinstance(one.ask(m.Tell([], None, [sketch])), m.Done)
+    number = opened_by(peer)
+    sketch = [number, 100, 1000, 0, b"abcd" * 15, b"12345678" * 10, b"1234" * 10, b"", b"", b"", None]
+    assert isinstance(peer.ask(m.Tell([], None, [sketch])), m.Done)
     figures = observed(sidecar)
     assert (figures.partings, figures.prompts, figures.sketches) == ([], 0, None)

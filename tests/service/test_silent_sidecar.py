@@ -211,12 +211,9 @@ def test_a_reservation_that_came_too_late_is_given_back(said: dict[str, Any]) ->
 
 def test_a_put_does_not_wait_long_for_a_sidecar_that_is_silent(said: dict[str, Any]) -> None:
     with client(said, fill=20.0) as handle:
-        stop(said["pid"])
-        try:
+        with stopped(said["pid"]):
             result = handle.put(ids(512, 5), PAGES)
             assert (result.present, result.stored, result.reason) == (0, 0, MissReason.UNREACHABLE)
-        finally:
-            os.kill(said["pid"], signal.SIGCONT)
         wait_until(lambda: is_back(handle))
 
 
@@ -263,19 +260,20 @@ def test_a_new_connection_that_nobody_answers_costs_one_verb(tmp_path: Path, sai
         assert time.monotonic() - started < AT_ONCE
 
 
-def test_a_request_that_is_slow_does_not_keep_others_from_a_sidecar_that_answers(tmp_path: Path) -> None:
-    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.opened(layout=LAYOUT) as handle:
-        handle.put(ids(512), PAGES)
-        door: Any = handle.door
-        handle.match(ids(512))
-        lock = sidecar.core.lock
-        with lock:  # verbs of the store wait, and a ping is answered
-            reply = Asking(door).reserve(handle.number, handle.hashed(ids(512, 2)).keys, 0, 0, None, None, 0.05)
-            assert reply.reason is MissReason.DEADLINE
-            before = door._run.wire.heard_at
-            wait_until(lambda: door._run.wire.heard_at > before)
-            assert not door._run.breaker.is_open
-        assert handle.match(ids(512)).blocks == 8
+def test_a_request_that_is_slow_does_not_keep_others_from_a_sidecar_that_answers(
+    sidecar: Sidecar, handle: NamespaceHandle
+) -> None:
+    handle.put(ids(512), PAGES)
+    door: Any = handle.door
+    handle.match(ids(512))
+    lock = sidecar.core.lock
+    with lock:  # verbs of the store wait, and a ping is answered
+        reply = Asking(door).reserve(handle.number, handle.hashed(ids(512, 2)).keys, 0, 0, None, None, 0.05)
+        assert reply.reason is MissReason.DEADLINE
+        before = door._run.wire.heard_at
+        wait_until(lambda: door._run.wire.heard_at > before)
+        assert not door._run.breaker.is_open
+    assert handle.match(ids(512)).blocks == 8
 
 
 class Ticking(SystemClock):
@@ -288,22 +286,21 @@ class Ticking(SystemClock):
         return self.seconds
 
 
-def test_answers_to_others_that_never_end_keep_nobody_beyond_his_deadline(tmp_path: Path) -> None:
+def test_answers_to_others_that_never_end_keep_nobody_beyond_his_deadline(sidecar: Sidecar) -> None:
     flood = m.pack(m.Reply(7, m.Leased(m_lease(0))))
     pieces = []
-    with Sidecar(tmp_path, dram="1MiB") as sidecar:
-        wire = FramedSocket(str(sidecar.path), "test", b"s" * 16, CLOCK, 10.0)
+    wire = FramedSocket(str(sidecar.path), "test", b"s" * 16, CLOCK, 10.0)
 
-        def flooded() -> bytes:
-            pieces.append(1)
-            assert len(pieces) < 100, "it reads on, whatever the time is"
-            return flood
+    def flooded() -> bytes:
+        pieces.append(1)
+        assert len(pieces) < 100, "it reads on, whatever the time is"
+        return flood
 
-        wire._clock, wire._receive_piece = Ticking(), flooded  # type: ignore[method-assign]
-        with pytest.raises(TimedOut):
-            wire.call(m.Ping(), 0.05)
-        assert 1 <= len(pieces) <= 5 and not wire.closed
-        wire.close()
+    wire._clock, wire._receive_piece = Ticking(), flooded  # type: ignore[method-assign]
+    with pytest.raises(TimedOut):
+        wire.call(m.Ping(), 0.05)
+    assert 1 <= len(pieces) <= 5 and not wire.closed
+    wire.close()
 
 
 def m_lease(lease: int) -> Any:
@@ -334,26 +331,25 @@ FORGOTTEN: dict[str, tuple[Callable[[NamespaceHandle, Any], object], type[m.Answ
 
 @pytest.mark.parametrize("name", FORGOTTEN)
 def test_what_nobody_waits_for_any_more_is_not_decoded_and_still_given_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    sidecar: Sidecar, handle: NamespaceHandle, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Forgotten answers about thousands of blocks would cost the next verb of the client their decoding."""
     forget, kind, awaited = FORGOTTEN[name]
-    with Sidecar(tmp_path, dram="16MiB") as sidecar, sidecar.opened(layout=LAYOUT) as handle:
-        handle.put(ids(512), PAGES)
-        match = handle.match(ids(512))
-        decoded: list[object] = []
-        whole = m.unpack_answer
+    handle.put(ids(512), PAGES)
+    match = handle.match(ids(512))
+    decoded: list[object] = []
+    whole = m.unpack_answer
 
-        def counted(raw: Any) -> Any:
-            decoded.append(answer := whole(raw))
-            return answer
+    def counted(raw: Any) -> Any:
+        decoded.append(answer := whole(raw))
+        return answer
 
-        monkeypatch.setattr(m, "unpack_answer", counted)
-        for _ in range(20):
-            forget(handle, match)
-        assert handle.match(ids(512)).blocks == 8
-        wait_until(lambda: sidecar.store.usage().leases == 0)
-        assert sum(isinstance(answer, kind) for answer in decoded) == awaited
+    monkeypatch.setattr(m, "unpack_answer", counted)
+    for _ in range(20):
+        forget(handle, match)
+    assert handle.match(ids(512)).blocks == 8
+    wait_until(lambda: sidecar.store.usage().leases == 0)
+    assert sum(isinstance(answer, kind) for answer in decoded) == awaited
 
 
 @pytest.mark.slow

@@ -74,45 +74,43 @@ def handed_over(wire: FramedSocket, extents: Sequence[int]) -> int | m.Failed:
     return len(answered.answer.extents)
 
 
-def test_what_takes_long_to_hand_out_is_handed_out_seldom(tmp_path: Path) -> None:
-    with Sidecar(tmp_path, dram="1MiB") as sidecar:
-        others = tmp_path / "others.sock"
-        sidecar.door.listen(others, sidecar.store.tenant_keys("other"))
-        (wire, _, extents), (other, _, theirs) = (opened(path, 9) for path in (sidecar.path, others))
-        assert len(extents) > 1 and len(theirs) > 1
-        time = Time()
-        sidecar.handlers._slow = SlowTenants(time.seconds, RARELY, ALLOWED_SECONDS)
-        sidecar.handlers._thread_seconds = time.thread_seconds
-        assert handed_over(wire, extents) == len(extents)
-        time.price = 2 * ALLOWED_SECONDS
-        assert handed_over(wire, extents) == 1, "the others of this message are left out"
-        time.price = 0.0
-        refused = handed_over(wire, extents)
-        assert isinstance(refused, m.Failed) and refused.fault is m.RequestFault.BUSY
-        assert "locks on its memory" in refused.text and "try again" in refused.text and "\n" not in refused.text
-        assert handed_over(other, theirs) == len(theirs)
-        time.now += 2 * RARELY * ALLOWED_SECONDS
-        assert handed_over(wire, extents) == len(extents)
+def test_what_takes_long_to_hand_out_is_handed_out_seldom(sidecar: Sidecar, tmp_path: Path) -> None:
+    others = tmp_path / "others.sock"
+    sidecar.door.listen(others, sidecar.store.tenant_keys("other"))
+    (wire, _, extents), (other, _, theirs) = (opened(path, 9) for path in (sidecar.path, others))
+    assert len(extents) > 1 and len(theirs) > 1
+    time = Time()
+    sidecar.handlers._slow = SlowTenants(time.seconds, RARELY, ALLOWED_SECONDS)
+    sidecar.handlers._thread_seconds = time.thread_seconds
+    assert handed_over(wire, extents) == len(extents)
+    time.price = 2 * ALLOWED_SECONDS
+    assert handed_over(wire, extents) == 1, "the others of this message are left out"
+    time.price = 0.0
+    refused = handed_over(wire, extents)
+    assert isinstance(refused, m.Failed) and refused.fault is m.RequestFault.BUSY
+    assert "locks on its memory" in refused.text and "try again" in refused.text and "\n" not in refused.text
+    assert handed_over(other, theirs) == len(theirs)
+    time.now += 2 * RARELY * ALLOWED_SECONDS
+    assert handed_over(wire, extents) == len(extents)
 
 
-def test_the_kernel_is_asked_without_the_lock_of_the_store(tmp_path: Path) -> None:
+def test_the_kernel_is_asked_without_the_lock_of_the_store(sidecar: Sidecar) -> None:
     """Whoever has the lock keeps all tenants waiting."""
-    with Sidecar(tmp_path, dram="1MiB") as sidecar:
-        wire, _, extents = opened(sidecar.path, 9)
-        answered = wire.call(m.Extents(extents, False), 60.0)
-        (caller,) = sidecar.sessions._callers
-        with ThreadPoolExecutor(1) as pool:
-            with sidecar.core.lock:
-                asked = pool.submit(sidecar.core.unmapped, extents, caller)
-                try:
-                    found = asked.result(10)
-                except TimeoutError:
-                    found = None
-            assert found is not None and (found.unmapped, found.asked) == (0, 1)
-        for descriptor, one in zip(answered.descriptors, answered.answer.extents, strict=True):
-            MappedExtent(descriptor, one.size_bytes, writable=False)
-        wire.call(m.Ping(), 60.0)  # by then the door has closed its own copies
-        assert sidecar.core.unmapped(extents, caller).unmapped == len(extents)
+    wire, _, extents = opened(sidecar.path, 9)
+    answered = wire.call(m.Extents(extents, False), 60.0)
+    (caller,) = sidecar.sessions._callers
+    with ThreadPoolExecutor(1) as pool:
+        with sidecar.core.lock:
+            asked = pool.submit(sidecar.core.unmapped, extents, caller)
+            try:
+                found = asked.result(10)
+            except TimeoutError:
+                found = None
+        assert found is not None and (found.unmapped, found.asked) == (0, 1)
+    for descriptor, one in zip(answered.descriptors, answered.answer.extents, strict=True):
+        MappedExtent(descriptor, one.size_bytes, writable=False)
+    wire.call(m.Ping(), 60.0)  # by then the door has closed its own copies
+    assert sidecar.core.unmapped(extents, caller).unmapped == len(extents)
 
 
 def test_the_door_serves_while_a_sweep_takes_long(tmp_path: Path) -> None:

@@ -14,8 +14,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import kvstore
 from asking import Asking, stand_in
 from kvstore.block.account import MissReason
@@ -25,7 +23,7 @@ from kvstore.client.handle import NamespaceHandle, PutResult
 from kvstore.client.sidecar_store import SidecarStore
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import Collective
-from service.sidecar import Sidecar, patient
+from service.sidecar import Sidecar, patient, sidecar_fixture
 from service.test_serve import serving
 from service.workers import SECONDS, Worker, workers
 from tiering.clock import SystemClock
@@ -160,11 +158,7 @@ def test_a_rank_that_is_killed_before_its_commit_ends_the_put_for_all(tmp_path: 
 
 # Sidecars inside the test's process -----------------------------------------------------------------------------------
 
-
-@pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    with Sidecar(tmp_path, dram="4MiB") as sidecar:
-        yield sidecar
+sidecar = sidecar_fixture(dram="4MiB")
 
 
 def test_other_sessions_and_nonsense_have_no_part_in_a_joint_put(sidecar: Sidecar) -> None:

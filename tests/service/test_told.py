@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from kvstore.protocol.told import MAX_TOLD_REQUESTS, MAX_TOLD_WORDS, RequestTold, SavingsTold
 from kvstore.service.accounting import MOST_LEASES, MOST_REQUESTS
-from service.sidecar import Sidecar, asked, number_of
+from service.sidecar import Sidecar, asked, number_of, wire_to
 from service.test_operate import refused, run, told
 from tiering.nvme.lmdb_index import LmdbMaker
-from torture.peer import come_in
+from torture.peer import Peer, come_in
 from waiting import wait_until
-from workbench import MODEL, ids, random_pages, small_layout
+from workbench import ids, random_pages, small_layout
 
 CLOCK = SystemClock()
 LAYOUT = small_layout()
@@ -33,11 +34,6 @@ LAYOUT = small_layout()
 
 def told_of(request: str, **more: Any) -> RequestTold:
     return RequestTold(request, **{"asked": 400, "hits": {"dram": 320}, "misses": {"partial_block": 80}, **more})
-
-
-def opened(store: Any) -> NamespaceHandle:
-    handle: NamespaceHandle = store.namespace(model=MODEL, layout=LAYOUT, name="small model")
-    return handle
 
 
 def why(sidecar: Sidecar, request: str) -> list[Any]:
@@ -68,26 +64,27 @@ def test_a_request_is_shown_with_its_leases_and_with_what_its_engine_told(
         why(sidecar, "")
 
 
-def test_what_an_engine_reports_counts_and_not_what_its_look_ups_found(tmp_path: Path) -> None:
+def test_what_an_engine_reports_counts_and_not_what_its_look_ups_found(
+    sidecar: Sidecar, handle: NamespaceHandle
+) -> None:
     """With a cache of its own an engine needs less than is found, and more than was not."""
-    with Sidecar(tmp_path) as sidecar, sidecar.client() as store, sidecar.client() as another:
-        handle, other = opened(store), opened(another)
-        handle.put(ids(320), random_pages(LAYOUT, 5))
-        handle.is_told = True
-        with handle.lease(handle.match(ids(900), request="a"), deadline_ms=5000, request="a") as lease:
-            assert lease.blocks == 5
-        looked = sidecar.admin.facts().looked
-        assert (looked.lookups, looked.leases, looked.asked_tokens, looked.found_tokens) == (1, 1, 0, 0)
-        reported = told_of("a", asked=900, hits={"engine": 512, "dram": 128}, misses={"partial_block": 4, "newer": 256})
-        handle.tell([msgspec.structs.replace(reported, counts=True), told_of("b")])
-        wait_until(lambda: sidecar.admin.facts().looked.asked_tokens)
-        looked = sidecar.admin.facts().looked
-        assert (looked.asked_tokens, looked.hit_tokens) == (900, {"engine": 512, "dram": 128})
-        assert looked.miss_tokens == {"partial_block": 4, "absent": 256} and looked.hit_rate == 128 / 900
+    handle.put(ids(320), random_pages(LAYOUT, 5))
+    handle.is_told = True
+    with handle.lease(handle.match(ids(900), request="a"), deadline_ms=5000, request="a") as lease:
+        assert lease.blocks == 5
+    looked = sidecar.admin.facts().looked
+    assert (looked.lookups, looked.leases, looked.asked_tokens, looked.found_tokens) == (1, 1, 0, 0)
+    reported = told_of("a", asked=900, hits={"engine": 512, "dram": 128}, misses={"partial_block": 4, "newer": 256})
+    handle.tell([msgspec.structs.replace(reported, counts=True), told_of("b")])
+    wait_until(lambda: sidecar.admin.facts().looked.asked_tokens)
+    looked = sidecar.admin.facts().looked
+    assert (looked.asked_tokens, looked.hit_tokens) == (900, {"engine": 512, "dram": 128})
+    assert looked.miss_tokens == {"partial_block": 4, "absent": 256} and looked.hit_rate == 128 / 900
+    with sidecar.opened() as other:
         other.match(ids(400), request="c")  # as a client of before
-        handle.match(ids(400))  # no engine's request
-        looked = sidecar.admin.facts().looked
-        assert (looked.asked_tokens, looked.found_tokens) == (900 + 2 * 384, 2 * 320)
+    handle.match(ids(400))  # no engine's request
+    looked = sidecar.admin.facts().looked
+    assert (looked.asked_tokens, looked.found_tokens) == (900 + 2 * 384, 2 * 320)
 
 
 @pytest.mark.parametrize(
@@ -112,15 +109,11 @@ def test_tokens_that_do_not_add_up_are_not_counted(
     assert (looked.asked_tokens, looked.hit_tokens) == (400, {"dram": 320})
 
 
-def test_who_only_asks_whether_a_sidecar_answers_is_no_engine(tmp_path: Path) -> None:
-    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
-        wire = FramedSocket(str(sidecar.path), "kvstore doctor", b"", CLOCK, 5.0)
-        try:
-            assert [one.engine for one in sidecar.admin.facts().sessions] == []
-            opened(store)
+def test_who_only_asks_whether_a_sidecar_answers_is_no_engine(sidecar: Sidecar) -> None:
+    with closing(FramedSocket(str(sidecar.path), "kvstore doctor", b"", CLOCK, 5.0)):
+        assert [one.engine for one in sidecar.admin.facts().sessions] == []
+        with sidecar.opened():
             assert [one.engine for one in sidecar.admin.facts().sessions] == ["t"]
-        finally:
-            wire.close()
 
 
 def test_loads_of_one_tier_say_how_fast_it_is(sidecar: Sidecar, handle: NamespaceHandle) -> None:
@@ -186,9 +179,8 @@ def evicted_note(sidecar: Sidecar, handle: NamespaceHandle, prompt: Any, request
 def test_a_miss_says_how_its_block_went(
     tmp_path: Path, options: dict[str, Any], hints: dict[str, Any], tier: str, cause: str
 ) -> None:
-    with Sidecar(tmp_path, dram="1MiB", **options) as sidecar, sidecar.client() as store:
+    with Sidecar(tmp_path, dram="1MiB", **options) as sidecar, sidecar.opened() as handle:
         assert sidecar.store.warmed(20)
-        handle = opened(store)
         handle.put(ids(320), random_pages(LAYOUT, 5), **hints)
         began = CLOCK.wall_seconds()
         for number in range(1, 1000):
@@ -203,8 +195,7 @@ def test_a_miss_says_how_its_block_went(
 
 
 def test_a_miss_behind_a_drop_says_so_and_what_nobody_remembers_is_not_made_up(tmp_path: Path) -> None:
-    with Sidecar(tmp_path, limits=Limits(forgotten=3)) as sidecar, sidecar.client() as store:
-        handle = opened(store)
+    with Sidecar(tmp_path, limits=Limits(forgotten=3)) as sidecar, sidecar.opened() as handle:
         handle.put(ids(320), random_pages(LAYOUT, 5))
         assert ask.drop(str(sidecar.admin_path), CLOCK, sidecar.admin.facts().namespaces[0].id, "", 30.0).blocks == 5
         gone = evicted_note(sidecar, handle, ids(320), "cmpl-1")
@@ -235,25 +226,21 @@ def test_a_purge_takes_what_is_known_of_requests_and_is_told_to_who_comes_after_
 
 
 def test_a_block_that_fails_its_readers_check_is_in_the_requests_record(
-    sidecar: Sidecar, handle: NamespaceHandle
+    sidecar: Sidecar, handle: NamespaceHandle, peer: Peer
 ) -> None:
     handle.put(ids(320), random_pages(LAYOUT, 5))
     with handle.lease(handle.match(ids(320)), deadline_ms=5000, request="cmpl-1") as lease:
-        peer = come_in(sidecar.path, newest=2)
         assert isinstance(peer.ask(m.ReportFrame(number_of(lease), 0, 0)), m.Done), "who does not hold it says nothing"
-        peer.close()
         assert why(sidecar, "cmpl-1")[0].reported == 0
         handle.door.call(m.ReportFrame(lease.reply.lease, 0, 0), m.Done)
         wait_until(lambda: why(sidecar, "cmpl-1")[0].reported == 1)
 
 
-def test_a_name_that_is_too_long_costs_that_look_up_alone(sidecar: Sidecar, handle: NamespaceHandle) -> None:
+def test_a_name_that_is_too_long_costs_that_look_up_alone(handle: NamespaceHandle, peer: Peer) -> None:
     with pytest.raises(BadInput, match="256 characters"):
         handle.match(ids(320), request="x" * 300)
-    peer = come_in(sidecar.path, newest=2)
     assert isinstance(peer.ask(m.MatchPrefix(1, [b"k" * 32], request="x" * 300)), m.Failed)
     assert isinstance(peer.ask(m.Ping()), m.Done), "the connection goes on"
-    peer.close()
 
 
 class CountedSends:
@@ -272,7 +259,7 @@ class CountedSends:
 
 @pytest.mark.parametrize(("seconds", "way"), [(0.0, "post"), (1.0, "post_later")])
 def test_a_report_that_may_wait_is_posted_for_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, way: str
+    sidecar: Sidecar, handle: NamespaceHandle, monkeypatch: pytest.MonkeyPatch, seconds: float, way: str
 ) -> None:
     posted: list[str] = []
     for name in ("post", "post_later"):
@@ -284,55 +271,52 @@ def test_a_report_that_may_wait_is_posted_for_later(
             whole(run, verb)
 
         monkeypatch.setattr(SidecarConnection, name, post)
-    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
-        opened(store).tell([told_of("a")], SavingsTold(2.0, 0.5, 100.0, 10.0), seconds=seconds)
-        assert posted == [way]
-        wait_until(lambda: sidecar.told.sums() == (2.0, 0.5))  # the next ping takes along what may wait
+    handle.tell([told_of("a")], SavingsTold(2.0, 0.5, 100.0, 10.0), seconds=seconds)
+    assert posted == [way]
+    wait_until(lambda: sidecar.told.sums() == (2.0, 0.5))  # the next ping takes along what may wait
 
 
-def test_a_report_is_sent_with_the_next_request_or_as_the_connection_ends(tmp_path: Path) -> None:
+def test_a_report_is_sent_with_the_next_request_or_as_the_connection_ends(sidecar: Sidecar) -> None:
     """A send of its own would wake the sidecar, and take the core from the engine's step."""
-    with Sidecar(tmp_path) as sidecar:
-        wire = FramedSocket(str(sidecar.path), "test", b"", CLOCK, 10.0)
-        read_by_sidecar, take = list[str](), sidecar.told.tell
+    wire = wire_to(sidecar.path)
+    read_by_sidecar, take = list[str](), sidecar.told.tell
 
-        def tell(caller: Any, verb: m.Tell) -> None:
-            read_by_sidecar.extend(one.request for one in verb.requests)
-            take(caller, verb)
+    def tell(caller: Any, verb: m.Tell) -> None:
+        read_by_sidecar.extend(one.request for one in verb.requests)
+        take(caller, verb)
 
-        sidecar.told.tell = tell  # type: ignore[method-assign]
-        sends = CountedSends(wire._socket)
-        wire._socket = sends  # type: ignore[assignment]
-        wire.post_later(m.Tell([told_of("a")]))
-        wire.post_later(m.Tell([told_of("b")]))
-        assert sends.count == 0
-        wire.call(m.Ping(), 10.0)
-        assert read_by_sidecar == ["a", "b"] and sends.count == 3
-        wire.post_later(m.Tell([told_of("c")]))
-        wire.submit(m.Ping())
-        wait_until(lambda: read_by_sidecar == ["a", "b", "c"])
-        wire.post_later(m.Tell([told_of("d")]))
-        wire.close()
-        assert sends.count == 6
-        wait_until(lambda: read_by_sidecar == ["a", "b", "c", "d"])
-        with pytest.raises(Unreachable):
-            wire.post_later(m.Tell([told_of("e")]))
+    sidecar.told.tell = tell  # type: ignore[method-assign]
+    sends = CountedSends(wire._socket)
+    wire._socket = sends  # type: ignore[assignment]
+    wire.post_later(m.Tell([told_of("a")]))
+    wire.post_later(m.Tell([told_of("b")]))
+    assert sends.count == 0
+    wire.call(m.Ping(), 10.0)
+    assert read_by_sidecar == ["a", "b"] and sends.count == 3
+    wire.post_later(m.Tell([told_of("c")]))
+    wire.submit(m.Ping())
+    wait_until(lambda: read_by_sidecar == ["a", "b", "c"])
+    wire.post_later(m.Tell([told_of("d")]))
+    wire.close()
+    assert sends.count == 6
+    wait_until(lambda: read_by_sidecar == ["a", "b", "c", "d"])
+    with pytest.raises(Unreachable):
+        wire.post_later(m.Tell([told_of("e")]))
 
 
-def test_savings_are_summed_over_engines_and_stay_when_one_goes(tmp_path: Path) -> None:
-    with Sidecar(tmp_path) as sidecar:
-        assert sidecar.admin.facts().savings is None
-        with sidecar.client() as one, sidecar.client() as two:
-            opened(one).tell([told_of("a")], SavingsTold(2.0, 0.5, 100.0, 10.0))
-            opened(one).tell([told_of("b")], SavingsTold(1.0, 0.0, 100.0, 10.0))
-            opened(two).tell([told_of("c")], SavingsTold(4.0, 0.25, 200.0, 10.0))
-            wait_until(lambda: sidecar.told.sums() == (7.0, 0.75))
-            savings = sidecar.admin.facts().savings
-            assert savings is not None and savings.engines == 2
-            assert savings.ttft_saved_ms == pytest.approx(150.0)
-            assert savings.ttft_saved_error_ms == pytest.approx(10.0 / math.sqrt(2))
-        assert sidecar.admin.facts().savings is not None
-        assert sidecar.told.sums() == (7.0, 0.75)
+def test_savings_are_summed_over_engines_and_stay_when_one_goes(sidecar: Sidecar) -> None:
+    assert sidecar.admin.facts().savings is None
+    with sidecar.opened() as one, sidecar.opened() as two:
+        one.tell([told_of("a")], SavingsTold(2.0, 0.5, 100.0, 10.0))
+        one.tell([told_of("b")], SavingsTold(1.0, 0.0, 100.0, 10.0))
+        two.tell([told_of("c")], SavingsTold(4.0, 0.25, 200.0, 10.0))
+        wait_until(lambda: sidecar.told.sums() == (7.0, 0.75))
+        savings = sidecar.admin.facts().savings
+        assert savings is not None and savings.engines == 2
+        assert savings.ttft_saved_ms == pytest.approx(150.0)
+        assert savings.ttft_saved_error_ms == pytest.approx(10.0 / math.sqrt(2))
+    assert sidecar.admin.facts().savings is not None
+    assert sidecar.told.sums() == (7.0, 0.75)
 
 
 @pytest.mark.parametrize(
@@ -348,13 +332,10 @@ def test_savings_are_summed_over_engines_and_stay_when_one_goes(tmp_path: Path) 
     ],
     ids=lambda one: repr(one)[:60],
 )
-def test_numbers_that_cannot_be_are_refused_and_nothing_is_counted(tmp_path: Path, verb: m.Tell) -> None:
-    with Sidecar(tmp_path) as sidecar:
-        peer = come_in(sidecar.path, newest=2)
-        assert isinstance(peer.ask(verb), m.Failed)
-        assert isinstance(peer.ask(m.Ping()), m.Done), "the connection goes on"
-        assert sidecar.told.sums() == (0.0, 0.0) and sidecar.admin.facts().savings is None
-        peer.close()
+def test_numbers_that_cannot_be_are_refused_and_nothing_is_counted(sidecar: Sidecar, peer: Peer, verb: m.Tell) -> None:
+    assert isinstance(peer.ask(verb), m.Failed)
+    assert isinstance(peer.ask(m.Ping()), m.Done), "the connection goes on"
+    assert sidecar.told.sums() == (0.0, 0.0) and sidecar.admin.facts().savings is None
 
 
 def test_messages_that_are_too_large_end_their_connection_alone(sidecar: Sidecar, handle: NamespaceHandle) -> None:
@@ -376,8 +357,7 @@ def test_what_is_remembered_is_bounded_and_the_last_ones_stay(sidecar: Sidecar, 
         handle.lease(handle.match(ids(70), request="many"), deadline_ms=5000, request="many").release()
     (many,) = why(sidecar, "many")
     assert len(many.leases) == len(many.looked) == MOST_LEASES
-    for first in range(0, MOST_REQUESTS + 64, 64):
-        handle.tell([told_of(f"r{number:05}") for number in range(first, first + 64)])
+    handle.tell([told_of(f"r{number:05}") for number in range(MOST_REQUESTS + 64)])
     last = f"r{MOST_REQUESTS + 63:05}"
     wait_until(lambda: bool(sidecar.told.why(last, sidecar.store.tenant_names(), str).found))
     reply = ask.why(str(sidecar.admin_path), CLOCK, "r")
