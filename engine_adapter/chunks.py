@@ -40,7 +40,7 @@ import torch
 from msgspec import Meta
 
 from engine_adapter.handoff import BlockWait, FetchPolicy, ParkedWaits, WaitPlan, wait_for_blocks
-from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
+from engine_adapter.paged.namespace_opener import NamespaceOpener
 from engine_adapter.paged.settings import Epoch
 from engine_adapter.paged.step_plan import NamespaceSpec
 from engine_adapter.paged.worker import IDLE_WAIT_SECONDS, OPEN_SECONDS, SAVE_DEADLINE_MS, lower_priority
@@ -49,7 +49,7 @@ from kvstore.block.identity import ExtraKey, Prompt
 from kvstore.block.layout import KvGroup, Layout
 from kvstore.block.pages import Pages
 from kvstore.client.edge import contained
-from kvstore.client.handle import Lease, Match, NamespaceHandle
+from kvstore.client.handle import Lease, Match, NamespaceHandle, OpenStore
 from kvstore.client.pending import PendingReply
 from kvstore.config import SettingsSection
 from kvstore.protocol import messages as m
@@ -146,7 +146,7 @@ class ChunkSettings(SettingsSection, frozen=True):
     weights_epoch: Epoch = 0
 
 
-def open_twice(opened: Callable[..., ClosableStore], url: str, engine: str) -> tuple[ClosableStore, ClosableStore]:
+def open_twice(opened: Callable[..., OpenStore], url: str, engine: str) -> tuple[OpenStore, OpenStore]:
     """Two connections of one engine: for look-ups and loads, and for stores. A store in this process needs no second.
     Connects to no sidecar yet. opened: `kvstore.open`. Raises `BadInput`."""
     first = opened(url, engine=engine)
@@ -206,7 +206,7 @@ class ChunkSpace:
         spec: NamespaceSpec,
         runs: Sequence[ChunkRun],
         slots: int,
-        stores: tuple[ClosableStore, ClosableStore],
+        stores: tuple[OpenStore, OpenStore],
         outcomes: ChunkOutcomes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -15,25 +15,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn, TypeVar, cast
 
 from kvstore.block.account import MissReason
-from kvstore.block.display_names import DisplayNames, checked_name
+from kvstore.block.display_names import DisplayNames
 from kvstore.block.errors import BadInput, DirectoryInUse, KeysUnusable, StoreClosed
 from kvstore.block.identity import (
     NOWHERE,
     NUMBER_KEY_BYTES,
     KeyRing,
-    Namespace,
     NodeIdentity,
     Numbers,
     TenantKeys,
 )
 from kvstore.block.key_file import KeyFile
-from kvstore.block.layout import Layout
-from kvstore.block.pages import Codec, codec_meant
-from kvstore.client.handle import NamespaceHandle
+from kvstore.block.pages import Codec
+from kvstore.client.handle import NamespaceHandle, OpenStore
 from kvstore.client.pending import LeaseThreads, ParkedReply, ReadyReply
 from kvstore.config import (
     DEFAULT_TENANT,
@@ -212,8 +209,8 @@ class KeyRotation:
             _log.warning("what retired epochs signed cannot be taken out: %s", error)
 
 
-class EmbeddedStore:
-    """A store inside this process, opened on a directory that holds its keys. Close it, or use it as a context."""
+class EmbeddedStore(OpenStore):
+    """A store inside this process, opened on a directory that holds its keys."""
 
     def __init__(
         self,
@@ -226,10 +223,10 @@ class EmbeddedStore:
         tenant: str = DEFAULT_TENANT,
     ) -> None:
         """names: of models, for people."""
+        super().__init__(parts.codecs, parts.before_close, Requests())
         self._store = store
         self.faults = parts.faults or Faults(store.clock)
         self.names = names
-        self._requests = Requests()
         self._threads = LeaseThreads()
         self._ring = ring
         self.keys = keys
@@ -237,33 +234,9 @@ class EmbeddedStore:
         self.node_lock = NodeLock(store.node) if store.node is not NOWHERE else None
         """Tells whether another process is this node too."""
         self._lock = lock
-        self._codecs, self._before_close = parts.codecs, parts.before_close
         self.tenant = tenant
 
-    def namespace(
-        self,
-        *,
-        model: str,
-        layout: Layout,
-        codec: str = "raw",
-        weights_epoch: int = 0,
-        config: Mapping[str, str] | None = None,
-        shard: int | None = None,
-        name: str = "",
-    ) -> NamespaceHandle:
-        """The namespace of these weights, this layout and this codec; see `identity.Namespace` for the fields.
-
-        name: of the model, or its path, which people are shown beside the fingerprint; no part of what decides.
-
-        shard: for one rank of `layout.head_shards`, whose pages have its own heads only: what it gets and puts are the
-        parts of that shard (`Layout.parts_of`). The namespace is the same for all ranks. Raises `BadInput`.
-        """
-        codec = codec_meant(codec)
-        chosen = self._codecs(codec)
-        namespace = Namespace(model, layout, codec, weights_epoch, dict(config or {}))
-        return NamespaceHandle(self._door(), namespace, chosen, shard=shard, name=checked_name(name))
-
-    def _door(self) -> EmbeddedDoor:
+    def _door_for_handle(self) -> EmbeddedDoor:
         return EmbeddedDoor(self._store, self.tenant_keys(self.tenant), self._requests, self._threads, self.names)
 
     def tenant_keys(self, tenant: str) -> TenantKeys:
@@ -283,10 +256,6 @@ class EmbeddedStore:
         other = copy(self)
         other.tenant, other._requests = tenant, Requests()
         return other
-
-    def release_request(self, request: str) -> None:
-        """End every lease, pending ones too, that was taken or attached to for a request of the engine."""
-        self._requests.release(request)
 
     def tenant_names(self) -> dict[bytes, str]:
         """The name of every tenant that has keys, by its opaque id."""
@@ -347,14 +316,6 @@ class EmbeddedStore:
     @property
     def closed(self) -> bool:
         return self._store.closed
-
-    def __enter__(self) -> EmbeddedStore:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _no_codec(name: str) -> NoReturn:

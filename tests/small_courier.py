@@ -35,7 +35,7 @@ class SmallCourier:
         self.tier, self.milliseconds = tier, 500.0  # so that engines are patient
         self.may_bring: Callable[[int], int] = lambda blocks: blocks
         self.brought = Counter[str]()
-        self._far: EmbeddedDoor = far._door()
+        self._far: EmbeddedDoor = far._door_for_handle()
         clock, session = SystemClock(), secrets.token_bytes(16)
         wire = FramedSocket(str(path), "small courier", session, clock, SECONDS, tenant=tenant)
         self._run = CourierRun(tenant, SidecarConnection(wire, clock))

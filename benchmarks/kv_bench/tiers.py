@@ -15,7 +15,7 @@ from functools import partial
 from itertools import count, product
 from math import ceil
 from time import sleep
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -32,7 +32,7 @@ from kvstore.block.codec import RawCodec
 from kvstore.block.errors import StoreError
 from kvstore.block.identity import KeyRing, Namespace, TenantKeys
 from kvstore.block.layout import Layout
-from kvstore.client.handle import NamespaceHandle
+from kvstore.client.handle import NamespaceHandle, OpenStore
 from kvstore.client.sidecar_store import SidecarStore
 from kvstore.config import MIN_DRAM_BYTES, MIN_EXTENT_BYTES, DramConfig, Limits, format_size
 from kvstore.node import EmbeddedDoor, build_store
@@ -288,7 +288,8 @@ class HostPool:
         runs = [ChunkRun(plane.data_ptr(), half, half) for plane in self._memory]
         layout = chunk_layout("kv", shape.block_tokens, [half, half])
         spec = NamespaceSpec(1, "", MODEL, layout, RawCodec.name, 0, {})
-        self._space = ChunkSpace(spec, runs, pages, (self, self), ChunkOutcomes())
+        store = cast(OpenStore, self)  # of which it has what is used here
+        self._space = ChunkSpace(spec, runs, pages, (store, store), ChunkOutcomes())
         self._names = [b"%064x" % number for number in range(pages)]
         self._turns = count()
         held, _ = self._space.store([], self._names, self._space.pages(range(pages)), 1000 * OPEN_SECONDS)

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 from logging import getLogger
-from typing import Protocol
 
 from engine_adapter.paged.step_plan import GroupSpec, NamespaceSpec
 from kvstore.block.account import MissReason, reason_of
@@ -28,25 +27,17 @@ def state_config(config: Mapping[str, str], groups: Iterable[GroupSpec], beside:
     return {**config, "state": made_by, "beside": beside or blake2b(digest_size=16).hexdigest()}
 
 
-class ClosableStore(OpenStore, Protocol):
-    """A store that this process opened."""
-
-    def close(self) -> None: ...
-
-
 class NamespaceOpener:
     """The namespace that was last wanted, once it is open. Thread-safe."""
 
-    def __init__(
-        self, open_store: Callable[[], ClosableStore], shard: int | None = None, *, is_told: bool = False
-    ) -> None:
+    def __init__(self, open_store: Callable[[], OpenStore], shard: int | None = None, *, is_told: bool = False) -> None:
         """open_store: must not connect yet. shard: as in `kvstore.open(...).namespace`, of layouts that have several.
         is_told: as `NamespaceHandle.is_told`."""
         self._is_reported = is_told
         self._shard = shard
         self._open_store = open_store
         self._changed = threading.Condition()
-        self._store: ClosableStore | None = None
+        self._store: OpenStore | None = None
         self._wanted: NamespaceSpec | None = None
         self._handle: NamespaceHandle | None = None
         self.states: PrefixStates | None = None

@@ -27,7 +27,7 @@ from engine_adapter.cost import SYNCHRONOUS_MS, LoadChoice, StepWork
 from engine_adapter.handoff import BlockWait, ParkedWaits, WaitPlan, WaitPolicy
 from engine_adapter.paged.announcements import Announcements
 from engine_adapter.paged.lookup import PrefixLookup, account_unasked
-from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
+from engine_adapter.paged.namespace_opener import NamespaceOpener
 from engine_adapter.paged.plans import AuditPlan, LoadPlan, SavePlan, page_runs
 from engine_adapter.paged.requests import (
     LOAD_SECONDS,
@@ -64,7 +64,7 @@ from kvstore.block.identity import Prompt
 from kvstore.block.layout import Attention
 from kvstore.block.states import StatePolicy
 from kvstore.client.edge import contained
-from kvstore.client.handle import NamespaceHandle
+from kvstore.client.handle import NamespaceHandle, OpenStore
 
 CLOSE_SECONDS = 1.0
 
@@ -84,7 +84,7 @@ class PagedScheduler:
     def __init__(
         self,
         settings: ConnectorSettings,
-        open_store: Callable[[], ClosableStore],
+        open_store: Callable[[], OpenStore],
         clock: Callable[[], float],
         choose: Callable[[], float],
         pause: Callable[[float], None],

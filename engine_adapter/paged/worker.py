@@ -23,7 +23,7 @@ import torch
 
 from engine_adapter.audit.audits import AuditResult
 from engine_adapter.audit.blocks import compare_block, compare_opaque, compare_states
-from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
+from engine_adapter.paged.namespace_opener import NamespaceOpener
 from engine_adapter.paged.pages import EnginePages, opaque_dtype
 from engine_adapter.paged.plans import SavePatience
 from engine_adapter.paged.step_plan import (
@@ -40,7 +40,7 @@ from kvstore.block.layout import Attention, Layout
 from kvstore.block.pages import GroupPages, Pages
 from kvstore.client.edge import contained
 from kvstore.client.get import Loaded
-from kvstore.client.handle import Lease, NamespaceHandle
+from kvstore.client.handle import Lease, NamespaceHandle, OpenStore
 from tiering.frame import KEY_BYTES
 
 _log = getLogger(__name__)
@@ -90,7 +90,7 @@ class PagedWorker:
     def __init__(
         self,
         pages: EnginePages,
-        open_store: Callable[[str], ClosableStore],
+        open_store: Callable[[str], OpenStore],
         clock: Callable[[], float],
         *,
         load_threads: int,

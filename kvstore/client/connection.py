@@ -84,7 +84,8 @@ class SidecarConnection:
         """Whether the sidecar knows `Reserve.skipped`."""
         self._long_until = 0.0  # when the sidecar should be done with all long chains asked for
         self.namespaces: dict[int, int] = {}  # this client's number -> the sidecar's
-        self._frames: dict[int, tuple[int, ...]] = {}  # by the sidecar's number: bytes of a frame of each part
+        self.frames: dict[int, tuple[int, ...]] = {}
+        """By the sidecar's number of a namespace: bytes of a frame of each part."""
         self.readable: dict[int, tuple[MappedExtent, int]] = {}  # by number: the extent, and the bytes of its frames
         self.writable: dict[int, tuple[MappedExtent, int]] = {}
         self._asked = dict[int, list[int]](), dict[int, list[int]]()  # extents under way, to read and to write
@@ -164,7 +165,7 @@ class SidecarConnection:
 
     def believed(self, verb: m.Verb, answered: AnsweredCall) -> AnsweredCall:
         """The answer, if it fits the request; another one is undone. Raises `Unavailable`."""
-        frames = self._frames.get(verb.namespace) if isinstance(verb, m.LeasePrefix | m.Reserve) else None
+        frames = self.frames.get(verb.namespace) if isinstance(verb, m.LeasePrefix | m.Reserve) else None
         try:
             check_answer(verb, answered.answer, len(frames) if frames is not None else None)
         except ValueError as error:
@@ -173,7 +174,7 @@ class SidecarConnection:
             raise Unavailable(MissReason.UNREACHABLE, f"the sidecar answered what cannot be: {error}") from None
         if isinstance(verb, m.OpenNamespace) and isinstance(answered.answer, m.Granted):
             grant = answered.answer.grant
-            self._frames[grant.number] = tuple(frame_bytes(max(0, size)) for size in grant.payload_bytes)
+            self.frames[grant.number] = tuple(frame_bytes(max(0, size)) for size in grant.payload_bytes)
         return answered
 
     def ask(self, verb: m.Verb, kind: type[A], seconds: float) -> A:
@@ -246,6 +247,17 @@ class SidecarConnection:
 
     # Memory --------------------------------------------------------------------------------------------------------
 
+    def reserving(self, verb: m.Reserve) -> Exchange[ReserveReply]:
+        """Reserve slots and map them to be filled. Closing the exchange half way gives them up."""
+        reply = taken((yield verb), m.Reserved).reply
+        if reply.reservation:
+            try:
+                yield from self.mapping(reply.places, writable=True, namespace=verb.namespace)
+            except BaseException:
+                self.post(m.Abort(reply.reservation))
+                raise
+        return reply
+
     def mapping(
         self, places: Sequence[Sequence[int]], *, writable: bool, namespace: int | None = None
     ) -> Exchange[None]:
@@ -277,7 +289,7 @@ class SidecarConnection:
             finally:
                 for descriptor in left:
                     os.close(descriptor)
-        frames = self._frames.get(namespace, ()) if namespace is not None else ()
+        frames = self.frames.get(namespace, ()) if namespace is not None else ()
         for column, size in zip(places, frames, strict=False):
             if any(table[it][1] != size for it in {place >> SLOT_BITS for place in column} if it in table):
                 raise Unavailable(MissReason.UNREACHABLE, "the sidecar answered what cannot be: frames of another size")

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import NoReturn, TypeVar, Union
 
 import msgspec
@@ -65,9 +66,9 @@ class Silent(Unreachable):
 HANGS = "the sidecar hangs, or has no time; see its log, and kvstore doctor"
 
 
-_KeptAnswer = tuple[msgspec.Raw, list[int]]
-"""An undecoded answer, and its descriptors; the thread that asked decodes it, so the one that reads for all does not
-pay."""
+_KeptAnswer = tuple[msgspec.Raw, object, list[int]]
+"""An undecoded answer, its outline, and its descriptors. The thread that asked decodes it, so that the one that reads
+for all does not pay."""
 
 
 @dataclass(eq=False, slots=True)
@@ -98,7 +99,7 @@ class FramedSocket:
         self._state = threading.Condition()
         self._reading = False
         self._asked: dict[int, _KeptAnswer | None] = {}  # by number: None until the answer arrives
-        self._next_number = 1
+        self._numbers = count(1)
         self._unsent: deque[_OutgoingFrame] = deque()  # the holder of the send lock sends the first of them
         self._unsent_bytes = 0
         self._for_later: deque[_OutgoingFrame] = deque()
@@ -217,7 +218,7 @@ class FramedSocket:
         with self._state:
             kept = self._asked.pop(number, None)
         if kept is not None:
-            self._undo(outline_of(kept[0]), kept[1])
+            self._undo(*kept[1:])
 
     def discard_answer(self, answered: AnsweredCall) -> None:
         """Undo an answer that failed its caller's check."""
@@ -280,9 +281,7 @@ class FramedSocket:
 
     def _new_frame(self, verb: m.Verb) -> _OutgoingFrame:
         """Under a number of its own. Raises `TooLong`."""
-        with self._state:
-            number = self._next_number
-            self._next_number += 1
+        number = next(self._numbers)
         packed = memoryview(m.pack(m.Request(number, verb)))
         if len(packed) > m.LENGTH_BYTES + m.MAX_BODY_BYTES:
             raise TooLong(len(packed))
@@ -394,7 +393,7 @@ class FramedSocket:
         return kept
 
     def _decoded(self, kept: _KeptAnswer) -> AnsweredCall:
-        answer, descriptors = kept
+        answer, _, descriptors = kept
         try:
             return AnsweredCall(m.unpack_answer(answer), descriptors)
         except ValueError as error:
@@ -456,7 +455,7 @@ class FramedSocket:
                 self._retired += reply.retired
                 is_asked = reply.number in self._asked
                 if is_asked:
-                    self._asked[reply.number] = reply.answer, descriptors
+                    self._asked[reply.number] = reply.answer, answer, descriptors
             if reply.number == m.NO_NUMBER and isinstance(answer, m.Failed):  # the sidecar disconnects after it
                 raise ConnectionRefusedError(answer.text)
             if not is_asked:
@@ -516,24 +515,21 @@ class Outline(msgspec.Struct, array_like=True, frozen=True):
     retired: list[int] = []
 
 
-class _LeaseNumber(msgspec.Struct, frozen=True):
+class _HeldNumber(msgspec.Struct, frozen=True):
     lease: int = 0
-
-
-class _ReservationNumber(msgspec.Struct, frozen=True):
     reservation: int = 0
 
 
 class LeasedOutline(msgspec.Struct, array_like=True, frozen=True, tag="leased"):
     """Of `Leased`, the lease's number."""
 
-    reply: _LeaseNumber
+    reply: _HeldNumber
 
 
 class ReservedOutline(msgspec.Struct, array_like=True, frozen=True, tag="reserved"):
     """Of `Reserved`, the reservation's number."""
 
-    reply: _ReservationNumber
+    reply: _HeldNumber
 
 
 _WHOLE = (m.Attached, m.ExtentsReply, m.NotifyPipeReply, m.Failed)
@@ -553,13 +549,5 @@ _answer_outlines: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(
 def unpack_outline(body: bytes | memoryview) -> tuple[Outline, object]:
     """A frame's body, decoded as far as the reading thread needs it, and its answer likewise: of a long one only what
     undoes it. Raises `ValueError`."""
-    try:
-        outline = _outlines.decode(body)
-        return outline, outline_of(outline.answer)
-    except (ValueError, msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"not a reply ({type(error).__name__})") from None
-
-
-def outline_of(answer: msgspec.Raw) -> object:
-    """An answer's outline; raises what the decoder raises."""
-    return _answer_outlines.decode(answer)
+    outline = m.decoded(_outlines, body, "a reply")
+    return outline, m.decoded(_answer_outlines, outline.answer, "a reply")

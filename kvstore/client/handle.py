@@ -11,22 +11,25 @@ a socket. A miss is never an exception: the account of a match, a lease or a loa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from numbers import Integral, Real
-from typing import Any, Protocol, TypeVar
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 
 from kv_kernels.copies import BlockCopy, Digest, Flaw
 from kvstore.block.account import REASON_OF_FLAW, Account, HitTier, MissReason
+from kvstore.block.display_names import checked_name
 from kvstore.block.errors import BadInput, LayoutMismatch, LeaseExpired, StoreClosed
 from kvstore.block.identity import ExtraKey, Namespace, PrefixHasher, Prompt, as_extra_keys, token_bytes
 from kvstore.block.layout import Layout
-from kvstore.block.pages import Codec, Pages, cut
+from kvstore.block.pages import Codec, Pages, codec_meant, cut
 from kvstore.client.get import GetOperation, GetSource, Loaded
 from kvstore.client.lease import Lease
 from kvstore.client.pending import AWAIT_GRACE_SECONDS, PendingReply, ReadyReply
@@ -45,7 +48,7 @@ from kvstore.protocol.door import (
 )
 from kvstore.protocol.lease_ticket import LeaseTicket
 from kvstore.protocol.messages import MAX_TICKET_CHARACTERS, Grant, LeaseReply, MatchReply, ReserveReply
-from kvstore.protocol.requests import check_request
+from kvstore.protocol.requests import Requests, check_request
 from kvstore.protocol.told import MAX_TOLD_REQUESTS, RequestTold, SavingsTold
 from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd
 from tiering.frame import HEADER_BYTES, digest
@@ -284,14 +287,14 @@ class NamespaceHandle:
             opened = LeaseTicket.open(ticket, self._grant)
         except ValueError as error:
             stale = NamedLease(LeaseReply(0, 0, 0, reason=MissReason.STALE_HINT, detail=str(error)))
-            return Lease(self.door, stale, [], Account.of([]), self.block_tokens, grant=self._grant)
+            return Lease(self.door, stale, [], Account.of([]), self.block_tokens, self._grant)
         granted = opened.reply()
         asked = AttachLease(opened.run, granted)
         leased = self.door.call(asked, NamedLease) if opened.lease else NamedLease(granted)
         reply = leased.reply
         lost = reply.reason if reply.blocks < granted.blocks else granted.reason
         account = opened.account().cut(reply.blocks * self.block_tokens, lost or MissReason.EVICTED)
-        lease = Lease(self.door, leased, opened.prompt_keys(), account, self.block_tokens, opened.request, self._grant)
+        lease = Lease(self.door, leased, opened.prompt_keys(), account, self.block_tokens, self._grant, opened.request)
         self.door.requests.add(opened.request, lease)
         return lease
 
@@ -541,18 +544,15 @@ class NamespaceHandle:
         parts.append((reply.reason or MissReason.EVICTED, lost))
         parts += [(part.origin, part.tokens) for part in match.account.segments if isinstance(part.origin, MissReason)]
         account = Account.of(parts)
-        lease = Lease(self.door, leased, match.keys, account, self.block_tokens, request, self._grant)
+        lease = Lease(self.door, leased, match.keys, account, self.block_tokens, self._grant, request)
         self.door.requests.add(request, lease)
         return lease
 
     def _wait_for_others(self, keys: Sequence[bytes], reply: ReserveReply, wait: DoorTime) -> bool:
-        start, clock = reply.stopped_at or 0, self.door.clock.monotonic_seconds
+        start = reply.stopped_at or 0
         stop = start + min(reply.in_flight, m.MAX_AWAITED_KEYS)
-        seconds, since = IN_FLIGHT_SECONDS if wait.left is None else min(IN_FLIGHT_SECONDS, wait.left / 2), clock()
-        waiting = m.Await(self.number, list(keys[start:stop]), seconds)
-        awaited = self.door.call(waiting, m.Awaited)
-        if wait.left is not None:
-            wait.left = max(0.0, wait.left - (clock() - since))
+        seconds = IN_FLIGHT_SECONDS if wait.left is None else min(IN_FLIGHT_SECONDS, wait.left / 2)
+        awaited = wait.of(m.Await(self.number, list(keys[start:stop]), seconds), m.Awaited)
         return awaited.end in (AwaitEnd.READABLE, AwaitEnd.SHORT) or awaited.blocks > 0
 
     def _made_durable(self, result: PutResult, keys: Sequence[bytes], durability: str, wait: DoorTime) -> PutResult:
@@ -651,8 +651,20 @@ def _check_kind(name: str, value: object, kind: type, wanted: str) -> None:
         raise BadInput(f"{name} of type {type(value).__name__}; give {wanted}")
 
 
-class OpenStore(Protocol):
-    """What an adapter needs of a store: a namespace. `kvstore.open` returns a store."""
+class OpenStore(ABC):
+    """A store that was opened, in this process or behind a socket. Close it, or use it as a context manager."""
+
+    def __init__(self, codecs: Callable[[str], Codec], before_close: Callable[[], object], requests: Requests) -> None:
+        """codecs: finds one by its name. before_close: ends the codecs' work in the store's memory. requests: leases
+        held for an engine's requests."""
+        self._codecs, self._before_close, self._requests = codecs, before_close, requests
+
+    @abstractmethod
+    def _door_for_handle(self) -> Door: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Safe to call again."""
 
     def namespace(
         self,
@@ -665,8 +677,33 @@ class OpenStore(Protocol):
         shard: int | None = None,
         name: str = "",
     ) -> NamespaceHandle:
-        """The namespace of these weights, layout and codec; of one rank's heads with `shard`. name: for people."""
-        ...
+        """The namespace of these weights, this layout and this codec; see `identity.Namespace` for the fields.
+
+        name: of the model, or its path, which people are shown beside the fingerprint; no part of what decides.
+
+        shard: for one rank of `layout.head_shards`, whose pages have its own heads only: what it gets and puts are the
+        parts of that shard (`Layout.parts_of`). The namespace is the same for all ranks. Raises `BadInput`, and
+        `Unreachable` if no sidecar answers for some time.
+        """
+        codec = codec_meant(codec)
+        namespace = Namespace(model, layout, codec, weights_epoch, dict(config or {}))
+        door, chosen = self._door_for_handle(), self._codecs(codec)
+        return NamespaceHandle(door, namespace, chosen, shard=shard, name=checked_name(name))
+
+    def release_request(self, request: str) -> None:
+        """End every lease, pending ones too, that this process took or attached to for a request of the engine.
+
+        Does not block. A get in progress ends at its next piece. Other processes keep their holds.
+        """
+        self._requests.release(request)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 class DoorTime:

@@ -11,7 +11,6 @@ import weakref
 from types import TracebackType
 
 from kvstore.block.account import Account
-from kvstore.block.errors import BadInput
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import Door, NamedLease
 from kvstore.protocol.lease_ticket import LeaseTicket
@@ -32,8 +31,8 @@ class Lease:
         keys: list[bytes],
         account: Account,
         block_tokens: int,
+        grant: Grant,
         request: str = "",
-        grant: Grant | None = None,
     ) -> None:
         self.reply = reply = leased.reply
         self._store_name = leased.run, leased.number
@@ -76,8 +75,6 @@ class Lease:
 
         Some 60 bytes a block. Valid while any process holds the lease.
         """
-        if self._grant is None:
-            raise BadInput("a lease of this kind cannot be handed on; take it with ns.lease")
         run, number = self._store_name if not self.released else (b"", 0)
         return LeaseTicket.of(run, number, self.reply, self.keys, self.account, self.request).seal(self._grant)
 

@@ -7,15 +7,11 @@ torch, and quickly.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from types import TracebackType
+from collections.abc import Callable
 
-from kvstore.block.display_names import checked_name
 from kvstore.block.errors import BadInput
-from kvstore.block.identity import Namespace
-from kvstore.block.layout import Layout
-from kvstore.block.pages import Codec, codec_meant
-from kvstore.client.handle import NamespaceHandle
+from kvstore.block.pages import Codec
+from kvstore.client.handle import NamespaceHandle, OpenStore
 from kvstore.client.socket_door import CallLimits, SocketDoor
 from kvstore.config import MAX_SOCKET_BYTES
 from kvstore.protocol import messages as m
@@ -23,32 +19,16 @@ from kvstore.protocol.messages import MAX_SESSION_BYTES, MIN_SESSION_BYTES
 from tiering.clock import Clock
 
 
-class SidecarStore:
-    """A store in another process on this host. Close it, or use it as a context manager."""
+class SidecarStore(OpenStore):
+    """A store in another process on this host."""
 
-    def __init__(
-        self, door: SocketDoor, codecs: Callable[[str], Codec], before_close: Callable[[], object] = lambda: None
-    ) -> None:
+    def __init__(self, door: SocketDoor, codecs: Callable[[str], Codec], before_close: Callable[[], object]) -> None:
         """before_close: ends the codecs' work in the sidecar's memory."""
+        super().__init__(codecs, before_close, door.requests)
         self._door = door
-        self._codecs = codecs
-        self._before_close = before_close
 
-    def namespace(
-        self,
-        *,
-        model: str,
-        layout: Layout,
-        codec: str = "raw",
-        weights_epoch: int = 0,
-        config: Mapping[str, str] | None = None,
-        shard: int | None = None,
-        name: str = "",
-    ) -> NamespaceHandle:
-        """As in an embedded store. Raises `Unreachable` if no sidecar answers for some time."""
-        codec = codec_meant(codec)
-        namespace = Namespace(model, layout, codec, weights_epoch, dict(config or {}))
-        return NamespaceHandle(self._door, namespace, self._codecs(codec), shard=shard, name=checked_name(name))
+    def _door_for_handle(self) -> SocketDoor:
+        return self._door
 
     def drop(self, namespace: NamespaceHandle) -> int:
         """Evict a namespace from every tier; returns how many blocks it had."""
@@ -61,13 +41,6 @@ class SidecarStore:
         """The token of this engine's session, as text, for `kvstore.open(session=...)` in its other processes."""
         return self._door.session.hex()
 
-    def release_request(self, request: str) -> None:
-        """End every lease, pending ones too, that this process took or attached to for a request of the engine.
-
-        Does not block. A get in progress ends at its next piece. Other processes keep their holds.
-        """
-        self._door.requests.release(request)
-
     def close(self) -> None:
         """Hang up, which ends its leases. Safe to call again."""
         self._before_close()
@@ -76,14 +49,6 @@ class SidecarStore:
     @property
     def closed(self) -> bool:
         return self._door.closed
-
-    def __enter__(self) -> SidecarStore:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def open_sidecar(

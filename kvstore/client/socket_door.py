@@ -61,17 +61,6 @@ ManyKeys = m.MatchPrefix | m.LeasePrefix | m.Which
 """Requests that have more time the longer their chain is."""
 SpaceVerb = m.MatchPrefix | m.LeasePrefix | m.Reserve | m.Persist | PlainVerb
 """Requests about a namespace."""
-_KIND_OF_ANSWER: dict[
-    type, type[m.Changed | m.Held | m.Awaited | m.Sealed | m.TicketOpened | m.Located | m.Counted]
-] = {
-    m.Changes: m.Changed,
-    m.Which: m.Held,
-    m.Await: m.Awaited,
-    m.SealTicket: m.Sealed,
-    m.OpenTicket: m.TicketOpened,
-    m.Locate: m.Located,
-    m.Drop: m.Counted,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +104,7 @@ class SocketDoor:
         self._held: dict[int, _Held] = {}  # by this client's own numbers, which never name anything else
         self.forgotten: deque[int] = deque()
         self._forsaken: deque[PendingCall[Any]] = deque()
-        self._touch = InTouch()
+        self._touch = InTouch(self.look_after)
         self._why = ""  # why the last attempt to connect failed
         self._rejected = False
         self._is_silent = False  # the last attempt to connect timed out: only the background thread tries again
@@ -142,7 +131,7 @@ class SocketDoor:
                 usual = self._usual_seconds(request)
                 time = VerbTime(self.clock, usual if seconds is None else min(usual, seconds))
                 try:
-                    answer = self._ask(request, time)
+                    answer = self._ask(request, kind, time)
                 except Unavailable as away:
                     if isinstance(request, m.Drop):
                         raise Unreachable(f"{self._path}: {away.detail}") from None
@@ -184,7 +173,7 @@ class SocketDoor:
             if isinstance(request, ManyKeys):
                 most += run.allowance(len(request.keys), self.clock.monotonic_seconds())
             # A lease may still have to map its memory, which is done once per extent.
-            steps = cast(Exchange[A], self._steps(run, request, number))
+            steps = cast(Exchange[A], self._steps(run, request, kind, number))
             return PendingCall(run, steps, self.clock, most, self._limits.mapping, late, self._forsaken)
         except Unavailable as away:
             return ReadyReply(late(away.reason, away.detail))
@@ -220,7 +209,7 @@ class SocketDoor:
             case _:
                 return limits.fill
 
-    def _ask(self, request: Request, time: VerbTime) -> object:
+    def _ask(self, request: Request, kind: type[A], time: VerbTime) -> object:
         """Raises `Unavailable`."""
         if isinstance(request, m.Commit):
             return self._commit(request, time)
@@ -237,10 +226,10 @@ class SocketDoor:
             request = msgspec.structs.replace(request, seconds=limits.drop)
             time = VerbTime(self.clock, limits.drop + limits.fill)
         further = (lambda: limits.mapping) if isinstance(request, m.LeasePrefix) else time.left
-        return run.walk(self._steps(run, request, number), time.left(), further)
+        return run.walk(self._steps(run, request, kind, number), time.left(), further)
 
-    def _steps(self, run: SidecarConnection, request: SpaceVerb, number: int) -> Exchange[object]:
-        """number: the sidecar's of the request's namespace."""
+    def _steps(self, run: SidecarConnection, request: SpaceVerb, kind: type[A], number: int) -> Exchange[object]:
+        """kind: of the answer. number: the sidecar's of the request's namespace."""
         match request:
             case m.MatchPrefix():
                 return self._matching(run, request, number)
@@ -251,7 +240,7 @@ class SocketDoor:
             case m.Persist():
                 return self._persisting(run, request, number)
             case _:
-                return self._plain(run, request, number)
+                return self._plain(run, request, kind, number)
 
     def _matching(self, run: SidecarConnection, request: m.MatchPrefix, number: int) -> Exchange[m.Matched]:
         keys = request.keys[: run.max_keys]
@@ -265,13 +254,13 @@ class SocketDoor:
         leased = yield from run.leasing(asked)
         return self._hold(run, leased) if leased.lease else NamedLease(leased)
 
-    def _plain(self, run: SidecarConnection, request: PlainVerb, number: int) -> Exchange[m.Answer]:
+    def _plain(self, run: SidecarConnection, request: PlainVerb, kind: type[A], number: int) -> Exchange[A]:
         if isinstance(request, m.Locate | m.Which):
             request = msgspec.structs.replace(request, keys=request.keys[: run.max_keys])
         elif isinstance(request, m.SealTicket):
             _check_length(run, request)
         answered = yield msgspec.structs.replace(request, namespace=number)
-        return taken(answered, _KIND_OF_ANSWER[type(request)])
+        return taken(answered, kind)
 
     def _attaching(self, run: SidecarConnection, request: AttachLease) -> Exchange[NamedLease]:
         if run.name != request.run:
@@ -289,20 +278,15 @@ class SocketDoor:
         if run.may_skip and is_plain and skipped > 0:
             first = max(first, skipped)
             short = msgspec.structs.replace(verb, keys=sent[skipped:], first_block=first, skipped=skipped)
-            reply = taken((yield short), m.Reserved).reply
+            reply = yield from run.reserving(short)
             if not reply.reservation and reply.present <= skipped:  # the skipped blocks were evicted meanwhile
                 reply = None
         if reply is None:
-            reply = taken((yield verb), m.Reserved).reply
+            reply = yield from run.reserving(verb)
         if len(request.keys) > len(sent) and reply.reason is None:
             reply = msgspec.structs.replace(reply, stopped_at=len(sent), reason=MissReason.UNSUPPORTED)
         if reply.reservation:
             run.reservations[reply.reservation] = reply
-            try:
-                yield from run.mapping(reply.places, writable=True, namespace=number)
-            except BaseException:
-                self._abort(reply.reservation)
-                raise
         return m.Reserved(reply)
 
     def _commit(self, request: m.Commit, time: VerbTime) -> m.Counted:
@@ -368,7 +352,7 @@ class SocketDoor:
             number = len(self._opened)
             self._opened.append(_OpenedHere(request, grant))
             run.namespaces[number] = grant.number
-            self._keep_in_touch()
+            self._touch.start()
         return msgspec.structs.replace(grant, number=number)
 
     # Beyond it -----------------------------------------------------------------------------------------------------
@@ -385,7 +369,7 @@ class SocketDoor:
     def close_after_fork(self) -> None:
         """In a forked child: connection and leases are the parent's, and the memory is unmapped here."""
         self._lock = threading.Lock()
-        self._touch = InTouch()
+        self._touch = InTouch(self.look_after)
         run, self._run = self._run, None
         self._held.clear()
         self.forgotten.clear()
@@ -427,22 +411,15 @@ class SocketDoor:
 
     def _have_it_called(self) -> bool:
         self._touch.wanted = True
-        return self._ping_soon()
-
-    def _ping_soon(self) -> bool:
-        is_there = self._keep_in_touch()
-        self._touch.nudge.set()
-        return is_there
+        return self._touch.soon()
 
     def _why_not(self, run: SidecarConnection | None) -> tuple[MissReason, str]:
         if run is not None and not run.wire.closed:
             return MissReason.WARMING, "the namespace is being opened on a new connection"
         if run is None and not self._why:
             return MissReason.WARMING, "the sidecar is being called"
-        return MissReason.UNREACHABLE, f"there is no connection to the sidecar; it is being called{self._because()}"
-
-    def _because(self) -> str:
-        return f" ({self._why})" if self._why else ""
+        because = f" ({self._why})" if self._why else ""
+        return MissReason.UNREACHABLE, f"there is no connection to the sidecar; it is being called{because}"
 
     def _connect(self, time: VerbTime, waits: bool) -> SidecarConnection:
         limits = self._limits
@@ -476,11 +453,10 @@ class SocketDoor:
             try:
                 hashes_with = self._opened[-1].fingerprint if self._opened else b""
                 wire = FramedSocket(self._path, self._engine, self.session, self.clock, seconds, hashes_with)
-                self._run = run = SidecarConnection(wire, self.clock, self._ping_soon)
+                self._run = run = SidecarConnection(wire, self.clock, self._touch.soon)
                 self._why, self._is_silent = "", False
                 self._pause = self._limits.first_pause
-                self._keep_in_touch()
-                self._touch.nudge.set()  # its ping asks for notifications
+                self._touch.soon()  # its ping asks for notifications
                 return run
             except Unreachable as error:
                 self._why, self._is_silent = str(error), isinstance(error, Silent)
@@ -526,10 +502,6 @@ class SocketDoor:
         return taken(answered, m.Granted).grant
 
     # In the background ---------------------------------------------------------------------------------------------
-
-    def _keep_in_touch(self) -> bool:
-        """Start the background thread unless it runs; returns whether it does."""
-        return self._touch.start(self.look_after, self._limits.ping)
 
     def look_after(self) -> float:
         """One round of the background thread; returns the seconds until the next."""
@@ -588,22 +560,21 @@ def _check_length(run: SidecarConnection, request: m.LeasePrefix | m.SealTicket)
 
 
 class InTouch:
-    """wanted: there is no connection, and a verb asked for one."""
+    """A thread that calls a method as soon as it is nudged, and again after as many seconds as that returned. It ends
+    with the method's object. wanted: there is no connection, and a verb asked for one."""
 
-    def __init__(self) -> None:
+    def __init__(self, look_after: Callable[[], float]) -> None:
         self.wanted = False
-        self._ended = False
         self.nudge = threading.Event()
         """Set it to have the thread check at once."""
+        self._look_after = weakref.WeakMethod(look_after)
+        self._ended = False
         self._thread: threading.Thread | None = None
 
-    def start(self, look_after: Callable[[], float], seconds: float) -> bool:
-        """Start the thread unless it runs; returns whether it does. look_after: a method, called after so many seconds,
-        or when nudged; it returns the seconds until the next time. The thread ends with its object."""
+    def start(self) -> bool:
+        """Start the thread unless it runs; returns whether it does."""
         if self._thread is None:
-            thread = threading.Thread(
-                target=self._run, args=(weakref.WeakMethod(look_after), seconds), name="kv-client", daemon=True
-            )
+            thread = threading.Thread(target=self._run, name="kv-client", daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # no thread available
@@ -611,16 +582,23 @@ class InTouch:
             self._thread = thread
         return True
 
+    def soon(self) -> bool:
+        """Have the thread check at once; returns whether it runs."""
+        is_there = self.start()
+        self.nudge.set()
+        return is_there
+
     def end(self) -> None:
         """End the thread, without waiting."""
         self._ended = True
         self.nudge.set()
 
-    def _run(self, method: weakref.WeakMethod[Callable[[], float]], seconds: float) -> None:
+    def _run(self) -> None:
+        seconds = 0.0
         while not self._ended:
             self.nudge.wait(seconds)
             self.nudge.clear()
-            look_after = method()
+            look_after = self._look_after()
             if look_after is None or self._ended:
                 return
             seconds = look_after()

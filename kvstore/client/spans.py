@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import atexit
 import re
-from collections import deque
 from collections.abc import Callable, Mapping
 from logging import getLogger
-from threading import Event, Thread
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, NamedTuple
 
 from kvstore.block.account import Account
@@ -80,8 +80,7 @@ class SpanQueue:
         self._model = model
         self._wall_ns = wall_ns
         self._make_tracer = make_tracer or _tracer
-        self._waiting: deque[EndedSpan] = deque()
-        self._wakes, self._ends = Event(), False
+        self._waiting: SimpleQueue[EndedSpan | None] = SimpleQueue()  # None: the end
         self._thread: Thread | None = None
         self.dropped = 0
         """Spans since the start that were not exported: the queue was full, or none could be made."""
@@ -99,13 +98,12 @@ class SpanQueue:
         self, name: str, headers: Mapping[str, str], seconds: float, attributes: dict[str, str | int | float]
     ) -> None:
         """Queue a span that just ended. Does not block."""
-        if len(self._waiting) >= MOST_WAITING:
+        if self._waiting.qsize() >= MOST_WAITING:
             self.dropped += 1
             return
         now = self._wall_ns()
         attributes |= {"gen_ai.request.model": self._model, "kvstore.wait_seconds": seconds}
-        self._waiting.append(EndedSpan(name, headers, now - int(1e9 * max(0.0, seconds)), now, attributes))
-        self._wakes.set()
+        self._waiting.put(EndedSpan(name, headers, now - int(1e9 * max(0.0, seconds)), now, attributes))
         if self._thread is None:
             self._thread = Thread(target=self._run, name="kv-spans", daemon=True)
             try:
@@ -116,8 +114,7 @@ class SpanQueue:
 
     def close(self) -> None:
         """Export what is queued, for `CLOSE_SECONDS` at most, and end."""
-        self._ends = True
-        self._wakes.set()
+        self._waiting.put(None)
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(CLOSE_SECONDS)
 
@@ -129,18 +126,14 @@ class SpanQueue:
             _log.warning("no spans are made, although traces is on: %s; pip install 'prefix-kvstore[otel]'", line)
             span = None
         told = 0
-        while not self._ends or self._waiting:
-            self._wakes.wait()
-            self._wakes.clear()
-            while self._waiting:
-                one = self._waiting.popleft()
-                try:
-                    if span is None:
-                        self.dropped += 1
-                    else:
-                        span(one)
-                except (RuntimeError, ValueError, TypeError, OSError):
+        while (one := self._waiting.get()) is not None:
+            try:
+                if span is None:
                     self.dropped += 1
+                else:
+                    span(one)
+            except (RuntimeError, ValueError, TypeError, OSError):
+                self.dropped += 1
             if span is not None and self.dropped >= 2 * told + 1:
                 told = self.dropped
                 _log.warning("%d spans were dropped so far: they end faster than they can be exported", told)

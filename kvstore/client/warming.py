@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -43,7 +43,8 @@ class Warming:
         self.asked += len(keys)
         if match.blocks < len(keys):
             self.absent[str(match.reason or MissReason.ABSENT)] += len(keys) - match.blocks
-        lacking = [at for at, tier in enumerate(_by_block(match.tiers)) if tier is not HitTier.DRAM]
+        tiers = [tier for tier, blocks in match.tiers for _ in range(blocks)]
+        lacking = [at for at, tier in enumerate(tiers) if tier is not HitTier.DRAM]
         self.warm += match.blocks - len(lacking)
         reached, reason = self._promote(keys[: match.blocks])
         self.promoted += sum(at < reached for at in lacking)
@@ -64,9 +65,3 @@ class Warming:
             if reply.blocks < stop:
                 return reply.blocks, reply.reason
         return len(keys), None
-
-
-def _by_block(tiers: Iterable[tuple[HitTier, int]]) -> Iterator[HitTier]:
-    for tier, blocks in tiers:
-        for _ in range(blocks):
-            yield tier

@@ -13,7 +13,6 @@ from kvstore.client.connection import SidecarConnection, Unavailable, spans
 from kvstore.protocol import messages as m
 from kvstore.protocol.courier import QuestionAnswered
 from kvstore.protocol.messages import Grant, LeaseReply, ReserveReply
-from tiering.frame import frame_bytes
 
 MOST_NAMES = 1 << 17
 """In one generation: when it is full, the previous one is forgotten."""
@@ -109,8 +108,7 @@ class CourierSpace:
         """Pin the readable prefix, promoted to DRAM within that time, and map it. Raises `Unavailable`."""
         connection = self.run.connection
         verb = m.LeasePrefix(self.number, list(keys), 0, 1000 * seconds, counts=False)
-        steps = connection.leasing(verb)
-        return connection.walk(steps, seconds + ANSWER_SECONDS, lambda: ANSWER_SECONDS)
+        return connection.walk(connection.leasing(verb), seconds + ANSWER_SECONDS, lambda: ANSWER_SECONDS)
 
     def reserve(self, before: bytes | None, keys: Sequence[bytes], first: int) -> ReserveReply:
         """Reserve and map slots for blocks of a chain from its block `first` on. before: the key of the preceding
@@ -118,15 +116,7 @@ class CourierSpace:
         connection = self.run.connection
         known = [before] if before is not None else []
         verb = m.Reserve(self.number, [*known, *keys], first, skipped=first - len(known))
-        reply = connection.ask(verb, m.Reserved, ANSWER_SECONDS).reply
-        if reply.reservation:
-            try:
-                mapping = connection.mapping(reply.places, writable=True, namespace=self.number)
-                connection.walk(mapping, ANSWER_SECONDS, lambda: ANSWER_SECONDS)
-            except BaseException:
-                self.run.abort(reply.reservation)
-                raise
-        return reply
+        return connection.walk(connection.reserving(verb), ANSWER_SECONDS, lambda: ANSWER_SECONDS)
 
 
 @dataclass(eq=False)
@@ -192,8 +182,7 @@ class CourierRun:
             raise Unavailable(MissReason.UNREACHABLE, f"a namespace of another version: {error}") from None
         verb = m.OpenNamespace(listed.packed, listed.payload_bytes)
         grant = self.connection.ask(verb, m.Granted, ANSWER_SECONDS).grant
-        sizes = tuple(frame_bytes(max(0, size)) for size in grant.payload_bytes)
-        opened = CourierSpace(self, grant.number, digest, grant, sizes)
+        opened = CourierSpace(self, grant.number, digest, grant, self.connection.frames[grant.number])
         self.by_number[grant.number] = self.by_id[digest] = opened
 
     def frames(self, places: Sequence[Sequence[int]], *, writable: bool) -> list[list[memoryview]]:

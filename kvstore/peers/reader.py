@@ -90,7 +90,13 @@ class FramePuller(ABC):
                 raise BadInput(f"a slot of {view.nbytes} bytes for a frame of {sizes[at % len(sizes)]}")
         checks, is_well = list[Future[bool]](), False
         try:
-            fault = self._fault_of(views, check, checks, deadline)
+            fault: t.PullFault | None = None
+            try:
+                self._read_frames(views, check, checks, deadline)
+            except t.PullFault as found:
+                fault = found
+            except self.breaks as error:
+                fault = broken(error)
             results = [one.result() for one in checks]
             verified = results.index(False) if False in results else len(results)
             if fault is None and False in results:
@@ -111,17 +117,6 @@ class FramePuller(ABC):
         self._checker.shutdown(wait=False)
 
     # --- frames ---
-
-    def _fault_of(
-        self, views: Sequence[memoryview], check: Check, checks: list[Future[bool]], deadline: float
-    ) -> t.PullFault | None:
-        try:
-            self._read_frames(views, check, checks, deadline)
-        except t.PullFault as found:
-            return found
-        except self.breaks as error:
-            return broken(error)
-        return None
 
     def _read_frames(
         self, views: Sequence[memoryview], check: Check, checks: list[Future[bool]], deadline: float

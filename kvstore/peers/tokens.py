@@ -1,8 +1,8 @@
 """The right to pull: secrets that both sides derive, and tokens that are valid once.
 
-ask_mac    keyed with the tenant's identity key, over the request: asking node, asked node, and blocks secret     the
-same with a nonce of each side: makes a token usable by these two nodes only token      32 random bytes for one
-connection within 5 s; useless without the secret
+ask_mac    keyed with the tenant's identity key, over the request: asking node, asked node, and blocks
+secret     the same with a nonce of each side: makes a token usable by these two nodes only
+token      32 random bytes for one connection within 5 s; useless without the secret
 """
 
 from __future__ import annotations

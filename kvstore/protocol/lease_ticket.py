@@ -17,7 +17,7 @@ from hashlib import blake2b
 import msgspec
 
 from kvstore.block.account import Account, HitTier, MissReason
-from kvstore.protocol.messages import Grant, LeaseReply
+from kvstore.protocol.messages import Grant, LeaseReply, decoded
 from tiering.frame import DIGEST_BYTES, KEY_BYTES
 
 TICKET_VERSION = 1
@@ -82,10 +82,7 @@ class LeaseTicket(msgspec.Struct, array_like=True, frozen=True):
             raise ValueError("not a ticket of this version")
         if not hmac.compare_digest(raw[1 : 1 + _MAC_BYTES], _mac(grant, body)):
             raise ValueError("a ticket that is damaged, or of another namespace, or of other keys")
-        try:
-            opened = _decoder.decode(body)
-        except (ValueError, msgspec.DecodeError, RecursionError) as error:
-            raise ValueError(f"not a ticket of this version ({type(error).__name__})") from None
+        opened = decoded(_decoder, body, "a ticket of this version")
         if not opened._is_sound(len(grant.stamps)):
             raise ValueError("a ticket that contradicts itself")
         return opened

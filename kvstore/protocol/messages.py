@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import StrEnum
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -44,6 +44,8 @@ from kvstore.protocol.told import (
 from kvstore.status.tree import SidecarStatus
 from tiering.counts.awaits import AwaitEnd
 from tiering.frame import KEY_ID_BYTES
+
+T = TypeVar("T")
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -716,11 +718,11 @@ def descriptors_for(verb: Verb) -> int:
     return int(isinstance(verb, Ping) and verb.wants_bell)
 
 
+_UNREADABLE = (ValueError, msgspec.DecodeError, RecursionError)
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
 _any_requests = msgspec.msgpack.Decoder(tuple[int, Annotated[list[Any], Meta(min_length=1)]])
 _KNOWN = frozenset(name_of(verb) for verb in get_args(Verb))
-_replies = msgspec.msgpack.Decoder(Reply)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
@@ -734,25 +736,22 @@ def unpack_request(body: bytes | memoryview) -> Request:
     """A frame's body as a client's message. Raises `ValueError`, which reveals nothing of the contents."""
     try:
         return _requests.decode(body)
-    except (ValueError, msgspec.DecodeError, RecursionError) as error:
-        with suppress(ValueError, msgspec.DecodeError, RecursionError):
+    except _UNREADABLE as error:
+        with suppress(*_UNREADABLE):
             number, verb = _any_requests.decode(body)
             if isinstance(verb[0], str) and verb[0] not in _KNOWN:
                 return Request(number, UnknownVerb())
         raise ValueError(f"not a request ({type(error).__name__})") from None
 
 
-def unpack_reply(body: bytes | memoryview) -> Reply:
-    """A frame's body as a sidecar's message. Raises `ValueError`."""
-    try:
-        return _replies.decode(body)
-    except (ValueError, msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"not a reply ({type(error).__name__})") from None
-
-
 def unpack_answer(answer: msgspec.Raw) -> Answer:
     """Decode a whole answer. Raises `ValueError`."""
+    return decoded(_answers, answer, "an answer")
+
+
+def decoded(decoder: msgspec.msgpack.Decoder[T], packed: bytes | memoryview, what: str) -> T:
+    """Raises `ValueError`, which reveals nothing of the contents."""
     try:
-        return _answers.decode(answer)
-    except (ValueError, msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"not an answer ({type(error).__name__})") from None
+        return decoder.decode(packed)
+    except _UNREADABLE as error:
+        raise ValueError(f"not {what} ({type(error).__name__})") from None

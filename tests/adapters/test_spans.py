@@ -108,7 +108,7 @@ def test_without_a_parent_there_is_no_span(headers: object) -> None:
     queue = SpanQueue("m", time.time_ns)
     trace = queue.trace(headers)
     trace.loaded(1.0, 1)
-    assert trace is NO_TRACE and not queue._waiting and queue._thread is None
+    assert trace is NO_TRACE and queue._waiting.empty() and queue._thread is None
 
 
 def test_a_long_tracestate_is_left_out_and_the_parent_stays() -> None:
@@ -131,13 +131,13 @@ def test_what_cannot_be_exported_in_time_is_dropped_and_counted() -> None:
     trace = queue.trace(HEADERS)
     for _ in range(MOST_WAITING + 500):
         trace.loaded(0.1, 1)
-    assert len(queue._waiting) <= MOST_WAITING and queue.dropped >= 499
+    assert queue._waiting.qsize() <= MOST_WAITING and queue.dropped >= 499
     dropped = queue.dropped
     is_open.set()
-    wait_until(lambda: not queue._waiting)
+    wait_until(queue._waiting.empty)
     trace.loaded(0.1, 1)
     queue.close()
-    assert queue.dropped == dropped and not queue._waiting
+    assert queue.dropped == dropped and queue._waiting.empty()
 
 
 def test_an_exporter_that_fails_costs_its_span_alone() -> None:

@@ -238,9 +238,7 @@ def test_a_connection_that_was_made_anew_is_warming_until_its_namespaces_are_ope
         match: Any = handle.submit_match(ids(530)).poll()
         assert match.account.to_dict()["misses"] == {"warming": 512, "partial_block": 18}
         wait_until(lambda: bool(door._run.namespaces))
-        pending = handle.submit_match(ids(512))
-        wait_until(lambda: pending.poll() is not None)
-        assert pending.poll().blocks == 8  # type: ignore[union-attr]
+        assert wait_until(handle.submit_match(ids(512)).poll).blocks == 8
 
 
 def test_a_get_whose_connection_is_gone_is_unreachable_and_not_disabled(tmp_path: Path) -> None:

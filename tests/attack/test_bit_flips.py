@@ -275,7 +275,7 @@ def crossed(lease: Lease, keys: Sequence[bytes], parts: Sequence[int]) -> Lease:
         places=tuple(lease.reply.places[part] for part in parts),
         header_digests=tuple(lease.reply.header_digests[part] for part in parts),
     )
-    return Lease(lease._door, NamedLease(reply), list(keys), lease.account, BLOCK_TOKENS)
+    return Lease(lease._door, NamedLease(reply), list(keys), lease.account, BLOCK_TOKENS, lease._grant)
 
 
 def test_a_lease_on_the_frames_of_another_block(opened: OpenStore) -> None:

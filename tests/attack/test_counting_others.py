@@ -250,7 +250,7 @@ LIMITS = Limits(namespaces=4096, leases=1 << 16)
 @contextmanager
 def embedded(directory: Path) -> Iterator[tuple[Eyes, Eyes]]:
     with open_at(directory, dram="32MiB", extent="64KiB", limits=LIMITS, numbers_key=bytes(16)) as store:
-        yield Eyes(store.for_tenant("mine")._door()), Eyes(store.for_tenant("theirs")._door())
+        yield Eyes(store.for_tenant("mine")._door_for_handle()), Eyes(store.for_tenant("theirs")._door())
         store.check()
 
 
@@ -303,7 +303,7 @@ def _bare(one: Any) -> Any:
 def test_what_is_remembered_of_evicted_blocks_is_each_tenants_own(tmp_path: Path) -> None:
     limits = Limits(forgotten=8)
     with open_at(tmp_path, dram="1MiB", extent="64KiB", limits=limits) as store:
-        mine, theirs = (Tenant(Eyes(store.for_tenant(name)._door()), name) for name in ("mine", "theirs"))
+        mine, theirs = (Tenant(Eyes(store.for_tenant(name)._door_for_handle()), name) for name in ("mine", "theirs"))
         keys = [mine.key() for _ in range(4)]
         mine.eyes.fill(mine.eyes.reserve(mine.number, keys))
         assert store.evict(4) == 4
@@ -319,7 +319,7 @@ def test_a_limit_of_all_tenants_does_not_say_how_much_the_others_have(tmp_path: 
     for others in (2, 5):
         limits = Limits(namespaces=8)
         with open_at(tmp_path / str(others), dram="4MiB", limits=limits) as store:
-            mine, theirs = (Eyes(store.for_tenant(name)._door()) for name in ("mine", "theirs"))
+            mine, theirs = (Eyes(store.for_tenant(name)._door_for_handle()) for name in ("mine", "theirs"))
             for at in range(others):
                 theirs.open(f"{at}")
             with pytest.raises(ValueError) as refused:

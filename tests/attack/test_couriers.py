@@ -16,31 +16,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from elsewhere.courier import OtherNode, RawCourier
+from elsewhere.courier import PAYLOAD, SPACE, OtherNode, RawCourier, chain, sidecar_with_couriers
 from kvstore.block.account import HitTier, MissReason
-from kvstore.block.identity import Namespace
 from kvstore.protocol import courier as c
 from kvstore.protocol import messages as m
-from kvstore.service.connections import DoorLimits
 from service.sidecar import Sidecar
 from torture.mutate import mutated
 from torture.peer import Peer, packed_namespace
 from waiting import wait_until
 
-SPACE = Namespace.unpack(packed_namespace())
-PAYLOAD = [8192]
 MOST = (1 << 63) - 1
-
-
-@pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    with Sidecar(tmp_path, DoorLimits(connections=64), couriers=True, dram="16MiB") as sidecar:
-        yield sidecar
-        wait_until(lambda: sidecar.core.awaits.counts().parked == 0)
-
-
-def chain(blocks: int) -> list[bytes]:
-    return [secrets.token_bytes(32) for _ in range(blocks)]
+sidecar = sidecar_with_couriers
 
 
 def nothing_is_left(sidecar: Sidecar) -> None:

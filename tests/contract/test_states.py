@@ -110,9 +110,7 @@ def test_a_match_is_cut_to_where_a_state_is(opened: tuple[EmbeddedStore, Any]) -
     before = core.usage()
     ends = model.states.ends(prompt)
     assert ends == [True, False, True, False] and core.usage() == before, "it counts and pins nothing"
-    pending = model.states.submit(prompt, 20_000)
-    wait_until(lambda: pending.poll() is not None)
-    assert pending.poll() == ends
+    assert wait_until(model.states.submit(prompt, 20_000).poll) == ends
     match = model.kv.match(PROMPT)
     cut = model.states.cut(match, ends, 4)
     assert (cut.blocks, cut.tokens, cut.found, cut.reason) == (3, 192, 4, MissReason.NO_STATE)

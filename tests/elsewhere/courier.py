@@ -22,7 +22,7 @@ from kvstore.service.connections import DoorLimits
 from service.sidecar import Sidecar
 from tiering.frame import HEADER_BYTES, digest, frame_bytes
 from tiering.tier import extent_of, slot_of
-from torture.peer import Peer, packed_namespace
+from torture.peer import Peer, packed_namespace, reply_in
 from waiting import wait_until
 
 SPACE = Namespace.unpack(packed_namespace())
@@ -83,7 +83,7 @@ class RawCourier(Peer):
             piece, descriptors, _, _ = socket.recv_fds(self.socket, 1 << 16, 32)
             body += piece
             held += descriptors
-        answer = m.unpack_reply(bytes(body[m.LENGTH_BYTES :])).answer
+        answer = reply_in(body).answer
         assert isinstance(answer, m.ExtentsReply), answer
         for one, descriptor in zip(answer.extents, held, strict=True):
             self.extents[one.number] = mmap.mmap(descriptor, one.size_bytes), one.frame_bytes

@@ -21,7 +21,7 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.hand_off_ticket import HandOff
 from service.sidecar import Sidecar
 from tiering.counts.awaits import AwaitEnd
-from torture.peer import Peer, opened_by, packed_namespace
+from torture.peer import Peer, opened_by, packed_namespace, reply_in
 from waiting import wait_until
 
 sidecar = sidecar_with_couriers
@@ -143,7 +143,7 @@ def test_the_bell_rings_when_there_is_a_question(sidecar: Sidecar) -> None:
     with closing(Engine(sidecar.path)) as engine, closing(Fetcher(sidecar)) as courier:
         courier.socket.sendall(m.pack(m.Request(999, m.Ping(wants_bell=True))))
         body, held, *_ = socket.recv_fds(courier.socket, 1 << 16, 1)
-        assert isinstance(m.unpack_reply(body[m.LENGTH_BYTES :]).answer, m.NotifyPipeReply)
+        assert isinstance(reply_in(body).answer, m.NotifyPipeReply)
         with open(held[0], "rb", buffering=0) as bell:
             assert select.select([bell], [], [], 0)[0] == []
             engine.locate(chain(2))

@@ -91,25 +91,13 @@ class Follower:
 
     def follow(self) -> None:
         while True:
-            changed = answer(self.handle, self.after)
+            changed = wait_until(self.handle.submit_changes(self.after, deadline_ms=20_000).poll)
             assert changed.run, "it was answered"
             self.lost += changed.is_lost
             self.after = changed.next
             self.places.update(changed.changes)
             if not changed.changes:
                 return
-
-
-def answer(handle: NamespaceHandle, after: int) -> m.Changed:
-    pending = handle.submit_changes(after, deadline_ms=20_000)
-    told: list[m.Changed] = []
-
-    def is_there() -> bool:
-        told.extend(one for one in [pending.poll()] if one is not None)
-        return bool(told)
-
-    wait_until(is_there)
-    return told[0]
 
 
 def is_one_moved_below(other: NamespaceHandle, handle: NamespaceHandle, prompts: list[list[int]]) -> bool:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from chaos_route import ChaosRoute, needs_interpreter
 from groups import assert_same_planes, canary_planes, full, sliding
@@ -20,7 +19,7 @@ from kvstore.client.handle import NamespaceHandle, PutResult
 from paged_memory import kernels_can_run
 from service.sidecar import Sidecar, patient
 from waiting import wait_until
-from workbench import Bench, bench, blank_pages, blank_planes, ids, same_tokens, small_layout
+from workbench import Bench, bench, blank_pages, ids, plausible_pages, same_tokens, small_layout
 
 __all__ = ["kernels_can_run"]
 
@@ -39,16 +38,6 @@ def route() -> Iterator[ChaosRoute]:
     route.close()
 
 
-def numbers(layout: Layout, blocks: int, page_tokens: int = 64, seed: int = 0) -> Pages:
-    """Pages of finite numbers."""
-    generator = torch.Generator().manual_seed(seed)
-    planes = blank_planes(layout, blocks * layout.block_tokens // page_tokens, page_tokens)
-    for tensors in planes.values():
-        for tensor in tensors:
-            tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    return Pages(planes, range(blocks * layout.block_tokens // page_tokens), page_tokens)
-
-
 def both(a: Bench, layout: Layout, codec: str, route: ChaosRoute) -> tuple[NamespaceHandle, NamespaceHandle]:
     """A namespace as an engine with its pages on a device has it, and as one with its pages in host memory."""
     here = a.namespace(layout, codec=codec)
@@ -60,7 +49,7 @@ def both(a: Bench, layout: Layout, codec: str, route: ChaosRoute) -> tuple[Names
 def test_what_a_device_stores_the_host_loads_and_the_other_way_round(codec: str, route: ChaosRoute) -> None:
     a = bench()
     there, here = both(a, SHARDED, codec, route)
-    source, other = numbers(SHARDED, 3, 32), numbers(SHARDED, 2, 32, seed=1)
+    source, other = plausible_pages(SHARDED, 3, 32), plausible_pages(SHARDED, 2, 32, seed=1)
     assert there.put(ids(192), source) == PutResult(0, 3, None, None)
     assert here.put(ids(128, 500), other) == PutResult(0, 2, None, None)
     for prompt, tokens in ((ids(192), 192), (ids(128, 500), 128)):
@@ -81,7 +70,7 @@ def test_what_a_device_stores_the_host_loads_and_the_other_way_round(codec: str,
 def test_a_put_ends_before_a_block_that_cannot_be_written(route: ChaosRoute) -> None:
     a = bench()
     there, _ = both(a, SHARDED, "int8-kc64", route)
-    source = numbers(SHARDED, 4)
+    source = plausible_pages(SHARDED, 4)
     source.planes[1][1][2, 3, 1, 5] = float("inf")  # of the last part
     assert there.put(ids(256), source) == PutResult(0, 2, 2, MissReason.NONFINITE)
     assert there.match(ids(256)).blocks == 2 and a.store.usage().reservations == 0
@@ -93,7 +82,7 @@ def test_a_put_ends_before_a_block_that_cannot_be_written(route: ChaosRoute) -> 
 def test_a_damaged_frame_ends_a_load_and_is_reported(part: int, route: ChaosRoute) -> None:
     a = bench()
     there, _ = both(a, SHARDED, "raw", route)
-    source = numbers(SHARDED, 4)
+    source = plausible_pages(SHARDED, 4)
     there.put(ids(256), source)
     with there.lease(there.match(ids(256))) as lease:
         place = lease.reply.places[part][2]
@@ -116,7 +105,7 @@ def test_windows_and_layers_are_read_as_on_the_host(codec: str, route: ChaosRout
     """Pages of groups lie all over; of the sliding one those of the window are there, in the middle of a block."""
     a = bench()
     there, here = both(a, GROUPS, codec, route)
-    source = numbers(GROUPS, 4, 16)
+    source = plausible_pages(GROUPS, 4, 16)
     order = random.Random(5).sample(range(16), 16)
     groups = {"sliding": GroupPages([order[page] for page in range(16)])}
     assert there.put(ids(256), Pages(source.planes, range(16), 16, groups)) == PutResult(0, 4, None, None)
@@ -147,7 +136,7 @@ def test_through_a_sidecar(codec: str, route: ChaosRoute, tmp_path: Path) -> Non
         patient(client)
         here = client.namespace(model="m", layout=TINY, codec=codec)
         there = NamespaceHandle(here.door, here.namespace, codec_named(codec, route))
-        source = numbers(TINY, blocks)
+        source = plausible_pages(TINY, blocks)
         assert there.put(ids(64 * blocks), source) == PutResult(0, blocks, None, None)
         one, two = blank_pages(TINY, blocks), blank_pages(TINY, blocks)
         with there.lease(there.match(ids(64 * blocks)), deadline_ms=10_000) as lease:
@@ -161,7 +150,7 @@ def test_through_a_sidecar(codec: str, route: ChaosRoute, tmp_path: Path) -> Non
 def test_memory_of_the_store_is_page_locked_once_it_was_seen(is_locked: bool, route: ChaosRoute) -> None:
     a = bench()
     there, _ = both(a, TINY, "raw", route)
-    source, into = numbers(TINY, 3), blank_pages(TINY, 3)
+    source, into = plausible_pages(TINY, 3), blank_pages(TINY, 3)
     assert there.put(ids(64), Pages(source.planes, [0], 64)).stored == 1
     if is_locked:
         route.lock()
@@ -188,7 +177,7 @@ def test_a_client_lets_go_of_what_the_sidecar_takes_back(refused: bool, tmp_path
     with Sidecar(tmp_path) as sidecar, sidecar.client() as client:
         here = client.namespace(model="m", layout=TINY, codec="raw")
         there = NamespaceHandle(here.door, here.namespace, codec_named("raw", route))
-        source, into = numbers(TINY, 3), blank_pages(TINY, 3)
+        source, into = plausible_pages(TINY, 3), blank_pages(TINY, 3)
         for _ in range(2):
             assert there.put(ids(192), source) == PutResult(0, 3, None, None)
             with there.lease(there.match(ids(192)), deadline_ms=10_000) as lease:

@@ -67,7 +67,7 @@ class Tenant:
     """Chains of blocks of zeros, some of which go on where others end."""
 
     def __init__(self, store: EmbeddedStore, name: str, random: Random) -> None:
-        self._door = store.for_tenant(name)._door()
+        self._door = store.for_tenant(name)._door_for_handle()
         self._number = Asking(self._door).open_namespace(Namespace("m", LAYOUT, "raw"), [PAYLOAD_BYTES]).number
         self._random = random
         self._chains: deque[list[bytes]] = deque([[]], maxlen=50)

@@ -33,7 +33,7 @@ class Tenant:
     """Puts blocks of zeros, and reads their generations where they stand."""
 
     def __init__(self, store: EmbeddedStore, name: str) -> None:
-        self._door = store.for_tenant(name)._door()
+        self._door = store.for_tenant(name)._door_for_handle()
         self._number = Asking(self._door).open_namespace(Namespace("m", LAYOUT, "raw"), [PAYLOAD_BYTES]).number
 
     def put(self, *keys: bytes) -> list[int]:

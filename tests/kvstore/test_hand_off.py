@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import pytest
@@ -14,7 +13,6 @@ import pytest
 from kvstore.block.account import MissReason
 from kvstore.block.identity import Identity, NodeIdentity, TenantKeys
 from kvstore.client.handle import NamespaceHandle
-from kvstore.client.pending import PendingReply
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
 from kvstore.protocol.hand_off_ticket import HandOff, opened
@@ -24,7 +22,6 @@ from torture.peer import Peer, packed_namespace
 from waiting import wait_until
 from workbench import MODEL, ids, open_at, plausible_pages, small_layout
 
-A = TypeVar("A")
 NAMESPACE, HEAD, NOW = bytes(range(16)), bytes(range(32)), 1_800_000_000.0
 HERE = NodeIdentity(b"n" * 16, b"r" * 8)
 MINE = Identity.of(TenantKeys.derive(b"s" * 32), HERE)
@@ -156,19 +153,12 @@ def test_a_sidecar_seals_and_opens_for_its_tenants_clients(tmp_path: Path) -> No
     with Sidecar(tmp_path) as sidecar, sidecar.client() as one, sidecar.client() as two:
         mine, theirs = (store.namespace(model=MODEL, layout=small_layout()) for store in (one, two))
         pending = mine.submit_seal(mine.hashed(ids(200)), 30.0)
-        ticket = wait_for(pending).ticket
-        told = wait_for(theirs.submit_open(ticket))
+        ticket = wait_until(pending.poll).ticket
+        told = wait_until(theirs.submit_open(ticket).poll)
         assert told.reason is None and (told.blocks, told.head) == (3, theirs.hashed(ids(192)).keys[-1])
-        assert wait_for(theirs.submit_open(ticket[:-3] + "AAA")).reason is MissReason.KEY_MISMATCH
-        assert wait_for(theirs.submit_open("kv1." + "A" * 100_000)).reason is MissReason.KEY_MISMATCH
+        assert wait_until(theirs.submit_open(ticket[:-3] + "AAA").poll).reason is MissReason.KEY_MISMATCH
+        assert wait_until(theirs.submit_open("kv1." + "A" * 100_000).poll).reason is MissReason.KEY_MISMATCH
         assert theirs.match(ids(64)).blocks == 0, "the connection is as it was"
-
-
-def wait_for(pending: PendingReply[A]) -> A:
-    wait_until(lambda: pending.poll() is not None)
-    answer = pending.poll()
-    assert answer is not None
-    return answer
 
 
 def test_odd_requests_about_tickets_cost_a_line(tmp_path: Path) -> None:

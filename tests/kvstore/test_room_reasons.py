@@ -17,6 +17,7 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.messages import ReserveReply
 from tiering.nvme.lmdb_index import LmdbMaker
 from tiering.tier import extent_of
+from torture.peer import reply_in
 from workbench import MODEL, Bench, bench, blank_pages, ids, open_at, random_pages, same_tokens, small_layout
 
 FULL = 80
@@ -144,8 +145,8 @@ def test_a_lease_for_which_all_of_memory_is_being_stored_into(tmp_path: Path) ->
 def test_a_reply_of_an_older_version_has_no_detail() -> None:
     """Fields that are appended have defaults both ways."""
     packed = m.pack(m.Reply(1, m.Reserved(ReserveReply(9, 1, [1], ([5],), 3, MissReason.QUOTA, "why"))))
-    told = m.unpack_reply(packed[m.LENGTH_BYTES :])
+    told = reply_in(packed)
     assert isinstance(told.answer, m.Reserved) and told.answer.reply.detail == "why"
-    older = packed[m.LENGTH_BYTES :].replace(b"\xa6detail\xa3why", b"\xa6unseen\xa3why")
-    told = m.unpack_reply(older)
+    older = packed.replace(b"\xa6detail\xa3why", b"\xa6unseen\xa3why")
+    told = reply_in(older)
     assert isinstance(told.answer, m.Reserved) and told.answer.reply.detail == ""

@@ -24,7 +24,7 @@ from programs import run_python, start_python
 from service.sidecar import Sidecar, sidecar_fixture, wire_to
 from tiering.dram.unmap_wait import TENANT_SECONDS, WAIT_SECONDS
 from tiering.frame import digest
-from torture.peer import Peer, opened_by
+from torture.peer import Peer, opened_by, reply_in
 from waiting import wait_until
 from workbench import MODEL, ids, random_pages, small_layout
 
@@ -58,7 +58,7 @@ class Listener(Peer):
     def handed_over(self, verb: m.Verb) -> list[int]:
         self.socket.sendall(m.pack(m.Request(1, verb)))
         piece, descriptors, _, _ = socket.recv_fds(self.socket, 1 << 18, m.MAX_EXTENTS)
-        assert isinstance(m.unpack_reply(piece[m.LENGTH_BYTES :]).answer, m.NotifyPipeReply | m.ExtentsReply)
+        assert isinstance(reply_in(piece).answer, m.NotifyPipeReply | m.ExtentsReply)
         return descriptors
 
     def fill(self, blocks: int) -> None:

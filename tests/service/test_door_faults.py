@@ -23,7 +23,7 @@ from kvstore.service.connections import LARGE_BYTES
 from kvstore.service.dispatch import Response
 from service.sidecar import Sidecar, asked
 from tiering.nvme.lmdb_index import LmdbMaker
-from torture.peer import Peer, come_in, packed_namespace
+from torture.peer import Peer, come_in, packed_namespace, reply_in
 from workbench import ids, one_line, random_pages, small_layout
 
 VALID: list[Any] = json.loads(zlib.decompress(packed_namespace()))
@@ -247,7 +247,7 @@ def test_a_namespace_is_opened_off_the_doors_thread_and_in_order(sidecar: Sideca
 def test_a_refusal_can_always_be_sent() -> None:
     """Whatever it repeats."""
     for text in ("\udc80" * 5000, "a\nb\x1b[2J", "\0", "\U0001f5dd" * 5000, ""):
-        read = m.unpack_reply(m.pack(m.Reply(1, m.failed(m.RequestFault.BUSY, text)))[m.LENGTH_BYTES :])
+        read = reply_in(m.pack(m.Reply(1, m.failed(m.RequestFault.BUSY, text))))
         assert isinstance(read.answer, m.Failed) and read.answer.text.isprintable()
         assert len(read.answer.text) <= m.MAX_TEXT
 

@@ -285,6 +285,4 @@ def test_a_lease_of_more_frames_than_an_answer_holds_is_shorter_and_says_so(
                     assert lease.reason is MissReason.PINNED_FULL and "at most 7 frames" in lease.reply.detail
                 else:
                     assert lease.reason is None
-        pending = handle.submit_lease(match)
-        wait_until(lambda: pending.poll() is not None)
-        assert pending.poll().blocks == most  # type: ignore[union-attr]
+        assert wait_until(handle.submit_lease(match).poll).blocks == most

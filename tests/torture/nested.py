@@ -36,6 +36,7 @@ from kvstore.block.layout import Attention, KvGroup, Layout
 from kvstore.cli.ask import read_prompts
 from kvstore.cli.report import namespaces_report, stat_report
 from kvstore.client.connection import checked_facts
+from kvstore.client.framing import unpack_outline
 from kvstore.insight.trace import read_trace
 from kvstore.protocol import messages as m
 from kvstore.protocol.lease_ticket import LeaseTicket
@@ -226,7 +227,8 @@ ANSWERS = [
 
 def admin_answer(random: Random) -> str:
     body = msgspec.msgpack.encode(mutated(random, random.choice(ANSWERS), wire=True))
-    answer = given_to(m.unpack_reply, invalid_pages(random, body) if random.random() < 0.05 else body).answer
+    outline, _ = given_to(unpack_outline, invalid_pages(random, body) if random.random() < 0.05 else body)
+    answer = given_to(m.unpack_answer, outline.answer)
     if not isinstance(answer, m.StatReply):
         return "taken"
     found = given_to(checked_facts, answer.facts)

@@ -6,6 +6,8 @@ import os
 import socket
 from pathlib import Path
 
+import msgspec
+
 from kvstore.block.identity import Namespace
 from kvstore.block.layout import Layout
 from kvstore.protocol import messages as m
@@ -45,9 +47,9 @@ class Peer:
             if len(self.read) >= m.LENGTH_BYTES:
                 length = m.LENGTH_BYTES + int.from_bytes(self.read[: m.LENGTH_BYTES], "little")
                 if len(self.read) >= length:
-                    body = bytes(self.read[m.LENGTH_BYTES : length])
+                    frame = bytes(self.read[:length])
                     del self.read[:length]
-                    return m.unpack_reply(body)
+                    return reply_in(frame)
             try:
                 piece, descriptors, _, _ = socket.recv_fds(self.socket, 1 << 18, m.MAX_EXTENTS)
             except (ConnectionError, BrokenPipeError):
@@ -61,6 +63,11 @@ class Peer:
     def close(self) -> None:
         """Hang up."""
         self.socket.close()
+
+
+def reply_in(frame: bytes) -> m.Reply:
+    """The sidecar's message in a frame."""
+    return msgspec.msgpack.decode(frame[m.LENGTH_BYTES :], type=m.Reply)
 
 
 def come_in(path: Path | str, seconds: float = LONG_SECONDS, newest: int = 1) -> Peer:
