@@ -3,8 +3,8 @@
     PYTHONPATH=benchmarks python tests/console/console_faults.py [--rounds 7] [--seconds 2]
 
 Sidecar and client share one core; the console has the others. Each look-up has to find all blocks, and a prompt that is
-read back has to have its bytes. Compared are the 99th percentiles of a round. `flooders` is the limit of `flooded`: what
-the same clients cost where a program that asks the sidecar nothing answers them, beside a quiet console.
+read back has to have its bytes. Compared are the 99th percentiles of a round. `flooders` is the limit of `flooded`:
+what the same clients cost where a program that asks the sidecar nothing answers them, beside a quiet console.
 """
 
 from __future__ import annotations
