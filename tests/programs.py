@@ -1,4 +1,4 @@
-"""Programs that a test runs in processes of their own, with the packages of this checkout."""
+"""Programs that a test runs in processes of their own, with the packages of this checkout, and what they answer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,3 +59,14 @@ def refused_start(*words: str, env: Mapping[str, str] | None = None) -> str:
     done = subprocess.run([*KVSTORE, *words], capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout, done.stderr
     return done.stderr
+
+
+def fetched(port: int, path: str, data: bytes | None = None, token: str = "") -> tuple[int, str]:
+    """The status and the text of an answer over HTTP, of an error too. data: what is posted."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()

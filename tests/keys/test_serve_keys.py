@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +23,7 @@ from kvstore.block.account import MissReason
 from kvstore.block.errors import Unreachable
 from kvstore.cli import ask
 from kvstore.node import SystemClock
-from programs import PATHS
+from programs import PATHS, fetched
 from service.sidecar import patient
 from waiting import wait_until
 from workbench import (
@@ -58,14 +57,11 @@ class Served:
         self.directory, self.said, self.process, self.data = directory, said, process, str(directory / data)
 
     def readyz(self) -> dict[str, Any]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.said['http_port']}/readyz") as answer:
-            found: dict[str, Any] = json.load(answer)
-            return found
+        found: dict[str, Any] = json.loads(fetched(self.said["http_port"], "/readyz")[1])
+        return found
 
     def metrics(self) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.said['http_port']}/metrics") as answer:
-            text: str = answer.read().decode()
-            return text
+        return fetched(self.said["http_port"], "/metrics")[1]
 
     def stat(self) -> Any:
         return msgspec.to_builtins(ask.stat(f"{self.data}/admin.sock", SystemClock()))

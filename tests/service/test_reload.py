@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -22,6 +21,7 @@ from kvstore.protocol import messages as m
 from kvstore.service.serve import taken_over
 from kvstore.service.settings import read_settings
 from kvstore.status.tree import SidecarStatus
+from programs import fetched
 from service.sidecar import Sidecar, wire_to
 from service.test_serve import ended, serving
 from waiting import wait_until
@@ -81,13 +81,7 @@ level = {given["level"]}
         return {one.tenant: one.share for one in self.status().tenants}
 
     def scrape(self, token: str) -> int:
-        url = f"http://127.0.0.1:{self.said['http_port']}/metrics"
-        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
-        try:
-            with urllib.request.urlopen(request, timeout=20) as answer:
-                return int(answer.status)
-        except urllib.error.HTTPError as answer:
-            return answer.code
+        return fetched(self.said["http_port"], "/metrics", token=token)[0]
 
 
 @contextmanager

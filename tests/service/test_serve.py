@@ -10,8 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +24,7 @@ from kvstore.client.handle import NamespaceHandle
 from kvstore.service.serve import LogLines
 from programs import PATHS as PATHS
 from programs import ROOT as ROOT
-from programs import run_python, serving_program
+from programs import fetched, run_python, serving_program
 from service.sidecar import patient
 from tiering.clock import SystemClock
 from waiting import wait_until
@@ -248,11 +246,8 @@ def test_each_tenant_comes_in_by_a_socket_of_its_own(tmp_path: Path) -> None:
 
 
 def page(port: int, name: str) -> tuple[int, dict[str, Any]]:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=10) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+    status, text = fetched(port, f"/{name}")
+    return status, json.loads(text)
 
 
 @pytest.mark.slow
