@@ -1,4 +1,4 @@
-"""Programs that a test runs in processes of their own, with the packages of this checkout."""
+"""Programs that a test runs in processes of their own, with the packages of this checkout, and what they answer."""
 
 from __future__ import annotations
 
@@ -61,11 +61,12 @@ def refused_start(*words: str, env: Mapping[str, str] | None = None) -> str:
     return done.stderr
 
 
-def page_at(url: str, token: str = "", body: bytes | None = None, seconds: float = 20) -> tuple[int, str]:
-    """The status and the text of an answer, whatever status it has."""
+def fetched(port: int, path: str, data: bytes | None = None, token: str = "") -> tuple[int, str]:
+    """The status and the text of an answer over HTTP, of an error too. data: what is posted."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers)
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=seconds) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()

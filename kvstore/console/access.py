@@ -8,13 +8,12 @@ logged in.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
-from hmac import compare_digest
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from kvstore.block.errors import BadInput
 from kvstore.config import is_loopback
-from kvstore.edge.tokens import Caller
+from kvstore.edge.tokens import Caller, Tokens
 from tiering.clock import Clock
 
 COOKIE = "kvstore_console"
@@ -30,26 +29,27 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 class Guard:
     """Access control of one listening address. Not thread-safe."""
 
-    def __init__(
-        self, host: str, readers: Mapping[str, Caller] | None, clock: Clock, new_token: Callable[[int], bytes]
-    ) -> None:
-        """readers: by token; None lets every process on this host read. Raises `BadInput` if that would let other hosts
-        read too."""
-        if readers is None and not is_loopback(host):
+    def __init__(self, host: str, tokens: Tokens | None, clock: Clock, new_token: Callable[[int], bytes]) -> None:
+        """tokens: None lets every process on this host read. Raises `BadInput` if that would let other hosts read
+        too."""
+        if tokens is None and not is_loopback(host):
             raise BadInput(
                 f"{host} can be reached by other hosts; give --token-file (console.token_file), or listen on 127.0.0.1"
             )
-        self.has_token = readers is not None
-        self._readers = readers or {}
+        self._tokens = tokens
         self._names = {host.lower(), *_LOOPBACK}
         self._clock = clock
         self._new_token = new_token
         self._logins: OrderedDict[str, tuple[float, Caller]] = OrderedDict()  # by cookie: end, reader
         self._failures: deque[float] = deque(maxlen=MOST_FAILURES + 1)
 
-    def change_tokens(self, readers: Mapping[str, Caller]) -> None:
+    @property
+    def has_token(self) -> bool:
+        return self._tokens is not None
+
+    def change_tokens(self, tokens: Tokens) -> None:
         """Replace the tokens and end every login. Only for a guard that has tokens."""
-        self._readers = readers
+        self._tokens = tokens
         self._logins.clear()
 
     def is_known_host(self, host: str) -> bool:
@@ -57,26 +57,23 @@ class Guard:
         name = _host_name(host)
         return name is not None and (self.has_token or name in self._names)
 
-    def is_own_origin(self, origin: str | None, host: str) -> bool:
-        """Whether a request comes from a page of this server, or from no page."""
-        if origin is None:
-            return True
+    def is_own_origin(self, origin: str, host: str) -> bool:
+        """Whether a request comes from a page of this server."""
         parts = urlsplit(origin)
         return parts.scheme in ("http", "https") and parts.netloc.lower() == host.lower()
 
-    def reader(self, authorization: str | None, cookie: str | None) -> Caller | None:
-        """The reader by bearer token or login cookie; None if access is denied."""
-        if not self.has_token:
+    def reader(self, authorization: str | None, login: str) -> Caller | None:
+        """The reader by bearer token or by the login cookie's value; None if access is denied."""
+        if self._tokens is None:
             return Caller()
         if authorization is not None:
-            kind, _, given = authorization.partition(" ")
-            return self._reader_of(given.strip()) if kind.lower() == "bearer" else None
-        until, reader = self._logins.get(_cookie_value(cookie or ""), (0.0, None))
+            return self._tokens.bearer(authorization)
+        until, reader = self._logins.get(login, (0.0, None))
         return reader if self._clock.monotonic_seconds() < until else None
 
     def log_in(self, given: str) -> str | None:
         """The new login's cookie value, or None if the token is wrong."""
-        reader = self._reader_of(given)
+        reader = self._tokens.caller(given) if self._tokens is not None else None
         if reader is None:
             return None
         name = self._new_token(32).hex()
@@ -85,8 +82,8 @@ class Guard:
             self._logins.popitem(last=False)
         return name
 
-    def log_out(self, cookie: str | None) -> None:
-        self._logins.pop(_cookie_value(cookie or ""), None)
+    def log_out(self, login: str) -> None:
+        self._logins.pop(login, None)
 
     def refused_for(self) -> float:
         """Count a wrong token. Returns the seconds for which its sender should send none, if too many came lately."""
@@ -94,10 +91,6 @@ class Guard:
         self._failures.append(now)
         is_full = len(self._failures) == self._failures.maxlen and now - self._failures[0] < FAILURE_SECONDS
         return FAILURE_SECONDS if is_full else 0.0
-
-    def _reader_of(self, given: str) -> Caller | None:
-        found = [one for token, one in self._readers.items() if compare_digest(given.encode(), token.encode())]
-        return found[0] if found else None
 
 
 def _host_name(host: str) -> str | None:
@@ -108,11 +101,3 @@ def _host_name(host: str) -> str | None:
         return None
     is_plain = parts.netloc == host and "@" not in host
     return parts.hostname.lower() if is_plain and parts.hostname else None
-
-
-def _cookie_value(header: str) -> str:
-    for one in header.split(";"):
-        name, _, value = one.strip().partition("=")
-        if name == COOKIE:
-            return value
-    return ""

@@ -28,6 +28,7 @@ from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
 
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.console.access import COOKIE, LOGIN_SECONDS, Guard
@@ -59,7 +60,7 @@ from kvstore.console.planning import PlanAnswer, PlannedModel, models_of_table, 
 from kvstore.console.rings import WINDOWS, SeriesAnswer
 from kvstore.console.stream import Broadcast
 from kvstore.edge.tokens import Caller
-from kvstore.listeners.http_server import App, Message, Receive, Send, introduce
+from kvstore.listeners.http_server import App, HttpRefused, Message, Receive, Send, introduce, whole_body
 from kvstore.protocol.told import PrefixFigures, RequestRecord
 from kvstore.status.tree import ElsewhereStatus, NamespaceStatus, SidecarStatus
 from tiering.tier import MoveCounts
@@ -175,8 +176,12 @@ def make_app(
     _add_pages(app, guard, static)
     _add_document(app, version, acts=actions is not None)
 
+    @app.exception_handler(HttpRefused)
+    async def refused(request: Request, error: HttpRefused) -> Response:
+        return _json(ApiError(str(error)), error.status, dict(error.headers))
+
     @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> Response:
+    async def unserved(request: Request, error: HTTPException) -> Response:
         return _json(ApiError(str(error.detail)), error.status_code, error.headers)
 
     @app.exception_handler(RequestValidationError)
@@ -214,24 +219,21 @@ class Gate:
         await app(scope, receive, sent)
 
     def _refusal(self, scope: Message) -> Response | None:
-        headers: dict[str, list[str]] = {}
-        for name, value in scope["headers"]:
-            headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
-        host, origin = headers.get("host", []), headers.get("origin")
+        asked = HTTPConnection(scope)
+        host, origins = asked.headers.getlist("host"), asked.headers.getlist("origin")
         if len(host) != 1 or not self._guard.is_known_host(host[0]):
             return _json(ApiError("this server has another name; ask for it as localhost or 127.0.0.1"), 421)
-        if origin is not None and not all(self._guard.is_own_origin(one, host[0]) for one in origin):
+        if not all(self._guard.is_own_origin(one, host[0]) for one in origins):
             return _json(ApiError("a page of another site asks; open the console itself"), 403)
         path = scope["path"]
-        authorization = headers.get("authorization", [None])[0]
-        cookie = "; ".join(headers.get("cookie", []))
-        reader = Caller() if path in OPEN_PATHS else self._guard.reader(authorization, cookie)
+        authorization, login = asked.headers.get("authorization"), asked.cookies.get(COOKIE, "")
+        reader = Caller() if path in OPEN_PATHS else self._guard.reader(authorization, login)
         if reader is not None:
             if reader.tenant is not None and path.startswith("/api/") and path not in TENANT_PATHS:
                 return _json(ApiError(f"a tenant's token shows that tenant alone: {', '.join(TENANT_PATHS)}"), 403)
             if scope["method"] != "GET" and path not in ("/login", "/logout", *self._actions):
                 return _json(ApiError("this changes nothing: ask with GET"), 405, {"allow": "GET, HEAD"})
-            if path in self._actions and authorization is None and origin is None:
+            if path in self._actions and authorization is None and not origins:
                 return _json(ApiError("an action is asked for with the token, or from a page of the console"), 403)
             if path not in OPEN_PATHS:
                 introduce(scope, reader)
@@ -254,7 +256,7 @@ def _add_api(app: FastAPI, history: SidecarHistory, hub: Broadcast) -> None:
         facts, tenant = history.facts(), request.scope[TENANT]
         if facts is None:
             why = history.status().contact.error if tenant is None else ""
-            raise HTTPException(503, f"no sidecar has answered yet: {why or 'wait a moment'}")
+            raise HttpRefused(503, f"no sidecar has answered yet: {why or 'wait a moment'}")
         return facts if tenant is None else facts_of_tenant(facts, tenant)
 
     def seen(request: Request, window: str) -> SeriesAnswer:
@@ -269,9 +271,9 @@ def _add_api(app: FastAPI, history: SidecarHistory, hub: Broadcast) -> None:
         try:
             found = ask()
         except StoreError as error:
-            raise HTTPException(503, " ".join(str(error).split())) from None
+            raise HttpRefused(503, str(error)) from None
         if found is None:
-            raise HTTPException(503, "others ask at the moment; try again")
+            raise HttpRefused(503, "others ask at the moment; try again")
         return found
 
     @app.get("/api/status", summary="How the sidecar is, in one object")
@@ -363,7 +365,7 @@ def _add_api(app: FastAPI, history: SidecarHistory, hub: Broadcast) -> None:
                 )
             )
         except BadInput as error:
-            raise HTTPException(422, " ".join(str(error).split())) from None
+            raise HttpRefused(422, str(error)) from None
 
     @app.get("/api/events", summary="What happened, the newest first")
     async def events() -> Response:
@@ -372,7 +374,7 @@ def _add_api(app: FastAPI, history: SidecarHistory, hub: Broadcast) -> None:
     @app.get("/api/stream", include_in_schema=False)
     async def stream() -> Response:
         if hub.is_full:
-            raise HTTPException(503, f"{hub.streams} pages listen already; close one")
+            raise HttpRefused(503, f"{hub.streams} pages listen already; close one")
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(hub.listen(), media_type="text/event-stream", headers=headers)
 
@@ -390,34 +392,20 @@ def _add_actions(app: FastAPI, actions: OperatorActions) -> None:
 
     async def act(request: Request) -> Response:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise HTTPException(415, "give application/json")
-        body = await _body(request, MOST_ORDER_BYTES)
-        if body is None:
-            raise HTTPException(413, f"more than {MOST_ORDER_BYTES} bytes")
+            raise HttpRefused(415, "give application/json")
+        body = await whole_body(request.scope, request.receive, MOST_ORDER_BYTES)
         try:
             order = msgspec.json.decode(body, type=ACTIONS[request.url.path])
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise HTTPException(422, " ".join(str(error).split())) from None
+            raise HttpRefused(422, str(error)) from None
         try:
             return _json(await run_in_threadpool(actions.act, order, request.scope[WHO]))
         except (BadInput, StoreError) as error:
             status = 422 if isinstance(error, BadInput) else 409 if isinstance(error, ActionUnderWay) else 503
-            raise HTTPException(status, " ".join(str(error).split())) from None
+            raise HttpRefused(status, str(error)) from None
 
     for path, what in zip(ACTIONS, ("Drop a namespace", "Purge a tenant", "Warm prefixes"), strict=True):
         app.add_api_route(path, act, methods=["POST"], summary=what, operation_id=path)
-
-
-async def _body(request: Request, most: int) -> bytes | None:
-    """The whole body; None if it is too long, and then unread if its length was given."""
-    if int(request.headers.get("content-length", "0")) > most:
-        return None
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > most:
-            return None
-    return bytes(body)
 
 
 def _add_pages(app: FastAPI, guard: Guard, static: Mapping[str, StaticFile]) -> None:
@@ -437,7 +425,7 @@ def _add_pages(app: FastAPI, guard: Guard, static: Mapping[str, StaticFile]) -> 
     @app.api_route("/static/{name:path}", methods=["GET"], include_in_schema=False)
     async def static_file(request: Request, name: str) -> Response:
         if name not in static:
-            raise HTTPException(404, "there is no such file")
+            raise HttpRefused(404, "there is no such file")
         return _file(static[name], request.headers.get("if-none-match"))
 
     @app.api_route("/login", methods=["GET"], include_in_schema=False)
@@ -446,9 +434,7 @@ def _add_pages(app: FastAPI, guard: Guard, static: Mapping[str, StaticFile]) -> 
 
     @app.post("/login", include_in_schema=False)
     async def log_in(request: Request) -> Response:
-        body = await _body(request, MOST_FORM_BYTES)
-        if body is None:
-            return _json(ApiError(f"a form of more than {MOST_FORM_BYTES} bytes"), 413)
+        body = await whole_body(request.scope, request.receive, MOST_FORM_BYTES)
         given = parse_qs(body.decode("latin-1"), max_num_fields=8).get("token", [""])[0]
         name = guard.log_in(given)
         if name is None:
@@ -461,7 +447,7 @@ def _add_pages(app: FastAPI, guard: Guard, static: Mapping[str, StaticFile]) -> 
 
     @app.post("/logout", include_in_schema=False)
     async def log_out(request: Request) -> Response:
-        guard.log_out(request.headers.get("cookie"))
+        guard.log_out(request.cookies.get(COOKIE, ""))
         answer = RedirectResponse("/login", 303)
         answer.delete_cookie(COOKIE, path="/")
         return answer

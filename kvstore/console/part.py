@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from kvstore.console.operate import OperatorActions, OperatorVerbs
 from kvstore.console.reasons import reasons_of
 from kvstore.console.stream import Broadcast
 from kvstore.edge.process import EdgePart, Soon
-from kvstore.edge.tokens import Caller, checked_tokens, read_credential
+from kvstore.edge.tokens import Tokens, read_credential
 from kvstore.edge.watch import StatusWatch
 from kvstore.listeners.addresses import listening_sockets
 from kvstore.listeners.http_server import HttpLimits, HttpListener
@@ -45,6 +46,7 @@ class ConsolePart(EdgePart):
         may change nothing. Raises `BadInput`, `OSError`."""
         assert console.listen is not None
         self._file, self._watch, self._clock = console.token_file, watch, watch.clock
+        self._key = new_token(32)
         self._host, self._port = host_and_port(console.listen, "--listen")
         self._guard = Guard(self._host, self._tokens(), watch.clock, new_token)
         self._hub = Broadcast()
@@ -67,16 +69,12 @@ class ConsolePart(EdgePart):
 
     def read_again(self, settings: Settings | None) -> Callable[[], None]:
         tokens = self._tokens()
-        if tokens is None:
-            return lambda: None
-        readers = tokens
+        return partial(self._apply, tokens) if tokens is not None else super().read_again(settings)
 
-        def apply() -> None:
-            self._guard.change_tokens(readers)
-            self._hub.end()
-            _log.warning("the tokens were read again, and all logins have ended")
-
-        return apply
+    def _apply(self, tokens: Tokens) -> None:
+        self._guard.change_tokens(tokens)
+        self._hub.end()
+        _log.warning("the tokens were read again, and all logins have ended")
 
     def close(self) -> None:
         if self._soon is not None:
@@ -92,10 +90,8 @@ class ConsolePart(EdgePart):
         one = self._history.status()
         self._hub.publish(one.run or NO_RUN, msgspec.json.encode(one))
 
-    def _tokens(self) -> Mapping[str, Caller] | None:
-        if self._file is None:
-            return None
-        return checked_tokens(read_credential(self._file).decode("utf-8", "replace"), self._file)
+    def _tokens(self) -> Tokens | None:
+        return Tokens(read_credential(self._file), self._file, self._key) if self._file is not None else None
 
 
 def static_files() -> dict[str, bytes]:

@@ -8,7 +8,7 @@
                    configured, since sums over all tenants tell one tenant of another
 
 `livez` and `readyz` tell nothing of tenants and blocks, and take no token. However many clients ask, the sidecar is
-asked once in `FRESH_SECONDS`.
+asked once in `FRESH_SECONDS`, and for a page of metrics once in `KEPT_SECONDS`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from kvstore.service.settings import HttpSettings, Settings, read_token
 from kvstore.status.page import StatusPage, Values
 from kvstore.status.tree import Readiness, SidecarStatus
 
-LIVEZ, READYZ, METRICS_PATH = "/livez", "/readyz", "/metrics"
-PATHS = (LIVEZ, READYZ, METRICS_PATH)
+PATHS = ("/livez", "/readyz", "/metrics")
+KEPT_SECONDS = 1.0
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LIMITS = HttpLimits(
     connections=32,
@@ -91,15 +91,15 @@ def metrics_refusal(token: str | None, authorization: str, *, is_shared: bool) -
 class _Shared(Generic[T]):
     """An answer of the sidecar that all clients share for a while; a new one takes a thread."""
 
-    def __init__(self, ask: Callable[[], T]) -> None:
-        self._ask, self._until = ask, 0.0
+    def __init__(self, ask: Callable[[], T], seconds: float = FRESH_SECONDS) -> None:
+        self._ask, self._seconds, self._until = ask, seconds, 0.0
         self._pool = ThreadPoolExecutor(1, "kv-edge-page")
         self._asked: asyncio.Future[T] | None = None
 
     async def now(self) -> T:
         loop = asyncio.get_running_loop()
         if self._asked is None or (self._asked.done() and loop.time() >= self._until):
-            self._asked, self._until = loop.run_in_executor(self._pool, self._ask), loop.time() + FRESH_SECONDS
+            self._asked, self._until = loop.run_in_executor(self._pool, self._ask), loop.time() + self._seconds
         return await asyncio.shield(self._asked)
 
     def close(self) -> None:
@@ -117,7 +117,8 @@ class PagesPart(EdgePart):
         self._sockets, self._clock, self._is_shared = sockets, watch.clock, is_shared
         self._token = _token(http)
         page = StatusPage(lambda: _with_version(watch.numbers(), version), watch.clock, ALWAYS)
-        self._alive, self._numbers, self._page = _Shared(watch.is_alive), _Shared(watch.numbers), _Shared(page.page)
+        self._alive, self._numbers = _Shared(watch.is_alive), _Shared(watch.numbers)
+        self._page = _Shared(page.render, KEPT_SECONDS)
 
     def start(self, soon: Soon) -> Sequence[HttpListener]:
         return [HttpListener(self._sockets, self._app, LIMITS, self._clock)]

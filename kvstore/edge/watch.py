@@ -30,9 +30,8 @@ Follower = Callable[[SidecarStatus | None, str], None]
 class StatusWatch:
     """Start it, read it from any thread, close it."""
 
-    def __init__(self, socket: str, clock: Clock, poll_seconds: float = POLL_SECONDS) -> None:
+    def __init__(self, socket: str, clock: Clock) -> None:
         self.path, self.clock = socket, clock
-        self._poll_seconds = poll_seconds
         self._asking = threading.Lock()
         self._numbering = threading.Lock()
         self._wire: FramedSocket | None = None
@@ -142,10 +141,10 @@ class StatusWatch:
         while not self._ends.is_set():
             try:
                 facts: SidecarStatus | None = self.ask(ANSWER_SECONDS)
-                pause, rest = FIRST_PAUSE_SECONDS, self._poll_seconds
+                pause, rest = FIRST_PAUSE_SECONDS, POLL_SECONDS
             except (Unreachable, TimedOut):
                 facts, rest = None, pause
-                pause = min(2 * pause, self._poll_seconds)
+                pause = min(2 * pause, POLL_SECONDS)
             for follower in list(self._followers):
                 follower(facts, self._why)
             self._ends.wait(rest)

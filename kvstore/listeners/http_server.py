@@ -386,23 +386,27 @@ class _Exchanges:
     async def _receive(self) -> Message:
         if self._is_received:
             return await self._disconnected()
-        if self._is_whole:
-            self._is_received = True
-            return {"type": "http.request", "body": b"", "more_body": False}
+        if not self._is_whole:
+            event = await self._body_event()
+            if isinstance(event, h11.Data):
+                self._listener.places.hold(self._place, len(event.data))
+                return {"type": "http.request", "body": bytes(event.data), "more_body": True}
+            if not isinstance(event, h11.EndOfMessage):
+                raise HttpRefused(400, "the body was cut off")
+            self._be_whole()
+        self._is_received = True
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def _body_event(self) -> Any:
         if self._http.they_are_waiting_for_100_continue:
             await self._write(self._http.send(h11.InformationalResponse(status_code=100, headers=[])))
         try:
             event, self._early = self._early or await self._event(), None
         except TimeoutError:
             raise HttpRefused(408, f"the body did not arrive in {self._limits.body_seconds:g} s") from None
-        if isinstance(event, h11.Data):
-            self._listener.places.hold(self._place, len(event.data))
-            return {"type": "http.request", "body": bytes(event.data), "more_body": True}
-        if not isinstance(event, h11.EndOfMessage):
-            raise HttpRefused(400, "the body was cut off")
-        self._be_whole()
-        self._is_received = True
-        return {"type": "http.request", "body": b"", "more_body": False}
+        except h11.RemoteProtocolError as error:  # by this name, applications can tell it from a fault of theirs
+            raise self._not_http(error) from None
+        return event
 
     async def _disconnected(self) -> Message:
         """Returns once the client is gone. What it sends meanwhile is its next request."""

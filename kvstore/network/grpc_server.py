@@ -53,8 +53,8 @@ class GrpcCallers:
     threads, `make_room` for one of the program's own.
     """
 
-    def __init__(self, kept: int = KEPT) -> None:
-        self._places = TakenPlaces(kept)
+    def __init__(self) -> None:
+        self._places = TakenPlaces(KEPT)
         self._by_peer: dict[Peer, Place] = {}
         self._leaving: list[Peer] = []
         self._named: dict[Peer, Hashable] = {}  # the last ones, also of connections not looked at yet

@@ -18,6 +18,8 @@ T = TypeVar("T")
 CLIENT_SECONDS, ROOM_SECONDS = 5.0, 0.25
 """How long a call may wait for its client; and how long if all other calls of its lane wait for theirs."""
 DELAYED_APART_SECONDS = 0.002
+SHORT_LANE, LONG_LANE = (2, 64), (1, 8)
+"""Of a caller: threads, and calls that wait and run."""
 
 
 class Lane:
@@ -131,9 +133,8 @@ class Delayed:
 class CallerLanes:
     """Two lanes for each caller: for calls that are answered at once, and for those that may take an hour."""
 
-    def __init__(self, clock: Clock, threads: int = 2, most: int = 64, long_most: int = 8) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._threads, self._most, self._long_most = threads, most, long_most
         self._lock = threading.Lock()
         self._lanes: dict[tuple[object, bool], Lane] = {}
 
@@ -142,9 +143,8 @@ class CallerLanes:
         with self._lock:
             found = self._lanes.get((caller, is_long))
             if found is None:
-                number = len(self._lanes)
-                size = (1, self._long_most) if is_long else (self._threads, self._most)
-                found = self._lanes[caller, is_long] = Lane(str(number), *size, self._clock)
+                name, (threads, most) = str(len(self._lanes)), LONG_LANE if is_long else SHORT_LANE
+                found = self._lanes[caller, is_long] = Lane(name, threads, most, self._clock)
             return found
 
     def all(self) -> list[Lane]:

@@ -8,7 +8,7 @@ requests, round robin. The sidecar's answer is a hint: if it is wrong or late, a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,12 +89,11 @@ class Fleet:
     """One prefill engine and the decode engines. For one event loop."""
 
     def __init__(
-        self, prefill: ProxiedEngine, decodes: Sequence[ProxiedEngine], score_token: str = "", score_model: str = ""
+        self, prefill: ProxiedEngine, decodes: list[ProxiedEngine], score_token: str, score_model: str
     ) -> None:
         """score_token: of the tenant whose blocks are looked up. score_model: the sidecars' name of the model, if
-        requests use another."""
-        self.prefill = prefill
-        self.decodes = list(decodes)
+        requests use another. Both may be empty."""
+        self.prefill, self.decodes = prefill, decodes
         self._score_model = score_model
         self._score_headers = {**JSON_HEADERS, **({"authorization": f"Bearer {score_token}"} if score_token else {})}
         self._turn = 0

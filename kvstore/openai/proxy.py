@@ -21,7 +21,16 @@ import msgspec
 from msgspec import Raw
 
 from kvstore.listeners.addresses import listening_sockets
-from kvstore.listeners.http_server import HttpLimits, HttpListener, Message, Receive, Send, introduce
+from kvstore.listeners.http_server import (
+    HttpLimits,
+    HttpListener,
+    HttpRefused,
+    Message,
+    Receive,
+    Send,
+    introduce,
+    whole_body,
+)
 from kvstore.openai.api import (
     DONE,
     MOST_BODY_BYTES,
@@ -47,22 +56,16 @@ BUSY = (429, 503)
 
 @dataclass(frozen=True, slots=True)
 class ProxyLimits:
-    """requests: concurrent ones. body_bytes, body_seconds: of a client's body. prefill_seconds: of that leg, after
-    which decode computes alone. decode_seconds: of that leg in all; silent_seconds: between its events. unread_seconds:
-    without the client reading. prefilled_bytes: of prefill's answer."""
+    """requests: concurrent ones. body_bytes: of a client's body. prefill_seconds: of that leg, after which decode
+    computes alone. decode_seconds: of that leg in all; silent_seconds: between its events. prefilled_bytes: of
+    prefill's answer."""
 
     requests: int = 256
     body_bytes: int = MOST_BODY_BYTES
-    body_seconds: float = 30.0
     prefill_seconds: float = 120.0
     decode_seconds: float = 3600.0
     silent_seconds: float = 300.0
-    unread_seconds: float = 60.0
     prefilled_bytes: int = 8 << 20
-
-
-class _ClientGone(Exception):
-    """The client disconnected or stopped reading."""
 
 
 @dataclass
@@ -72,7 +75,6 @@ class Exchange:
     path: str
     headers: dict[str, str]
     send: Send
-    unread_seconds: float
     prefilled: str = ""
     decoded_by: str = ""
     has_started: bool = False
@@ -86,21 +88,14 @@ class Exchange:
             shown["content-length"] = str(length)
         self.has_started = True
         listed = [(name.encode(), value.encode("latin-1", "replace")) for name, value in shown.items()]
-        await self._sent({"type": "http.response.start", "status": status, "headers": listed})
+        await self.send({"type": "http.response.start", "status": status, "headers": listed})
 
     async def write(self, piece: bytes, more: bool = True) -> None:
-        await self._sent({"type": "http.response.body", "body": piece, "more_body": more})
+        await self.send({"type": "http.response.body", "body": piece, "more_body": more})
 
     async def whole(self, status: int, body: bytes, content_type: str = "application/json") -> None:
         await self.start(status, content_type, len(body))
         await self.write(body, more=False)
-
-    async def _sent(self, message: Message) -> None:
-        try:
-            async with asyncio.timeout(self.unread_seconds):
-                await self.send(message)
-        except (TimeoutError, OSError):
-            raise _ClientGone from None
 
 
 class PdProxy:
@@ -112,9 +107,9 @@ class PdProxy:
         legs: Legs,
         new_id: Callable[[], str],
         *,
-        prefiller: tuple[str, int] | None = None,
-        limits: ProxyLimits | None = None,
-        passed: Collection[str] = (),
+        prefiller: tuple[str, int] | None,
+        limits: ProxyLimits,
+        passed: Collection[str],
     ) -> None:
         """new_id: names requests that bring no id, and pairs of legs. prefiller: see `decode_body`. passed: see
         `read_body`."""
@@ -122,7 +117,7 @@ class PdProxy:
         self._legs = legs
         self._new_id = new_id
         self._prefiller = prefiller
-        self._limits = limits or ProxyLimits()
+        self._limits = limits
         self._passed = passed
         self._under_way = 0
 
@@ -135,8 +130,8 @@ class PdProxy:
             if refusal.status in BUSY:
                 exchange.told["retry-after"] = "1"
             await self._ended(exchange, refusal)
-        except _ClientGone:
-            pass
+        except HttpRefused as refused:  # its body was too long, or late
+            await self._ended(exchange, ApiRefusal(refused.status, str(refused)))
 
     def _exchange(self, scope: Message, send: Send) -> Exchange:
         given = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
@@ -146,12 +141,12 @@ class PdProxy:
         headers = {**JSON_HEADERS, "x-request-id": name}
         if given.get("authorization", "\xff").isascii():
             headers["authorization"] = given["authorization"]
-        return Exchange(scope["path"], headers, send, self._limits.unread_seconds, told={"x-request-id": name})
+        return Exchange(scope["path"], headers, send, told={"x-request-id": name})
 
     async def _routed(self, scope: Message, receive: Receive, exchange: Exchange) -> None:
         path, method = scope["path"], scope["method"]
         if path in PATHS and method == "POST":
-            content = await self._content(scope, receive)  # a request counts once it is whole
+            content = await whole_body(scope, receive, self._limits.body_bytes)  # a request counts once it is whole
             if self._under_way >= self._limits.requests:
                 raise ApiRefusal(503, f"{self._under_way} requests are under way; try again in a moment")
             introduce(scope, (scope["client"] or ("",))[0])
@@ -203,27 +198,6 @@ class PdProxy:
             await asyncio.wait(both)
         if not answering.cancelled():
             answering.result()
-
-    async def _content(self, scope: Message, receive: Receive) -> bytes:
-        most = self._limits.body_bytes
-        too_long = ApiRefusal(413, f"the body has more than {most} bytes; send a shorter prompt")
-        told = dict(scope["headers"]).get(b"content-length", b"0")
-        if not told.isdigit() or int(told[:20]) > most:
-            raise too_long
-        content = bytearray()
-        try:
-            async with asyncio.timeout(self._limits.body_seconds):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise _ClientGone
-                    content += message.get("body", b"")
-                    if len(content) > most:
-                        raise too_long
-                    if not message.get("more_body", False):
-                        return bytes(content)
-        except TimeoutError:
-            raise ApiRefusal(408, f"the body did not arrive in {self._limits.body_seconds:g} s") from None
 
     async def _answered(self, body: Body, content: bytes, exchange: Exchange) -> None:
         name = self._new_id()  # never the client's: two clients of one name would be given each other's blocks
@@ -346,10 +320,15 @@ async def _left(receive: Receive) -> None:
 
 # Its listener -----------------------------------------------------------------------------------------------------
 
-MOST_CONNECTIONS, MOST_UNFINISHED_BYTES = 1024, 1 << 30
-HEAD_SECONDS, BODY_SECONDS = 15.0, 60.0
-END_SECONDS = 10.0
-"""Time for open streams after SIGTERM."""
+LIMITS = HttpLimits(
+    connections=1024,
+    head_seconds=15.0,
+    body_seconds=30.0,
+    idle_seconds=15.0,
+    unread_seconds=60.0,
+    end_seconds=10.0,  # for open streams after SIGTERM
+    body_bytes=1 << 30,
+)
 
 
 def serve_proxy(
@@ -360,15 +339,7 @@ def serve_proxy(
     sockets = listening_sockets(host, port, "--listen")
 
     async def run() -> None:
-        limits = HttpLimits(
-            MOST_CONNECTIONS,
-            HEAD_SECONDS,
-            BODY_SECONDS,
-            idle_seconds=HEAD_SECONDS,
-            end_seconds=END_SECONDS,
-            body_bytes=MOST_UNFINISHED_BYTES,
-        )
-        listener = HttpListener(sockets, app, limits, clock, error_body=error_body)
+        listener = HttpListener(sockets, app, LIMITS, clock, error_body=error_body)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, listener.end)
         watching = asyncio.create_task(fleet.watch())

@@ -1,12 +1,11 @@
-"""Prometheus's page of what a sidecar reports: families as `declared`, made at most once a second.
+"""Prometheus's page of what a sidecar reports: families as `declared`.
 
-A scraper that asks more often gets the last page again. Other threads get the interpreter after each family. A family
-without a sample is left out: what a sidecar cannot know has no series, rather than a wrong one.
+Other threads get the interpreter after each family. A family without a sample is left out: what a sidecar cannot know
+has no series, rather than a wrong one.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 
@@ -19,8 +18,6 @@ from kvstore.status.tree import SidecarStatus
 from tiering.clock import Clock
 from tiering.counts.histogram import HistogramCounts
 
-KEPT_SECONDS = 1.0
-"""A page is served again for so long."""
 Values = tuple[str, ...]
 Series = dict[Values, "int | float | HistogramCounts"]
 
@@ -36,16 +33,6 @@ class StatusPage(Collector):
         self._always = {f"{PREFIX}{name}": list(values) for name, values in always.items()}
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
-        self._lock = threading.Lock()
-        self._page, self._made_at = b"", float("-inf")
-
-    def page(self) -> bytes:
-        """At most a second old."""
-        with self._lock:
-            if self._clock.monotonic_seconds() - self._made_at >= KEPT_SECONDS:
-                self._page = self.render()
-                self._made_at = self._clock.monotonic_seconds()
-            return self._page
 
     def render(self) -> bytes:
         """As it is now."""

@@ -15,7 +15,6 @@ from msgspec import structs
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput
 from kvstore.console.access import (
-    COOKIE,
     FAILURE_SECONDS,
     LOGIN_SECONDS,
     MOST_FAILURES,
@@ -36,7 +35,7 @@ from kvstore.console.figures import (
 from kvstore.console.http_api import help_page
 from kvstore.console.reasons import FINE, reasons_of
 from kvstore.console.rings import MOST_SERIES, STEPS, WINDOWS, Rings, SidecarReading
-from kvstore.edge.tokens import Caller
+from kvstore.edge.tokens import Caller, Tokens
 from kvstore.status.tree import (
     DoorStatus,
     LookupCounts,
@@ -316,7 +315,11 @@ def test_spans_are_said_as_people_say_them() -> None:
 
 
 def guard(host: str = "127.0.0.1", token: str | None = None, clock: FakeClock | None = None) -> Guard:
-    return Guard(host, {token: Caller()} if token is not None else None, clock or FakeClock(), bytes)
+    return Guard(host, tokens_of(token) if token is not None else None, clock or FakeClock(), bytes)
+
+
+def tokens_of(file: str) -> Tokens:
+    return Tokens(file.encode(), "tokens", b"key")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org"])
@@ -348,7 +351,7 @@ def test_only_names_of_this_host_are_answered(host: str, is_known: bool) -> None
 
 def test_origins_are_compared_with_the_host_that_was_asked() -> None:
     one = guard()
-    assert one.is_own_origin(None, "localhost:1") and one.is_own_origin("http://localhost:1", "localhost:1")
+    assert one.is_own_origin("http://localhost:1", "localhost:1")
     for origin in ("http://evil.example", "null", "http://localhost:2", "", "file://localhost:1"):
         assert not one.is_own_origin(origin, "localhost:1"), origin
 
@@ -356,31 +359,33 @@ def test_origins_are_compared_with_the_host_that_was_asked() -> None:
 def test_a_login_lasts_and_ends() -> None:
     clock = FakeClock()
     one = guard(token=TOKEN, clock=clock)
-    assert not one.reader(None, None) and not one.reader("Bearer wrong-horse", None)
-    assert one.reader(f"Bearer {TOKEN}", None) and not one.reader(f"Basic {TOKEN}", None)
+    assert not one.reader(None, "") and not one.reader("Bearer wrong-horse", "")
+    assert one.reader(f"Bearer {TOKEN}", "") and not one.reader(f"Basic {TOKEN}", "")
     assert one.log_in("wrong") is None
     name = one.log_in(TOKEN)
-    assert name is not None and one.reader(None, f"a=b; {COOKIE}={name}") and not one.reader(None, f"{COOKIE}=x")
+    assert name is not None and one.reader(None, name) and not one.reader(None, "x")
     clock.advance(LOGIN_SECONDS + 1)
-    assert not one.reader(None, f"{COOKIE}={name}")
+    assert not one.reader(None, name)
     name = one.log_in(TOKEN)
-    one.log_out(f"{COOKIE}={name}")
-    assert not one.reader(None, f"{COOKIE}={name}")
+    assert name is not None
+    one.log_out(name)
+    assert not one.reader(None, name)
 
 
 def test_other_tokens_end_every_login() -> None:
     one = guard(token=TOKEN)
     name = one.log_in(TOKEN)
-    one.change_tokens({"another-token-of-the-operator": Caller(), "a-token-of-the-teams": Caller("team")})
-    assert not one.reader(None, f"{COOKIE}={name}") and not one.reader(f"Bearer {TOKEN}", None)
-    assert one.reader("Bearer another-token-of-the-operator", None) == Caller()
-    assert one.reader("Bearer a-token-of-the-teams", None) == Caller("team")
+    assert name is not None
+    one.change_tokens(tokens_of("another-token-of-the-operator\nteam a-token-of-the-teams"))
+    assert not one.reader(None, name) and not one.reader(f"Bearer {TOKEN}", "")
+    assert one.reader("Bearer another-token-of-the-operator", "") == Caller()
+    assert one.reader("Bearer a-token-of-the-teams", "") == Caller("team")
 
 
 def test_who_tries_tokens_has_to_wait_and_who_has_one_has_not() -> None:
     clock = FakeClock()
     one = guard(token=TOKEN, clock=clock)
     assert [one.refused_for() for _ in range(MOST_FAILURES)] == [0.0] * MOST_FAILURES
-    assert one.refused_for() == FAILURE_SECONDS and one.reader(f"Bearer {TOKEN}", None) == Caller()
+    assert one.refused_for() == FAILURE_SECONDS and one.reader(f"Bearer {TOKEN}", "") == Caller()
     clock.advance(FAILURE_SECONDS + 1)
     assert one.refused_for() == 0.0 and one.log_in(TOKEN) is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +18,7 @@ pytest.importorskip("valkey", reason="valkey is not installed (extra: test)")
 from courier.nodes import BLOCK_TOKENS, LAYOUT, SOON, Node, ending, pool, prompt, wait_for_peers
 from kvstore.wire import score_pb2, store_pb2
 from network.running import Stubs, beside, grpc, network, token_of
+from programs import fetched
 from valkey_server import ValkeyServer, server_of_module
 from waiting import wait_until
 from workbench import MODEL
@@ -61,11 +61,9 @@ def ask(
 
 def query(node: Node, body: dict[str, Any], path: str = "/query", tenant: str = "default") -> dict[str, Any]:
     """The same over HTTP; what it says of each node."""
-    headers = {"Authorization": f"Bearer {token_of(tenant)}"}
-    url = f"http://127.0.0.1:{node.said['network']['http_port']}{path}"
-    request = urllib.request.Request(url, json.dumps({"model": MODEL, **body}).encode(), headers)
-    with urllib.request.urlopen(request, timeout=SOON) as answer:
-        found = json.loads(answer.read())
+    data = json.dumps({"model": MODEL, **body}).encode()
+    _, text = fetched(node.said["network"]["http_port"], path, data, token_of(tenant))
+    found = json.loads(text)
     assert list(found) == [tenant]
     return dict(found[tenant])
 

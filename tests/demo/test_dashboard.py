@@ -16,12 +16,12 @@ pytest.importorskip("torch", reason="torch is not installed (extra: hf)")
 pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 pytest.importorskip("fastapi", reason="fastapi is not installed (extra: server)")
 
-from programs import PATHS, page_at
+from programs import PATHS, fetched
 from waiting import wait_until
 
 
 def api(url: str, path: str) -> Any:
-    return json.loads(page_at(f"{url.rstrip('/')}{path}")[1])
+    return json.loads(fetched(int(url.rstrip("/").rpartition(":")[2]), path)[1])
 
 
 def is_running(pid: int) -> bool:

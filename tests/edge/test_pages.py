@@ -24,7 +24,7 @@ from kvstore.listeners.addresses import listening_sockets
 from kvstore.listeners.http_server import HttpListener
 from kvstore.service.settings import HttpSettings, read_token
 from kvstore.status.tree import SidecarStatus
-from programs import page_at
+from programs import fetched
 from service.sidecar import Sidecar
 from tiering.clock import SystemClock
 from waiting import wait_until
@@ -83,11 +83,12 @@ class Sidecars:
 
     def __init__(self, facts: SidecarStatus | Exception) -> None:
         self.clock, self.facts, self.alive = SystemClock(), facts, True
-        self.asked, self.slow = threading.Event(), threading.Event()
+        self.asked, self.slow, self.times = threading.Event(), threading.Event(), 0
         self.slow.set()
 
     def numbers(self) -> SidecarStatus:
         self.asked.set()
+        self.times += 1
         assert self.slow.wait(20)
         if isinstance(self.facts, Exception):
             raise self.facts
@@ -123,10 +124,6 @@ def serving(watch: Sidecars, listeners: list[HttpListener] | None = None) -> Ite
         loop.close()
 
 
-def asked(port: int, path: str) -> tuple[int, str]:
-    return page_at(f"http://127.0.0.1:{port}{path}")
-
-
 def test_probes_say_how_the_sidecar_is_and_nothing_of_tenants(facts: SidecarStatus) -> None:
     here = {"node": facts.node, "incarnation": facts.incarnation}
     for changed, status, body in (
@@ -141,15 +138,15 @@ def test_probes_say_how_the_sidecar_is_and_nothing_of_tenants(facts: SidecarStat
         ),
     ):
         with serving(Sidecars(msgspec.structs.replace(facts, **cast(Any, changed)))) as port:
-            answer = asked(port, "/readyz")
+            answer = fetched(port, "/readyz")
             assert (answer[0], json.loads(answer[1])) == (status, body | here)
-            assert asked(port, "/livez") == (200, '{"alive":true}')
+            assert fetched(port, "/livez") == (200, '{"alive":true}')
     gone = Sidecars(Unreachable("away"))
     gone.alive = False
     with serving(gone) as port:
-        assert asked(port, "/livez") == (503, '{"alive":false}') and asked(port, "/metrics")[0] == 503
-        assert asked(port, "/readyz") == (503, '{"ready":false,"state":"unreachable"}')
-        assert asked(port, "/none")[0] == 404
+        assert fetched(port, "/livez") == (503, '{"alive":false}') and fetched(port, "/metrics")[0] == 503
+        assert fetched(port, "/readyz") == (503, '{"ready":false,"state":"unreachable"}')
+        assert fetched(port, "/none")[0] == 404
 
 
 def test_a_page_that_takes_long_keeps_no_other_client_waiting(facts: SidecarStatus) -> None:
@@ -158,7 +155,7 @@ def test_a_page_that_takes_long_keeps_no_other_client_waiting(facts: SidecarStat
     with serving(watch) as port, socket.create_connection(("127.0.0.1", port), 20) as sock:
         sock.sendall(b"GET /metrics?x=1 HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
         assert watch.asked.wait(20)
-        assert [asked(port, "/livez")[0] for _ in range(5)] == [200] * 5
+        assert [fetched(port, "/livez")[0] for _ in range(5)] == [200] * 5
         watch.slow.set()
         answer = b""
         while piece := sock.recv(1 << 16):
@@ -167,9 +164,21 @@ def test_a_page_that_takes_long_keeps_no_other_client_waiting(facts: SidecarStat
         assert b"\r\ncache-control: no-store\r\n" in answer.lower()
 
 
+@pytest.mark.parametrize(("kept_seconds", "made"), [(1e9, 1), (0.0, 5)])
+def test_a_page_is_made_once_for_all_who_ask_soon(
+    monkeypatch: pytest.MonkeyPatch, facts: SidecarStatus, kept_seconds: float, made: int
+) -> None:
+    assert served.KEPT_SECONDS == 1.0
+    monkeypatch.setattr(served, "KEPT_SECONDS", kept_seconds)
+    watch = Sidecars(facts)
+    with serving(watch) as port:
+        assert {fetched(port, "/metrics")[0] for _ in range(5)} == {200}
+    assert watch.times == made
+
+
 def test_a_page_that_fails_is_an_answer_and_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with serving(Sidecars(RuntimeError("a bug"))) as port:
-        assert asked(port, "/metrics")[0] == 500 and asked(port, "/livez")[0] == 200
+        assert fetched(port, "/metrics")[0] == 500 and fetched(port, "/livez")[0] == 200
     assert len(caplog.records) == 1 and caplog.records[0].exc_info
 
 
@@ -182,4 +191,4 @@ def test_clients_that_come_too_often_wait_in_the_kernel(monkeypatch: pytest.Monk
         wait_until(lambda: len(made[0].places) >= 3)
         assert len(made[0].places) <= 4
         wait_until(lambda: len(made[0].places) == 7)
-        assert asked(port, "/livez")[0] == 200
+        assert fetched(port, "/livez")[0] == 200

@@ -22,7 +22,7 @@ from kvstore.block.account import MissReason
 from kvstore.block.errors import Unreachable
 from kvstore.cli import ask
 from kvstore.node import SystemClock
-from programs import KVSTORE, PATHS, page_at, refused_start, serving_program
+from programs import KVSTORE, PATHS, fetched, refused_start, serving_program
 from service.sidecar import patient
 from test_cli import run_cli, told
 from waiting import wait_until
@@ -44,11 +44,12 @@ class Served:
     def __init__(self, said: dict[str, Any], process: subprocess.Popen[str], data: Path) -> None:
         self.said, self.process, self.data = said, process, str(data)
 
-    def page(self, path: str) -> str:
-        return page_at(f"http://127.0.0.1:{self.said['http_port']}{path}")[1]
+    def readyz(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(fetched(self.said["http_port"], "/readyz")[1])
+        return found
 
-    def readyz(self) -> Any:
-        return json.loads(self.page("/readyz"))
+    def metrics(self) -> str:
+        return fetched(self.said["http_port"], "/metrics")[1]
 
     def stat(self) -> Any:
         return msgspec.to_builtins(ask.stat(f"{self.data}/admin.sock", SystemClock()))
@@ -120,7 +121,7 @@ def test_rotation_and_retirement_under_load_without_a_restart(tmp_path: Path) ->
         assert stat["keys"] == [{"tenant": "default", "fingerprint": fingerprint, "epoch": 3, "accepted": [3]}]
         assert stat["counters"].get("quarantined_blocks", 0) == stat["looked"]["reports"] == 0
         assert ready == {"ready": True, "state": "ready", "node": stat["node"], "incarnation": stat["incarnation"]}
-        text = sidecar.page("/metrics")
+        text = sidecar.metrics()
         assert f'node="{stat["node"]}"' in text and f'incarnation="{stat["incarnation"]}"' in text
         assert "kvstore_warnings 0" in text
     with served(tmp_path) as sidecar:
@@ -154,7 +155,7 @@ def test_another_identity_is_refused_at_the_start_and_its_clients_are_told(tmp_p
         (public,) = sidecar.readyz()["warnings"]
         assert "kvstore stat" in public and not any(one in public for one in (old, other, "default", "test"))
         assert sidecar.readyz()["state"] == "ready", "it keeps nothing from being served"
-        assert "kvstore_warnings 1" in sidecar.page("/metrics")
+        assert "kvstore_warnings 1" in sidecar.metrics()
         anew = client.namespace(model=MODEL, layout=LAYOUT)
         assert put(anew, 1).reason is None and read(anew, 1) == (4, None)
         assert sidecar.stat()["warnings"] == []

@@ -231,7 +231,7 @@ def proxy_door() -> Iterator[Door]:
     engine = SmallOpenAi({path: completes})
     try:
         flags = "--prefill", engine.url, "--decode", engine.url, "--legs", "shared-storage"
-        with RunningProxy(*flags, limits={"connections": 64, "requests": 16}) as proxy:
+        with RunningProxy(*flags, limits={"requests": 16}, server={"connections": 64}) as proxy:
             asked = {"model": "m", "prompt": "p", "max_tokens": 1}
 
             def is_served() -> bool:  # 503 says that sixteen others are under way, and to come again
@@ -452,6 +452,20 @@ def test_what_http_allows_and_is_not_served_is_answered_as_the_standard_says(
     assert wanted != 405 or b"\r\nallow: " in received.lower()
     assert wanted != 415 or b"accept-encoding: identity" in received
     assert method != b"HEAD" or received.endswith(b"\r\n\r\n")
+
+
+@pytest.mark.parametrize("name", [one for one in PATHS if one != "metrics"])
+def test_a_body_that_is_no_body_is_its_clients_fault(door_named: Callable[[str], Door], name: str) -> None:
+    door, (path, token) = door_named(name), PATHS[name]
+    path = b"/login" if name == "console" else path
+    head = b"POST " + path + b" HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer " + token.encode()
+    with door.connect() as sock:
+        sock.settimeout(SECONDS)
+        sock.sendall(head + b"\r\nExpect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n")
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 100 ")
+        sock.sendall(b"no length\r\n")
+        found, received = statuses(sock)
+    assert found == [400] and b'{"error":' in received, received[:400]
 
 
 # Tokens and names -----------------------------------------------------------------------------------------------------

@@ -13,17 +13,13 @@ import pytest
 
 import kvstore
 from metrics.scraped import Scrape
-from programs import PATHS, page_at
+from programs import PATHS, fetched
 from service.sidecar import patient
 from service.test_serve import ended, serving
 from waiting import wait_until
 from workbench import MODEL, blank_pages, ids, random_pages, small_layout
 
 TOKEN = "a-token-of-many-letters"
-
-
-def page(port: int, path: str = "/metrics", token: str = "") -> tuple[int, str]:
-    return page_at(f"http://127.0.0.1:{port}{path}", token)
 
 
 def with_tenants(directory: Path, http: str = "") -> Path:
@@ -34,12 +30,12 @@ def with_tenants(directory: Path, http: str = "") -> Path:
 
 def test_one_tenant_is_scraped_without_a_token(tmp_path: Path) -> None:
     with serving(tmp_path, "--nvme", "off", "--http", "127.0.0.1:0") as (process, said):
-        status, text = page(said["http_port"])
+        status, text = fetched(said["http_port"], "/metrics")
         assert status == 200
         scrape = Scrape(text)
         assert scrape.adds_up() and scrape.total("state") == 1
         assert scrape.total("tier_budget_bytes", tier="dram") == 16 << 20
-        assert page(said["http_port"], "/metric")[0] == 404
+        assert fetched(said["http_port"], "/metric")[0] == 404
         status, log = ended(process)
     assert status == 0 and {one["level"] for one in log} == {"info"}
 
@@ -50,20 +46,20 @@ def test_several_tenants_are_scraped_with_the_token_alone(tmp_path: Path) -> Non
     with serving(tmp_path, "--nvme", "off", "--config", str(config)) as (process, said):
         port = said["http_port"]
         for token in ("", "another-token-of-many-letters"):
-            status, text = page(port, token=token)
+            status, text = fetched(port, "/metrics", token=token)
             assert status == 401 and text.count("\n") == 1 and "http.token_file" in text
-        status, text = page(port, token=TOKEN)
+        status, text = fetched(port, "/metrics", token=TOKEN)
         assert status == 200 and Scrape(text).adds_up()
-        assert page(port, "/livez")[0] == page(port, "/readyz")[0] == 200
+        assert fetched(port, "/livez")[0] == fetched(port, "/readyz")[0] == 200
         assert ended(process) == (0, [])
 
 
 @pytest.mark.slow
 def test_several_tenants_without_a_token_have_no_metrics_and_the_log_says_so(tmp_path: Path) -> None:
     with serving(tmp_path, "--nvme", "off", "--config", str(with_tenants(tmp_path))) as (process, said):
-        status, text = page(said["http_port"], token=TOKEN)
+        status, text = fetched(said["http_port"], "/metrics", token=TOKEN)
         assert status == 401 and text.count("\n") == 1 and "set http.token_file" in text
-        assert page(said["http_port"], "/readyz")[0] == 200
+        assert fetched(said["http_port"], "/readyz")[0] == 200
         status, log = ended(process)
     assert status == 0
     warnings = [one["message"] for one in log if one["level"] == "warning"]
@@ -133,7 +129,7 @@ def test_hostile_clients_never_stall_the_door(tmp_path: Path) -> None:
                 thread.join(30)
         print(f"{sum(made)} hostile connections beside 100 puts and 100 loads")
         wait_until(lambda: _is_served(port))  # those that came before it are looked at first
-        status, text = page(port)
+        status, text = fetched(port, "/metrics")
         assert status == 200 and Scrape(text).total("granted_tokens_total", tier="dram") == 100 * 128
         assert Scrape(text).total("malformed_messages_total") == 0
         status, log = ended(process)
@@ -142,6 +138,6 @@ def test_hostile_clients_never_stall_the_door(tmp_path: Path) -> None:
 
 def _is_served(port: int) -> bool:
     try:
-        return page(port, "/livez")[0] == 200
+        return fetched(port, "/livez")[0] == 200
     except OSError:
         return False

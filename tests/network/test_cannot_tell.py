@@ -11,7 +11,6 @@ import json
 import os
 import random
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,7 +22,8 @@ import pytest
 import kvstore
 from kvstore.client.handle import NamespaceHandle
 from kvstore.wire import score_pb2, store_pb2
-from network.running import SOON, RunningNetwork, Stubs, beside, grpc, network, refused, token_file, token_of
+from network.running import RunningNetwork, Stubs, beside, grpc, network, refused, token_file, token_of
+from programs import fetched
 from service.sidecar import patient
 from service.test_serve import serving
 from waiting import wait_until
@@ -48,11 +48,10 @@ class Place:
 
     def query(self, tenant: str, prompt: Sequence[int]) -> int:
         data = json.dumps({"model": MODEL, "token_ids": list(prompt)}).encode()
-        url = f"http://127.0.0.1:{self.running.http_port}/query"
-        request = urllib.request.Request(url, data, {"Authorization": f"Bearer {token_of(tenant)}"})
-        with urllib.request.urlopen(request, timeout=SOON) as answer:
-            (found,) = json.loads(answer.read())[tenant].values()
-            return int(found["longest_matched"])
+        assert self.running.http_port is not None
+        _, text = fetched(self.running.http_port, "/query", data, token_of(tenant))
+        (found,) = json.loads(text)[tenant].values()
+        return int(found["longest_matched"])
 
     def score(self, tenant: str, prompt: Sequence[int]) -> int:
         caller = self.callers[tenant]

@@ -18,11 +18,10 @@ WITH_LIMITS = """
 import sys, json
 from dataclasses import replace
 from kvstore.openai import proxy
-made = json.loads(sys.argv.pop(1))
+of_proxy, of_server = json.loads(sys.argv.pop(1))
 whole = proxy.ProxyLimits
-proxy.HEAD_SECONDS = made.pop("head_seconds", proxy.HEAD_SECONDS)
-proxy.MOST_CONNECTIONS = made.pop("connections", proxy.MOST_CONNECTIONS)
-proxy.ProxyLimits = lambda **given: replace(whole(**given), **made)
+proxy.LIMITS = replace(proxy.LIMITS, **of_server)
+proxy.ProxyLimits = lambda **given: replace(whole(**given), **of_proxy)
 from kvstore.cli.main import main
 main()
 """
@@ -41,10 +40,17 @@ class Answered(NamedTuple):
 
 
 class RunningProxy:
-    """A context. limits: of `ProxyLimits`, and of the server."""
+    """A context. limits: of `ProxyLimits`; server: of the listener's `HttpLimits`."""
 
-    def __init__(self, *arguments: str, limits: dict[str, Any] | None = None, **environment: str) -> None:
-        command = [sys.executable, "-c", WITH_LIMITS, json.dumps(limits or {}), "pd-proxy", *arguments]
+    def __init__(
+        self,
+        *arguments: str,
+        limits: dict[str, Any] | None = None,
+        server: dict[str, Any] | None = None,
+        **environment: str,
+    ) -> None:
+        given = json.dumps([limits or {}, server or {}])
+        command = [sys.executable, "-c", WITH_LIMITS, given, "pd-proxy", *arguments]
         path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
         self._process = subprocess.Popen(
             [*command, "--listen", "127.0.0.1:0", "--json"],

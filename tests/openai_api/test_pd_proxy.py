@@ -314,7 +314,7 @@ def test_a_client_that_reads_nothing_holds_nothing(small: Callable[..., SmallOpe
             await asked.event(text_chunk("x" * 16384))
 
     prefill, decode = small(prefills), small(floods)
-    with before(prefill, decode, limits={"unread_seconds": 0.5}) as proxy:
+    with before(prefill, decode, server={"unread_seconds": 0.5}) as proxy:
         wire = proxy.wire(request_of({**PROMPT, "stream": True}))
         assert decode.wait(COMPLETIONS).hung_up.wait(SECONDS)
         wire.close()
@@ -479,7 +479,7 @@ def test_an_answer_that_never_ends_is_ended(small: Callable[..., SmallOpenAi]) -
 
 def test_wrong_requests_are_refused_in_openais_shape(small: Callable[..., SmallOpenAi]) -> None:
     prefill, decode = small(prefills), small(decodes)
-    with before(prefill, decode, limits={"body_bytes": 4096, "body_seconds": 1.0}) as proxy:
+    with before(prefill, decode, limits={"body_bytes": 4096}, server={"body_seconds": 1.0}) as proxy:
         wrong_params = {**PROMPT, "kv_transfer_params": [1]}
         for body, status, param in ((b"{", 400, None), (b"[]", 400, None), (wrong_params, 400, "kv_transfer_params")):
             found, error = proxy.error(COMPLETIONS, body)
@@ -515,7 +515,7 @@ def test_more_requests_than_it_takes_are_told_to_come_again(small: Callable[...,
 
 def test_who_says_nothing_is_shown_out(small: Callable[..., SmallOpenAi]) -> None:
     prefill, decode = small(prefills), small(decodes)
-    with before(prefill, decode, limits={"head_seconds": 1.0, "connections": 4}) as proxy:
+    with before(prefill, decode, server={"head_seconds": 1.0, "connections": 4}) as proxy:
         silent = [proxy.wire() for _ in range(4)]
         silent[0].sendall(b"POST /v1/completions HT")
         with proxy.wire() as one_too_many:

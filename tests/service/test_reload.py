@@ -21,7 +21,7 @@ from kvstore.protocol import messages as m
 from kvstore.service.serve import taken_over
 from kvstore.service.settings import read_settings
 from kvstore.status.tree import SidecarStatus
-from programs import page_at
+from programs import fetched
 from service.sidecar import Sidecar, wire_to
 from service.test_serve import ended, serving
 from waiting import wait_until
@@ -81,7 +81,7 @@ level = {given["level"]}
         return {one.tenant: one.share for one in self.status().tenants}
 
     def scrape(self, token: str) -> int:
-        return page_at(f"http://127.0.0.1:{self.said['http_port']}/metrics", token)[0]
+        return fetched(self.said["http_port"], "/metrics", token=token)[0]
 
 
 @contextmanager

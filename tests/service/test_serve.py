@@ -24,7 +24,7 @@ from kvstore.client.handle import NamespaceHandle
 from kvstore.service.serve import LogLines
 from programs import PATHS as PATHS
 from programs import ROOT as ROOT
-from programs import page_at, run_python, serving_program
+from programs import fetched, run_python, serving_program
 from service.sidecar import patient
 from tiering.clock import SystemClock
 from waiting import wait_until
@@ -246,7 +246,7 @@ def test_each_tenant_comes_in_by_a_socket_of_its_own(tmp_path: Path) -> None:
 
 
 def page(port: int, name: str) -> tuple[int, dict[str, Any]]:
-    status, text = page_at(f"http://127.0.0.1:{port}/{name}", seconds=10)
+    status, text = fetched(port, f"/{name}")
     return status, json.loads(text)
 
 
