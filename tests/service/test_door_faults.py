@@ -277,8 +277,8 @@ def test_a_directory_with_a_namespace_beyond_the_limits_is_served_without_it(
 
 def test_a_tenants_name_that_is_no_text_does_not_end_stat(sidecar: Sidecar) -> None:
     """A key file is written by people too."""
-    names = sidecar.store.tenant_names()
-    sidecar.store.keys.names = lambda: {one: "\udc80\x1b[2J" for one in names}  # type: ignore[method-assign]
+    (keys,) = sidecar.store.keys.by_name().values()
+    sidecar.store.keys.by_name = lambda: {"\udc80\x1b[2J": keys}  # type: ignore[method-assign]
     client = sidecar.client()
     client.namespace(model="m" * 40, layout=small_layout())
     (space,) = facts_of(sidecar).facts.namespaces
