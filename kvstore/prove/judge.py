@@ -21,6 +21,14 @@ Answers = Mapping[str, Answer]
 """By the question's name."""
 LEAST_SPREAD = 1e-3
 """In nats: what the last bits of 32-bit sums in another order come to."""
+LEAST_GRAINS = 8
+"""The same of an engine that computes in 16 bits, in grains: its sums have another order in every shape of a batch, of
+which the engine alone may show none."""
+COARSEST_GRAIN, FINEST_GRAIN, EXACT = 2.0**-3, 2.0**-10, 1e-5
+"""Of logits below 32 in bfloat16 and below 2 in float16; and how well a difference of two log probabilities in 32 bits
+is known. In nats."""
+LEAST_GAPS = 16
+"""Fewer different ones tell no grain."""
 SLACK = 2.0
 """The engine's spread is what a few dozen of answers showed; so many times that is still taken for its own."""
 FEWER_DRAFTS = 0.1
@@ -91,6 +99,19 @@ def strain(one: Answer, other: Answer) -> float:
     return found if len(one.tokens) == len(other.tokens) else inf
 
 
+def grain_of(gaps: Sequence[float]) -> float:
+    """The power of two, in nats, of which all gaps are multiples: the last bit of logits in 16 bits. 0 where there is
+    none, as of logits in 32 bits."""
+    if len({round(gap / FINEST_GRAIN) for gap in gaps}) < LEAST_GAPS:
+        return 0.0
+    grain = COARSEST_GRAIN
+    while any([abs(gap - grain * round(gap / grain)) > EXACT for gap in gaps]):
+        grain /= 2
+        if grain < FINEST_GRAIN:
+            return 0.0
+    return grain
+
+
 class Reference:
     """The engine alone. ways: its answers; COLD is among them. lengths: tokens of each question."""
 
@@ -98,7 +119,8 @@ class Reference:
         self.ways, self.lengths = ways, lengths
         cold = ways[Way.COLD]
         apart = [strain(answer, cold[name]) for answers in ways.values() for name, answer in answers.items()]
-        self.spread = max(LEAST_SPREAD, SLACK * max(apart))
+        grain = grain_of([gap for answer in cold.values() for gap in answer.gaps])
+        self.spread = max(LEAST_SPREAD, LEAST_GRAINS * grain, SLACK * max(apart))
 
     def compared(self, answers: Answers) -> Compared:
         """Beside what the engine alone answers in any way."""

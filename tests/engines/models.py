@@ -121,7 +121,6 @@ def save_windowed(
 
 
 def save_neox(directory: Path, *, vocab: int = 1000, seed: int = 0) -> Path:
-    """Of which vLLM on a CPU gives other tokens from its own cache than cold."""
     torch.manual_seed(seed)
     config = GPTNeoXConfig(
         vocab_size=vocab,

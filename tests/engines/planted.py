@@ -1,5 +1,5 @@
-"""Faults that `kvstore prove` has to name: a worker of vLLM that spoils its engine's own cache, and a connector of this
-store that puts blocks into the wrong pages, or loses the draft's KV."""
+"""Faults that `kvstore prove` has to name: a worker of vLLM that spoils its engine's own cache, one that is not
+repeatable, and a connector of this store that puts blocks into the wrong pages, or loses the draft's KV."""
 
 from __future__ import annotations
 
@@ -24,6 +24,20 @@ class SpoilsOwnCache(CPUWorker):
                     # Blocks are the first dimension, or the second behind K and V.
                     (plane[:, first] if plane.shape[0] == 2 else plane[first]).neg_()
         return super().execute_model(scheduler_output)
+
+
+class NotRepeatable(CPUWorker):
+    """Computes with other weights in a step with several requests."""
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        weights = self.model_runner.model.model.norm.weight.data
+        kept = weights.clone()
+        if len(scheduler_output.num_scheduled_tokens) > 1:
+            weights[::2] *= 3
+        try:
+            return super().execute_model(scheduler_output)
+        finally:
+            weights.copy_(kept)
 
 
 def the_first_page_everywhere(worker: PagedWorker) -> None:

@@ -104,10 +104,17 @@ def test_an_engine_whose_own_cache_is_wrong_is_named_and_the_store_is_not(saved:
 
 
 def test_an_engine_whose_batches_are_not_repeatable_is_named_and_the_store_is_not(saved: Any, tmp_path: Path) -> None:
-    """Half of the bits of a number are too few for sums in another order."""
+    words = engine_words(saved(), "--worker-cls", "engines.planted.NotRepeatable")
+    status, told = proven(tmp_path, "--dram", "256MiB", "--nvme", "off", "--", *words)
+    assert (status, told["held"], parties(told)) == (0, True, [Party.ENGINE])
+    assert "many at once" in told["findings"][0]["what"]
+
+
+def test_numbers_in_16_bits_are_no_fault_of_the_store(saved: Any, tmp_path: Path) -> None:
+    """Sums in another order differ in the last of few bits, and the engine alone need not show it."""
     words = [word if word != "float32" else "bfloat16" for word in engine_words(saved("neox"))]
     status, told = proven(tmp_path, "--dram", "256MiB", "--nvme", "off", "--", *words, prompts=20)
-    assert (status, told["held"], parties(told)) == (0, True, [Party.ENGINE])
+    assert (status, told["held"]) == (0, True) and set(parties(told)) <= {Party.ENGINE}
 
 
 def test_the_store_of_another_connector_is_proven(saved: Any, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.prove.judge import Party, Reference, Way, strain
+from kvstore.prove.judge import Party, Reference, Way, grain_of, strain
 from kvstore.prove.proof import Proof
 from kvstore.prove.questions import Answer, questions_of
 
@@ -102,6 +102,16 @@ def drafts_in_the_answers(told: Told) -> None:
     told.ways[Way.WITHOUT_DRAFTS] = dict(told.alone[Way.OWN])
 
 
+def in_16_bits(told: Told, off: float = 0.03) -> None:
+    cold = told.alone[Way.COLD].items()
+    told.alone[Way.COLD] = {name: one._replace(gaps=[(at + 1) / 128] * 8) for at, (name, one) in enumerate(cold)}
+    told.wrong(Way.STORE, PROMPTS[:2], off=off)
+
+
+def more_than_bits(told: Told) -> None:
+    in_16_bits(told, off=0.3)
+
+
 def weights(told: Told) -> None:
     told.ways[Way.OTHER_WEIGHTS] = {name: answer(name, cached=256) for name in PROMPTS}
 
@@ -126,6 +136,8 @@ def nothing_found(told: Told) -> None:
         (drafts_kept_wrong, [Party.DRAFTS], "10% of the drafts are accepted, 80% by the engine alone"),
         (drafts_in_the_answers, [Party.DRAFTS], "without drafts none"),
         (nothing_found, [Party.CONNECTOR], "nothing is proven of it"),
+        (in_16_bits, [], "identity holds"),
+        (more_than_bits, [Party.CONNECTOR], "store 2 of 20"),
         (weights, [Party.WEIGHTS], "5,120 tokens of KV of the earlier ones"),
     ],
 )
@@ -171,3 +183,12 @@ def test_questions_differ_and_share_what_they_say(count: int, longest: int, page
             assert one.tokens[one.boundary] != 0 and one.boundary % page_tokens == 0
         else:
             assert one.tokens[0] != 0
+
+
+@given(
+    st.integers(3, 10), st.lists(st.integers(0, 4000), min_size=20, max_size=60, unique=True), st.floats(-1e-6, 1e-6)
+)
+def test_the_last_bit_of_logits_in_16_bits_is_seen(bits: int, steps: list[int], noise: float) -> None:
+    found = grain_of([step / 2**bits + noise for step in (*steps, 1)])
+    assert found == 2.0**-bits
+    assert grain_of([step / 2**bits + step**0.5 / 1000 for step in (*steps, 1)]) == 0
