@@ -27,7 +27,7 @@ from kvstore.service.keeper import (
     pause_before_start,
 )
 from kvstore.service.serve import KeeperWire
-from programs import PATHS, ROOT
+from programs import PATHS
 from service.sidecar import asked
 from service.test_serve import ended, opened, serving
 from waiting import wait_until
@@ -151,7 +151,7 @@ def keeping(sidecar: str, setup: str = "", **children: str) -> Iterator[subproce
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={"PYTHONPATH": str(ROOT)},
+        env=PATHS,
         start_new_session=True,
     )
     try:
