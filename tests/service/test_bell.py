@@ -113,6 +113,7 @@ import sys
 from kvstore.client.sidecar_store import open_sidecar
 from kvstore.block.codec import codec_named
 from kvstore.node import SystemClock
+from waiting import wait_until
 from workbench import ids, random_pages, small_layout
 
 store = open_sidecar(sys.argv[1], codecs=codec_named, clock=SystemClock(), session="a" * 32, engine="other")
@@ -325,16 +326,16 @@ def test_what_a_client_mapped_is_let_go_of_when_the_sidecar_hangs_up(sidecar: Si
 
 
 FORKING = """
-import os, sys, time
+import os, sys
 from kvstore.client.sidecar_store import open_sidecar
 from kvstore.block.codec import codec_named
 from kvstore.node import SystemClock
+from waiting import wait_until
 from workbench import ids, random_pages, small_layout
 
 store = open_sidecar(sys.argv[1], codecs=codec_named, clock=SystemClock(), session="a" * 32, engine="other")
 handle = store.namespace(model="other", layout=small_layout())
-while store._door._run.notify_pipe is None:
-    time.sleep(0.002)
+wait_until(lambda: store._door._run.notify_pipe is not None)
 
 def is_open(inode):
     for number in range(1024):
@@ -355,8 +356,7 @@ if child:
     assert handle.put(ids(64), random_pages(handle.layout, 1)).stored + handle.match(ids(64)).blocks >= 1
 else:
     assert handle.put(ids(64), random_pages(handle.layout, 1)).stored == 1
-    while store._door._run.notify_pipe is None:
-        time.sleep(0.002)
+    wait_until(lambda: store._door._run.notify_pipe is not None)
     os._exit(0)
 """
 

@@ -20,7 +20,7 @@ import pytest
 import kvstore
 from kvstore.block.account import HitTier, MissReason
 from kvstore.cli import ask
-from kvstore.client.handle import NamespaceHandle
+from kvstore.client.handle import Match, NamespaceHandle
 from kvstore.service.serve import LogLines
 from programs import PATHS as PATHS
 from programs import ROOT as ROOT
@@ -162,10 +162,13 @@ def test_a_client_outlives_its_sidecar(tmp_path: Path, end: signal.Signals) -> N
     assert handle.lease(match).blocks == 0
     assert handle.put(ids(640), pages).reason is MissReason.UNREACHABLE
     with serving(tmp_path, *flags):
-        deadline = time.monotonic() + 20
-        while (match := handle.match(ids(640))).blocks < 10:
-            assert time.monotonic() < deadline and match.reason in (MissReason.UNREACHABLE, MissReason.WARMING), match
-            time.sleep(0.01)
+
+        def found() -> Match | None:
+            match = handle.match(ids(640))
+            assert match.blocks == 10 or match.reason in (MissReason.UNREACHABLE, MissReason.WARMING), match
+            return match if match.blocks == 10 else None
+
+        match = wait_until(found)
         blank = blank_pages(layout, 10)
         with handle.lease(match, deadline_ms=5000) as fresh:
             assert handle.get(fresh, blank).tokens == 640

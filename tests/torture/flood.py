@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 
@@ -21,6 +21,7 @@ from kvstore.protocol import messages as m
 from torture import Report, quiet
 from torture.doorstep import OTHER_TENANT, PATHS, Household, Sidecar
 from torture.peer import Peer, opened_by
+from waiting import wait_until
 
 QUEUE_WAIT_MS = 5.0
 """Of the others, at p99."""
@@ -205,12 +206,10 @@ def _be_idle(pid: int) -> None:
 
 def _remove(group: Path) -> None:
     """It is busy until its processes are buried."""
-    deadline = time.monotonic() + 10
-    while True:
-        try:
+
+    def is_gone() -> bool:
+        with suppress(OSError):
             group.rmdir()
-            return
-        except OSError:
-            if time.monotonic() > deadline:
-                return
-            time.sleep(0.01)
+        return not group.exists()
+
+    wait_until(is_gone)
